@@ -9,6 +9,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["PAGODA_POISON"] = "1"
 os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"pagoda-tests-cache-{os.getuid()}")
@@ -16,11 +17,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from pagoda.process import keep_freed_memory, spin_briefly
 
+gc.disable()  # until all tests are collected: what imports make stays
 keep_freed_memory()
 spin_briefly()  # before torch is imported, here and in the processes that tests start
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from distributed.ranks import ranks  # noqa: E402, F401
 from hypothesis import settings  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -32,10 +35,18 @@ settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files in which all tests are slow are not imported where slow tests are not wanted."""
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow" in collection_path.read_text() or None
+
+
 def pytest_collection_finish() -> None:
     """Garbage collection looks at what tests make alone, not at all that was imported; some tests call for it often."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -327,7 +327,7 @@ MUTANTS = (
         "train/resume.py",
         'if extra["step"] != step:',
         "if False:",
-        "train/test_resuming.py train/test_moved_runs.py",
+        "train/test_resuming.py",
     ),
     Mutant(
         "all epochs have the same order",

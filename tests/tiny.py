@@ -1,9 +1,15 @@
-"""Models that train in milliseconds, as directories with a `config.json`, and a text: for tests that start runs."""
+"""Runs of models that train in milliseconds, which are directories with a `config.json`, on a text."""
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
+
+from pagoda.config.memory import Memory
 from pagoda.models.shapes import SHAPES
+from pagoda.train import TrainConfig, TrainResult, run
 
 LLAMA = {
     "model_type": "llama",
@@ -35,6 +41,22 @@ def write_model(directory: Path, **changes: object) -> str:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     return str(directory)
+
+
+def tiny_run(folder: Path, **settings: Any) -> TrainConfig:
+    """A run of four steps in RAM, of a model and a text in the same folder; `settings` are others."""
+    usual = {"data": write_text(folder / "text"), "out": folder / "run", "memory": Memory(host="64MiB")}
+    usual |= {"steps": 4, "batch_size": 2, "seq_len": 16}
+    if "model" not in settings:
+        usual["model"] = write_model(folder / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    return TrainConfig(**{**usual, **settings})
+
+
+def trained(config: TrainConfig) -> tuple[TrainResult | None, str]:
+    """What a run did, and what it said."""
+    shown = io.StringIO()
+    result = run(config, Console(file=shown, width=200))
+    return result, shown.getvalue()
 
 
 def write_mixture(name: str, directory: Path, layers: int = 2) -> str:

@@ -1,8 +1,5 @@
 """A calibration gives every figure, positive and sourced, and leaves nothing behind but its file."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.ranks import RankServer
 
 from pagoda.calibrate import Effort, calibrate, drive
 from pagoda.calibrate.meter import Meter
 from pagoda.calibrate.table import figure_table
 from pagoda.cli.main import main
+from pagoda.distributed.world import launched
 from pagoda.errors import StorageError
 from pagoda.memory.ssd.file import PageFile
 from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware, write_hardware
@@ -28,9 +27,16 @@ LEAST = Effort(
     copy_bytes=32 << 20,
     tokens=64,
     width=64,
-    file_bytes=256 << 20,
+    file_bytes=64 << 20,
     gathered_bytes=1 << 20,
 )
+SHORT = {
+    **{f"drive.{name}": least for name, least in (("_ROUNDS", 1), ("_TURNS", 1), ("_WARM_S", 0.0))},
+    "drive._MATMUL_SIZE": 128,
+    "meter._LEAST_TURNS": 1,
+    "bookkeeping._ROWS": 16,
+    "cpu._HANDOVERS": 8,
+}
 
 
 def left(directory: Path) -> list[Path]:
@@ -39,10 +45,13 @@ def left(directory: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Hardware:
-    """Of this machine; nothing is left behind, in torch or in the directory."""
+    """Of this machine, in short rounds; nothing is left behind, in torch or in the directory."""
     directory = tmp_path_factory.mktemp("ssd")
     before = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state()
-    hardware = calibrate(directory, CPU, effort=LEAST)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SHORT.items():
+            patch.setattr(f"pagoda.calibrate.{name}", value)
+        hardware = calibrate(directory, CPU, effort=LEAST)
     after = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state()
     assert left(directory) == []
     assert before[:2] == after[:2]
@@ -88,7 +97,7 @@ def test_without_a_directory_there_is_no_drive(monkeypatch: pytest.MonkeyPatch) 
 
 
 def failing(after: int, error: BaseException) -> Callable[..., None]:
-    """A transfer that fails for good after so many."""
+    """A transfer, or what is done beside it, that fails for good after so many."""
     calls = iter(range(after))
 
     def transfer(*_: Any) -> None:
@@ -98,27 +107,23 @@ def failing(after: int, error: BaseException) -> Callable[..., None]:
     return transfer
 
 
-@pytest.mark.parametrize(("verb", "after"), [("pread", 100), ("pwrite", 0)])
-def test_a_drive_that_fails_ends_the_calibration_and_leaves_nothing(
-    verb: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name", "after", "error"),
+    [
+        (PageFile, "pread", 100, StorageError("the drive failed")),
+        (PageFile, "pwrite", 0, StorageError("the drive failed")),
+        (drive, "_products", 0, KeyboardInterrupt()),
+    ],
+    ids=["a read", "a write", "interrupted"],
+)
+def test_a_calibration_that_fails_ends_and_leaves_nothing(
+    owner: Any, name: str, after: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = threading.active_count()
-    monkeypatch.setattr(PageFile, verb, failing(after, StorageError("the drive failed")))
-    with pytest.raises(StorageError, match="the drive failed"):
+    monkeypatch.setattr(owner, name, failing(after, error))
+    with pytest.raises(type(error)) as ended:
         drive.measure_drive(Meter("a test", LEAST, lambda _: None), tmp_path)
-    assert left(tmp_path) == []
-    assert threading.active_count() == threads
-
-
-def test_interrupted_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = threading.active_count()
-
-    def interrupt(_: float) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(drive, "_products", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        drive.measure_drive(Meter("a test", LEAST, lambda _: None), tmp_path)
+    assert ended.value is error
     assert left(tmp_path) == []
     assert threading.active_count() == threads
 
@@ -130,21 +135,18 @@ def test_a_directory_with_too_little_space_is_refused_before_anything_is_measure
     assert (said, left(tmp_path)) == ([], [])
 
 
-def test_a_missing_directory_exits_with_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_or_written_exits_with_2(
+    measured: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "hardware.json"
     assert main(["calibrate", "--ssd", str(tmp_path / "none"), "--out", str(out)]) == 2
     error = capfd.readouterr().err
     assert "none is not there: create it" in error
     assert "Traceback" not in error
     assert not out.exists()
-
-
-def test_a_file_that_cannot_be_written_exits_with_2(
-    measured: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr("pagoda.calibrate.calibrate", lambda *_: measured)
-    (tmp_path / "file").touch()
-    assert main(["calibrate", "--out", str(tmp_path / "file" / "hardware.json")]) == 2
+    out.touch()
+    assert main(["calibrate", "--out", str(out / "hardware.json")]) == 2
     assert "cannot be written" in capfd.readouterr().err
 
 
@@ -162,22 +164,14 @@ def test_the_command_shows_every_figure_and_where_the_file_went(
     assert read_hardware(hardware_file()) == measured
 
 
+def calibrate_rank(out: Path) -> None:
+    """In a rank."""
+    write_hardware(calibrate(None, CPU, effort=LEAST), out / f"{launched().rank}.json")
+
+
 @pytest.mark.slow
-def test_under_torchrun_ranks_measure_what_they_gather_and_the_first_writes(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from pathlib import Path\n"
-        "from pagoda.calibrate import calibrate\n"
-        "from pagoda.distributed.world import launched\n"
-        "from pagoda.simulate.hardware import write_hardware\n"
-        "from tests.calibrate.test_calibrate import LEAST\n"
-        "hardware = calibrate(None, torch.device('cpu'), effort=LEAST)\n"
-        "write_hardware(hardware, Path(sys.argv[1]) / f'{launched().rank}.json')\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([*command, str(script), str(tmp_path)], env=environment, check=True, timeout=300)
+def test_under_torchrun_ranks_measure_what_they_gather_and_the_first_writes(ranks: RankServer, tmp_path: Path) -> None:
+    ranks.run("calibrate.test_calibrate:calibrate_rank", 2, tmp_path)
     first, second = (read_hardware(tmp_path / f"{rank}.json") for rank in range(2))
     assert first.gpus_per_node == 2
     assert first.intra_node_bytes_per_s is not None

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from files import flip
 from zoo import PAGE, RESIDENT
 
 import pagoda
 from pagoda.errors import StorageError
 from pagoda.memory import page
 
-from .test_paged import flip
 from .test_resume import HALF, LLAMA, Run, data, on_ssd, uninterrupted
 
 Transfer = Callable[[int, Sequence[memoryview], int], int]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import ended, fork
 
 from pagoda.checkpoint import directory as module
 from pagoda.checkpoint.directory import MANIFEST, committed, read_manifest, write_manifest
@@ -88,18 +89,6 @@ def test_a_directory_that_another_process_filled_meanwhile_is_not_overwritten(tm
     assert list(tmp_path.iterdir()) == [target]
 
 
-def killed(action: Callable[[], None]) -> int:
-    """Runs `action` in a process of its own, which it must not survive; returns the signal that ended it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-
-
 def kill_me() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -123,7 +112,7 @@ def test_a_process_killed_at_any_instant_leaves_all_or_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(module.os, "fsync", counted)
-        assert killed(lambda: commit(target)) == signal.SIGKILL
+        assert ended(fork(lambda: commit(target))) == -signal.SIGKILL
     if after_syncs < 6:
         assert not target.exists()
         commit(target)

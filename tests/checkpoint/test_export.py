@@ -1,15 +1,15 @@
 """What is exported, transformers loads, with the weights and logits of the model that was trained."""
 
 import json
-import os
-import resource
 import shutil
-import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from files import flip
+from pairwise import each_once
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -48,36 +48,39 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("place", ["ram", "ssd"])
-@pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_what_is_exported_with_equal_logits(name: str, place: str, tmp_path: Path) -> None:
-    checkpoint, expected = saved_run(name, place, tmp_path)
-    done = export(checkpoint, tmp_path / "out", max_shard_bytes=20_000)
-    assert len(done.files) > 1
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+@each_once(name=list(MODELS), place=["ssd", "ram"])
+def test_an_export_is_what_save_pretrained_writes_of_a_checkpoint_or_of_pages_and_has_equal_logits(
+    name: str, place: str, tmp_path: Path
+) -> None:
+    model, optimizer = wrapped(build(name), place, tmp_path)
+    train(model, optimizer, 0, 2)
+    optimizer.save_checkpoint(tmp_path / "step")
+    dtypes: tuple[Precision, ...] = ("fp32", "bf16")
+    for dtype in dtypes:
+        for source, out in ((tmp_path / "step", "of step"), (model, "of model")):
+            done = export(source, tmp_path / dtype / out, dtype=dtype, max_shard_bytes=20_000)
+            assert len(done.files) > 1
+        files = [{path.name: path.read_bytes() for path in out.iterdir()} for out in (tmp_path / dtype).iterdir()]
+        assert files[0] == files[1]
+    expected = logits(model)
+    optimizer.close()
+    exported, info = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16" / "of step", output_loading_info=True)
     assert not any(info.values())
-    assert model.dtype is torch.bfloat16
-    assert model.config.get_text_config().use_cache is True
-    assert torch.equal(logits(model), expected)
-    again, optimizer = wrapped(pagoda.load(checkpoint), place, tmp_path)
+    assert exported.dtype is torch.bfloat16
+    assert exported.config.get_text_config().use_cache is True
+    assert torch.equal(logits(exported), expected)
+    again, optimizer = wrapped(pagoda.load(tmp_path / "step"), place, tmp_path)
     assert torch.equal(logits(again), expected), "and so does pagoda.load, of the checkpoint itself"
     optimizer.close()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_files_are_those_that_save_pretrained_writes(name: str, tmp_path: Path) -> None:
-    checkpoint, _ = saved_run(name, "ram", tmp_path)
-    export(checkpoint, tmp_path / "ours")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     fresh = build(name).to(torch.bfloat16)
-    fresh.load_state_dict(model.state_dict())
+    fresh.load_state_dict(exported.state_dict())
     fresh.save_pretrained(tmp_path / "theirs")
-    mine, theirs = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
+    mine, theirs = stored(tmp_path / "bf16" / "of step"), stored(tmp_path / "theirs")
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-    configs = [json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs")]
+    configs = [json.loads((tmp_path / who / "config.json").read_text()) for who in ("bf16/of step", "theirs")]
     assert configs[0] == {key: value for key, value in configs[1].items() if key != "use_cache"}
-    assert (tmp_path / "ours" / "generation_config.json").exists()
+    assert (tmp_path / "bf16" / "of step" / "generation_config.json").exists()
 
 
 def test_the_master_is_exported_exactly(saved: Path, tmp_path: Path) -> None:
@@ -97,16 +100,13 @@ def test_the_master_is_exported_exactly(saved: Path, tmp_path: Path) -> None:
     assert model.dtype is torch.float32
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(None, torch.float32), ("bf16", torch.bfloat16)])
-def test_a_model_trained_in_fp32_is_exported_in_either(
-    dtype: str | None, expected: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_model_trained_in_fp32_is_exported_in_either(tmp_path: Path) -> None:
     checkpoint, seen = saved_run("gpt2", "ram", tmp_path, "fp32")
-    export(checkpoint, tmp_path / "out", dtype=dtype)  # type: ignore[arg-type]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.dtype is expected
-    if expected is torch.float32:
-        assert torch.equal(logits(model), seen)
+    export(checkpoint, tmp_path / "fp32")
+    export(checkpoint, tmp_path / "bf16", dtype="bf16")
+    whole, half = (AutoModelForCausalLM.from_pretrained(tmp_path / dtype) for dtype in ("fp32", "bf16"))
+    assert (whole.dtype, half.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(logits(whole), seen)
 
 
 def test_shards_stay_below_the_limit_and_the_index_lists_them(saved: Path, tmp_path: Path) -> None:
@@ -122,30 +122,31 @@ def test_shards_stay_below_the_limit_and_the_index_lists_them(saved: Path, tmp_p
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= limit
 
 
-def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("source", "place"), [("checkpoint", "ram"), ("model", "ssd")])
+def test_no_piece_is_larger_than_a_chunk(
+    source: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With experts cut apart too: RAM does not follow the size of tensors."""
-    checkpoint, _ = saved_run("mixtral", "ram", tmp_path)
-    read, most, whole = TensorFile.read, 0, 0
-    piece = 512
+    model, optimizer = wrapped(build("mixtral"), place, tmp_path)
+    optimizer.save_checkpoint(tmp_path / "step")
+    reader = TensorFile if source == "checkpoint" else Store
+    read, counts, piece = reader.read, list[int](), 512
 
-    def measured(self: TensorFile, name: str, start: int, count: int) -> torch.Tensor:
-        nonlocal most, whole
-        most, whole = max(most, count), whole + count
-        return read(self, name, start, count)
+    def measured(*args: Any) -> torch.Tensor:
+        counts.append(args[-1])
+        return read(*args)
 
     monkeypatch.setattr(module, "chunks", lambda n: [(at, min(piece, n - at)) for at in range(0, n, piece)])
-    monkeypatch.setattr(TensorFile, "read", measured)
-    export(checkpoint, tmp_path / "out")
-    assert most <= piece
-    assert whole == sum(t.numel() for t in stored(tmp_path / "out").values()), "and each element is read once"
+    monkeypatch.setattr(reader, "read", measured)
+    export(tmp_path / "step" if source == "checkpoint" else model, tmp_path / "out")
+    optimizer.close()
+    assert max(counts) == piece
+    assert sum(counts) == sum(t.numel() for t in stored(tmp_path / "out").values()), "and each element is read once"
 
 
 def test_a_flipped_bit_is_found_and_nothing_is_left(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "damaged")
-    weights = tmp_path / "damaged" / "weight.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-20] ^= 4
-    weights.write_bytes(data)
+    flip(tmp_path / "damaged" / "weight.safetensors", -20)
     with pytest.raises(pagoda.CheckpointError, match=r"weight\.safetensors is damaged"):
         export(tmp_path / "damaged", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
@@ -161,71 +162,6 @@ def test_a_model_that_is_not_of_transformers_has_its_own_names(tmp_path: Path) -
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in stored(out).items())
         assert stored(out).keys() == model.state_dict().keys()
     optimizer.close()
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_wrapped_model_is_exported_from_its_pages_as_from_a_checkpoint(
-    name: str, dtype: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = wrapped(build(name), "ssd", tmp_path, "bf16")
-    train(model, optimizer, 0, 2)
-    optimizer.save_checkpoint(tmp_path / "step")
-    export(tmp_path / "step", tmp_path / "of step", dtype=dtype, max_shard_bytes=20_000)
-    read, most = Store.read, 0
-
-    def measured(self: Store, unit: int, state: str, start: int, count: int) -> torch.Tensor:
-        nonlocal most
-        most = max(most, count)
-        return read(self, unit, state, start, count)
-
-    monkeypatch.setattr(module, "chunks", lambda n: [(at, min(512, n - at)) for at in range(0, n, 512)])
-    monkeypatch.setattr(Store, "read", measured)
-    export(model, tmp_path / "of model", dtype=dtype, max_shard_bytes=20_000)
-    assert most == 512, "RAM does not follow the size of tensors"
-    files = [{path.name: path.read_bytes() for path in (tmp_path / of).iterdir()} for of in ("of step", "of model")]
-    assert files[0] == files[1]
-    optimizer.close()
-
-
-def test_a_disk_without_room_is_refused_and_nothing_left(saved: Path, tmp_path: Path) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        with pytest.raises(pagoda.StorageError, match=r"out could not be written: .*File too large.*Free space"):
-            export(saved, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("instant", [1, 5])
-def test_a_killed_export_leaves_no_directory_and_can_be_run_again(saved: Path, tmp_path: Path, instant: int) -> None:
-    """Killed as it syncs the file of that number: weights, index, configurations."""
-    out = tmp_path / "out"
-    child = os.fork()
-    if child == 0:
-        fsync, syncs = os.fsync, 0
-
-        def counted(descriptor: int) -> None:
-            nonlocal syncs
-            if syncs == instant:
-                os.kill(os.getpid(), signal.SIGKILL)
-            syncs += 1
-            fsync(descriptor)
-
-        os.fsync = counted
-        export(saved, out, max_shard_bytes=10_000)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    assert not out.exists()
-    done = export(saved, out, max_shard_bytes=10_000)
-    assert len(done.files) > 2
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    AutoModelForCausalLM.from_pretrained(out)
 
 
 def test_the_command_exports_a_checkpoint(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from pairwise import each_once
 from transformers import AutoModelForCausalLM, LlamaModel
 
 import pagoda
@@ -33,9 +34,7 @@ def first_loss(directory: Path, dtype: torch.dtype) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("place", ["ram", "ssd"])
-@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"], ids=["one-file", "sharded"])
-@pytest.mark.parametrize("name", MODELS)
+@each_once(name=list(MODELS), max_shard_size=["1GB", "20KB"], place=["ram", "ssd"])
 def test_training_starts_where_plain_transformers_does(
     name: str, max_shard_size: str, place: str, tmp_path: Path
 ) -> None:
@@ -52,8 +51,7 @@ def test_training_starts_where_plain_transformers_does(
     assert losses[1] != losses[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@each_once(dtype=[torch.float32, torch.float16, torch.bfloat16], precision=["bf16", "fp32"])
 def test_the_master_is_what_the_files_say(dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
     directory = saved("mixtral", tmp_path, dtype, "20KB")
     model, optimizer = wrapped(pagoda.load(directory), "ssd", tmp_path, precision)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagoda.checkpoint.reader import Checkpoint
@@ -15,7 +14,7 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.train.metrics import read_metrics
 from tests.tiny import write_model
 
-HOST = "1MiB"
+HOST = "768KiB"
 TARGETS = ("q_proj", "v_proj")
 
 
@@ -23,7 +22,7 @@ TARGETS = ("q_proj", "v_proj")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's directory, with weights that take more than `HOST`."""
     directory = tmp_path_factory.mktemp("base") / "model"
-    write_model(directory, hidden_size=96, intermediate_size=192, num_hidden_layers=8)
+    write_model(directory, hidden_size=96, intermediate_size=192, num_hidden_layers=5)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
     assert sum(param.numel() * 4 for param in base.parameters()) > 2 * parse_bytes(HOST, "host")
@@ -46,6 +45,7 @@ def args(model: Path, root: Path, out: str, *flags: str, lora: bool = True) -> l
         "memory.host": HOST,
         "memory.ssd": root / "ssd",
         "checkpoint-every": 2,
+        "eval-share": 0.0,
         "out": root / out,
     }
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
@@ -81,7 +81,7 @@ def test_adapters_train_over_weights_that_exceed_ram(trained: Path) -> None:
     assert metrics[-1]["peak_bytes"]["host"] <= parse_bytes(HOST, "host")
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     found = adapters(last_checkpoint(trained))
-    assert len(found) == 2 * 8 * len(TARGETS)
+    assert len(found) == 2 * 5 * len(TARGETS)
     assert all(value.any() for value in found.values()), "lora_B starts as zeros"
 
 
@@ -101,6 +101,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
 def test_the_adapter_is_exported_for_peft_and_merged_for_transformers(
     model: Path, trained: Path, tmp_path: Path
 ) -> None:
+    from peft import PeftModel  # takes a second
+
     run = str(trained / "run")
     assert main(["export", run, str(tmp_path / "adapter")]) == 0
     assert main(["export", run, str(tmp_path / "merged"), "--merge"]) == 0

@@ -102,11 +102,6 @@ def test_flags_that_cannot_be_read_exit_with_2(args: tuple[str, ...], capfd: pyt
     assert not out
 
 
-def test_a_setting_out_of_range_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("train", *REQUIRED, "--out", "run", "--seed", "-1") == 2
-    assert "seed is -1" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("args", "shows"), [(["--help"], "train"), (["train", "--help"], "--memory.ssd DIR[:SIZE]")])
 def test_help_works_as_a_module_and_imports_neither_torch_nor_transformers(args: list[str], shows: str) -> None:
     code = (

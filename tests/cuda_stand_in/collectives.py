@@ -6,12 +6,13 @@ group must have been used by all of its ranks at once before some of them use it
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 
 class _Work:
@@ -26,19 +27,33 @@ class _Work:
         self._native.stream_waits(self._native.current_stream(), self._event)
 
 
+WRITTEN_AND_READ = {
+    "all_reduce": ([0], []),
+    "broadcast": ([0], [0]),
+    "gather": ([1], [0]),
+    "all_gather_into_tensor": ([0], [1]),
+    "all_to_all_single": ([0], [1]),
+}
+"""Which arguments of each are written and read: tensors, or lists of them."""
+
+
 def install_collectives(native: ModuleType) -> None:
     """Let `torch.distributed` take tensors of the stand-in, as with NCCL."""
-    names = ("init_process_group", "all_reduce", "batch_isend_irecv", "all_to_all_single")
-    names += ("broadcast", "gather", "all_gather_into_tensor")
-    gloo = {name: getattr(dist, name) for name in names}
+    gloo = {name: getattr(dist, name) for name in (*WRITTEN_AND_READ, "init_process_group", "batch_isend_irecv")}
     stream = native.new_stream()
     connected: set[Any] = set()
 
-    def in_ram(tensor: torch.Tensor) -> torch.Tensor:
-        """The same bytes, where gloo can reach them."""
-        assert tensor.is_contiguous()
-        at = native.reach(tensor.data_ptr())
-        return torch.frombuffer((ctypes.c_char * tensor.nbytes).from_address(at), dtype=tensor.dtype).view(tensor.shape)
+    def in_ram(given: Any) -> Any:
+        """The same, with the same bytes in place of each tensor, where gloo can reach them."""
+        if isinstance(given, list):
+            return [in_ram(each) for each in given]
+        if not isinstance(given, torch.Tensor):
+            return given
+        assert given.is_contiguous()
+        if not given.numel():
+            return torch.empty(given.shape, dtype=given.dtype)
+        at = native.reach(given.data_ptr())
+        return torch.frombuffer((ctypes.c_char * given.nbytes).from_address(at), dtype=given.dtype).view(given.shape)
 
     def issue(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
         """Tell NCCL's stream to do it; the event behind that."""
@@ -50,16 +65,24 @@ def install_collectives(native: ModuleType) -> None:
         event: int = native.record(0, stream)
         return event
 
+    def collective(name: str) -> Callable[..., Any]:
+        written, read = WRITTEN_AND_READ[name]
+
+        def call(*arguments: Any, async_op: bool = False, **options: Any) -> Any:
+            if not arguments[0].is_cuda:
+                return gloo[name](*arguments, async_op=async_op, **options)
+            if name == "all_reduce":
+                connected.add(options["group"])
+            of = [[t for at in which for t in tree_leaves(arguments[at]) if t is not None] for which in (read, written)]
+            work = _Work(native, None, issue(*of))
+            gloo[name](*map(in_ram, arguments), **options)
+            return work if async_op else work.wait()
+
+        return call
+
     def init_process_group(backend: str, *arguments: Any, **options: Any) -> None:
         assert backend == "cpu:gloo,cuda:nccl"
         gloo["init_process_group"]("gloo", *arguments, **options)
-
-    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
-        assert tensor.is_cuda
-        connected.add(group)
-        event = issue([], [tensor])
-        gloo["all_reduce"](in_ram(tensor), group=group)
-        _Work(native, None, event).wait()
 
     def batch_isend_irecv(ops: Sequence[dist.P2POp]) -> Sequence[Any]:
         if not ops[0].tensor.is_cuda:
@@ -70,46 +93,8 @@ def install_collectives(native: ModuleType) -> None:
         there = [dist.P2POp(op.op, in_ram(op.tensor), group=op.group, group_peer=op.group_peer) for op in ops]
         return [_Work(native, work, event) for work in gloo["batch_isend_irecv"](there)]
 
-    def all_to_all_single(out: torch.Tensor, given: torch.Tensor, *sizes: Any, group: Any = None) -> None:
-        if not out.is_cuda:
-            gloo["all_to_all_single"](out, given, *sizes, group=group)
-            return
-        event = issue([given], [out])
-        if out.numel() or given.numel():
-            landing = torch.empty(out.shape, dtype=out.dtype)
-            gloo["all_to_all_single"](landing, in_ram(given) if given.numel() else given.cpu(), *sizes, group=group)
-            if out.numel():
-                in_ram(out).copy_(landing)
-        _Work(native, None, event).wait()
-
-    def broadcast(tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
-        if not tensor.is_cuda:
-            return gloo["broadcast"](tensor, src=src, group=group, async_op=async_op)
-        work = _Work(native, None, issue([tensor], [tensor]))
-        gloo["broadcast"](in_ram(tensor), src=src, group=group)
-        return work if async_op else work.wait()
-
-    def gather(tensor: torch.Tensor, into: Any = None, dst: int = 0, group: Any = None) -> None:
-        if not tensor.is_cuda:
-            gloo["gather"](tensor, into, dst=dst, group=group)
-            return
-        event = issue([tensor], into or [])
-        gloo["gather"](in_ram(tensor), into and [in_ram(each) for each in into], dst=dst, group=group)
-        _Work(native, None, event).wait()
-
-    def all_gather_into_tensor(whole: torch.Tensor, part: torch.Tensor, group: Any = None) -> None:
-        if not whole.is_cuda:
-            gloo["all_gather_into_tensor"](whole, part, group=group)
-            return
-        event = issue([part], [whole])
-        gloo["all_gather_into_tensor"](in_ram(whole), in_ram(part), group=group)
-        _Work(native, None, event).wait()
-
-    dist.broadcast = broadcast
-    dist.gather = gather
-    dist.all_gather_into_tensor = all_gather_into_tensor
+    for name in WRITTEN_AND_READ:
+        setattr(dist, name, collective(name))
     dist.init_process_group = init_process_group
-    dist.all_reduce = all_reduce
     dist.batch_isend_irecv = batch_isend_irecv
-    dist.all_to_all_single = all_to_all_single
     dist.get_backend = lambda group=None: dist.Backend.NCCL

@@ -24,7 +24,8 @@ import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.models import build_model
 
-PAGE = 4096
+from .scenarios import PAGE, RULES
+
 LR, DECAY = 1e-2, 0.1
 
 
@@ -184,7 +185,8 @@ def wrapped(
     rule: Any = None,
     **settings: Any,
 ) -> tuple[nn.Module, Any, pagoda.Mesh]:
-    """A divided model in pages."""
+    """A divided model in pages; a rule that takes parameters whole is said by name."""
+    rule = RULES[rule]() if isinstance(rule, str) else rule or pagoda.AdamW(lr=LR, weight_decay=DECAY)
     chosen = {key: settings.pop(key) for key in ("stage", "replicas", "expert_parallel") if key in settings}
     by_torch = settings.pop("by_torch", False)
     if settings.pop("partition", False):
@@ -216,7 +218,7 @@ def wrapped(
     def wrap(**sizes: Any) -> tuple[nn.Module, Any]:
         return pagoda.wrap(
             model,
-            rule or pagoda.AdamW(lr=LR, weight_decay=DECAY),
+            rule,
             memory=pagoda.Memory(**sizes),
             precision=precision,
             mesh=of_torch if by_torch else mesh,
@@ -335,10 +337,11 @@ def save_divided(
     take_steps(name, model, optimizer, mesh, parts, range(2))
     saved = state_of(model, optimizer)
     if way == "checkpoint":
-        optimizer.save_checkpoint(directory, {"step": 2}, wait=True)
+        optimizer.save_checkpoint(directory, {"step": 2}, wait=False)
     else:
         dcp.save(_stateful(model, optimizer), checkpoint_id=directory)
     after = take_steps(name, model, optimizer, mesh, parts, range(2, 3))
+    optimizer.wait_for_checkpoint()
     optimizer.close()
     return {"losses": after.losses, **saved}
 
@@ -349,7 +352,7 @@ def resume_divided(
     """Load what `save_divided` has saved, and take the step after it."""
     model, optimizer, mesh = wrapped(out, name, tensor, **settings)
     if way == "checkpoint":
-        optimizer.load_checkpoint(directory)
+        assert optimizer.load_checkpoint(directory) == {"step": 2}
     else:
         dcp.load(_stateful(model, optimizer), checkpoint_id=directory)
     loaded = state_of(model, optimizer)

@@ -1,24 +1,28 @@
 """Runs scenarios in groups of forked processes: a program for tests, which imports everything once.
 
-It says "ready", then reads one request a line from stdin, as JSON: "ranks", "scenario" (a name in `scenarios` or
-`divided`), "arguments", "out" (a directory), "timeout_s" and "environment". Each rank calls the scenario, and what it
-returns goes to `rank-R.pt`; an error goes to `error-R.txt`. The answer is a line: {"status": each rank's exit status,
-minus the signal, or null if it was still running}.
+It says "ready", then reads one request a line from stdin, as JSON: "ranks" (one is a process that torchrun has not
+started), "scenario" (a name in `scenarios` or `divided`, or "module:name"), "arguments", "out" (a directory),
+"timeout_s" and "environment". Each rank calls the scenario, and what it returns goes to `rank-R.pt`; an error goes to
+`error-R.txt`. The answer is a line: {"status": each rank's exit status, minus the signal, or null if it was still
+running}.
 
 With "restarts", the ranks are those of torchrun's own agent, which starts all of them anew that often when one fails;
 the file `agent` has its process, and the answer its status alone.
 """
 
 import faulthandler
+import gc
 import json
 import os
+import pkgutil
 import signal
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,19 +31,28 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from . import divided, scenarios
 
 
+def scenario_of(name: str) -> Callable[..., Any]:
+    """The function of this name."""
+    if ":" in name:
+        return cast(Callable[..., Any], pkgutil.resolve_name(name))
+    return cast(Callable[..., Any], getattr(divided if hasattr(divided, name) else scenarios, name))
+
+
 def play(request: dict[str, Any], rank: int, port: int) -> int:
     """In the child: one rank."""
     size = request["ranks"]
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    environment = {**place, **store, **request.get("environment", {})}
+    environment: dict[str, Any] = {"GLOO_SOCKET_IFNAME": "lo"}
+    if size > 1:
+        environment |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= request.get("environment", {})
     os.environ.update({name: str(value) for name, value in environment.items()})
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     out = Path(request["out"])
     stacks = (out / f"hang-{rank}.txt").open("w")
     faulthandler.dump_traceback_later(request["timeout_s"] - 2, file=stacks)
     try:
-        module = divided if hasattr(divided, request["scenario"]) else scenarios
-        result = getattr(module, request["scenario"])(out, **request["arguments"])
+        result = scenario_of(request["scenario"])(out, **request["arguments"])
         torch.save(result, out / f"rank-{rank}.pt")
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -105,6 +118,7 @@ def attempt_again(request: dict[str, Any]) -> list[int | None]:
 
 def attempt(request: dict[str, Any]) -> list[int | None]:
     """Fork every rank and wait for all, at most as long as the request says."""
+    scenario_of(request["scenario"])  # what it imports, all have
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -131,6 +145,8 @@ def attempt(request: dict[str, Any]) -> list[int | None]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     scenarios.warm_up()
+    gc.collect()
+    gc.freeze()  # else each process would look through all that was imported
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -4,6 +4,7 @@ import io
 import os
 import pkgutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from pagoda.checkpoint.state import ParameterState
 from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.distributed.service import Service
+from pagoda.distributed.start import in_common, on_any_rank
 from pagoda.distributed.transport import Transport
 from pagoda.distributed.world import join, launched
 from pagoda.errors import RankError
@@ -40,6 +42,7 @@ from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.ranks import Ranks
 from pagoda.train import TrainConfig, run
 
 PAGE = 4096
@@ -62,12 +65,14 @@ def rule_of(recipe: Recipe) -> pagoda.optim.Rule:
 
 
 def warm_up() -> None:
-    """Compile everything before forks."""
+    """Compile everything before forks, and import what a step and a checkpoint need."""
     for precision in ("bf16", "fp32"):
         warm_up_kernels(pagoda.AdamW(), precision)
         warm_up_kernels(pagoda.Muon(), precision)
     means.warm_up(torch.bfloat16)
     means.warm_up(torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        train_saved(Path(folder), {"model": "llama", "steps": 1}, saves=[f"{folder}/step-1"])
 
 
 def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> pagoda.Memory:
@@ -204,37 +209,6 @@ def train(
     }
     optimizer.close()
     return result
-
-
-def save_and_go_on(
-    out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
-) -> dict[str, Any]:
-    """Train, save a checkpoint on the way, and give back the state at that point and the losses after it."""
-    made = recipe_of(recipe)
-    model, optimizer = wrapped(made, kind, out, stage)
-    outcome = Outcome()
-    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after))
-    optimizer.save_checkpoint(directory, {"step": saved_after}, wait=False)
-    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
-    optimizer.wait_for_checkpoint()
-    extra = optimizer.load_checkpoint(directory)
-    result = {"losses": outcome.losses, "extra": extra, **state_of(model, optimizer)}
-    optimizer.close()
-    return result
-
-
-def resume(
-    out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
-) -> dict[str, Any]:
-    """Load a checkpoint, give back the state it holds, and go on; every rank takes the same share as before."""
-    made = recipe_of(recipe)
-    model, optimizer = wrapped(made, kind, out, stage)
-    extra = optimizer.load_checkpoint(directory)
-    state = state_of(model, optimizer)
-    outcome = Outcome()
-    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
-    optimizer.close()
-    return {"losses": outcome.losses, "extra": extra, **state}
 
 
 def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None) -> dict[str, Any]:
@@ -504,6 +478,17 @@ def ask_services(out: Path) -> dict[str, Any]:
     transport.announce([0])
     service.close()
     return {"error": error, "found": [values.unique().tolist() for values in found]}
+
+
+def say_what_is_common(out: Path) -> list[str]:
+    """What the ranks of some plans must have in common."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    said = []
+    for rule in (pagoda.AdamW(), pagoda.Muon(), pagoda.Adafactor(), pagoda.Optim(torch.optim.Adagrad)):
+        root, states = describe(model), rule.states("bf16")
+        plan = make_plan(root, states, Budgets(1 << 30), Options(PAGE, 16 << 10), Ranks(2, 2), rank=0)
+        said.append(str(on_any_rank(in_common(plan), root)))
+    return said
 
 
 def clip_by_torch(out: Path, stage: int) -> dict[str, Any]:

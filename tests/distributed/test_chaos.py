@@ -25,10 +25,10 @@ from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 
-from .conftest import ROOT, RankServer
-from .tiny_runs import assert_same, started, tiny_config
+from .ranks import ROOT, RankServer
+from .tiny_runs import STEPS, assert_same, started, tiny_config
 
-LONG, SHORT = 40, 6
+LONG = 40
 KILLS_OF_A_RUN = 5
 RUNS = 5
 """Of each kind; so 50 kills in all."""
@@ -37,7 +37,7 @@ HANG_S = 240
 
 
 def config_of(kind: str, tmp_path: Path, steps: int) -> TrainConfig:
-    """State in RAM, or all of it on SSD; a checkpoint after every step or two."""
+    """State in RAM, or all of it on SSD; a checkpoint after every step, or every second one of many."""
     config = tiny_config(tmp_path)
     if kind == "ssd":
         memory = replace(config.memory, host="700KiB", ssd=f"{tmp_path / 'ssd'}:64MiB")
@@ -102,6 +102,13 @@ def _children(process: int) -> list[int]:
         return []
 
 
+def left_alone(config: TrainConfig, ranks: RankServer, tmp_path: Path) -> TrainConfig:
+    """A run like it that has ended."""
+    whole = replace(config, out=tmp_path / "whole")
+    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
+    return whole
+
+
 def assert_ended_as(whole: TrainConfig, config: TrainConfig) -> None:
     """With the same bits, and every step once in the metrics."""
     assert_same(whole, config)
@@ -111,16 +118,16 @@ def assert_ended_as(whole: TrainConfig, config: TrainConfig) -> None:
 @pytest.mark.parametrize(
     ("kind", "number", "steps"),
     [
-        ("ssd", -1, SHORT),
+        ("ssd", -1, STEPS),
         *(pytest.param(k, n, LONG, marks=pytest.mark.slow) for k in ("ram", "ssd") for n in range(RUNS)),
     ],
 )
 def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_one_that_was_not(
-    kind: str, number: int, steps: int, ranks: RankServer, tmp_path: Path
+    kind: str, number: int, steps: int, whole: TrainConfig, ranks: RankServer, tmp_path: Path
 ) -> None:
     config = config_of(kind, tmp_path, steps)
-    whole = replace(config, out=tmp_path / "whole")
-    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
+    if steps == LONG:
+        whole = left_alone(config, ranks, tmp_path)
     pid = tmp_path / "out" / "agent"
 
     def agent() -> int:
@@ -141,27 +148,13 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_one_that_was_not(
 
 
 @contextmanager
-def torchrun(config: TrainConfig) -> Iterator["subprocess.Popen[bytes]"]:
+def torchrun(settings: Path, out: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """`torchrun --max-restarts` of `pagoda train` on two processes; killed with its workers if it still runs."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        f"--max-restarts={RESTARTS}",
-    ]
-    command += ["-m", "pagoda", "train", "--model", config.model, "--data", config.data, "--steps", str(config.steps)]
-    command += ["--batch-size", str(config.batch_size), "--seq-len", str(config.seq_len), "--precision", "fp32"]
-    command += ["--checkpoint-every", str(config.checkpoint_every), "--optim.schedule", "constant"]
-    memory = {"host": config.memory.host, "unit-limit": config.memory.unit_limit, "ssd": config.memory.ssd}
-    memory["page-size"] = config.memory.page_size
-    command += [part for name, value in memory.items() if value for part in (f"--memory.{name}", value)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [f"--max-restarts={RESTARTS}", "-m", "pagoda", "train", "--config", str(settings), "--out", str(out)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"PAGODA_RANK_TIMEOUT": "60", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
-        [*command, "--out", str(config.out)], env=environment, cwd=ROOT, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True) as process:
         try:
             yield process
         finally:
@@ -175,9 +168,8 @@ def test_torchrun_restarts_a_run_whose_ranks_are_killed_until_it_ends_with_the_s
     kind: str, ranks: RankServer, tmp_path: Path
 ) -> None:
     config = config_of(kind, tmp_path, steps=LONG)
-    whole = replace(config, out=tmp_path / "whole")
-    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
-    with torchrun(config) as process:
+    whole = left_alone(config, ranks, tmp_path)
+    with torchrun(whole.out / "run.yaml", config.out) as process:
         killer = Killer(lambda: process.pid, config, random.Random(f"torchrun {kind}"), kills=3, start_s=5.0)
         killer.start()
         assert process.wait(HANG_S) == 0, killer.killed

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import RankServer
+from .ranks import RankServer
 
-RECIPE = {"model": "llama", "precision": "fp32", "steps": 4}
-AFTER = 2
+SLOW = pytest.mark.slow
 
 
 def assert_same_state(first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -20,45 +19,31 @@ def assert_same_state(first: dict[str, Any], second: dict[str, Any]) -> None:
             assert torch.equal(value, second["states"][index][name]), (index, name)
 
 
+READERS: dict[int, dict[str, Any]] = {1: {"kind": "ssd"}, 2: {"kind": "arena"}, 4: {"stage": 1}}
+
+
 @pytest.mark.parametrize(
-    ("writers", "written"),
+    ("writers", "written", "rule", "readers"),
     [
-        (2, {"stage": 3, "kind": "ssd"}),
-        (2, {"stage": 3, "rule": "muon"}),
-        pytest.param(4, {"stage": 1, "rule": "adafactor"}, marks=pytest.mark.slow),
-        pytest.param(2, {"stage": 2, "rule": "adagrad", "kind": "moments-ssd"}, marks=pytest.mark.slow),
-        pytest.param(2, {"stage": 1}, marks=pytest.mark.slow),
-        pytest.param(4, {"stage": 2}, marks=pytest.mark.slow),
-        pytest.param(1, {}, marks=pytest.mark.slow),
-    ],
-    ids=[
-        "two ranks on ssd",
-        "two ranks, muon",
-        "four ranks, stage 1, adafactor",
-        "two ranks, stage 2, a class of torch",
-        "two ranks, stage 1",
-        "four ranks, stage 2",
-        "one rank",
+        pytest.param(2, {"kind": "ssd"}, None, (1, 2), id="two ranks on ssd"),
+        pytest.param(2, {}, "muon", (1, 2), id="two ranks, muon"),
+        pytest.param(4, {"stage": 1}, "adafactor", (1, 2, 4), marks=SLOW, id="four ranks, stage 1, adafactor"),
+        pytest.param(2, {"stage": 2, "kind": "ssd"}, "adagrad", (1, 2, 4), marks=SLOW, id="stage 2, a class of torch"),
+        pytest.param(2, {"stage": 1}, None, (1, 2, 4), marks=SLOW, id="two ranks, stage 1"),
+        pytest.param(4, {"stage": 2}, None, (1, 2, 4), marks=SLOW, id="four ranks, stage 2"),
+        pytest.param(1, {}, None, (1, 2, 4), marks=SLOW, id="one rank"),
     ],
 )
 def test_a_checkpoint_resumes_on_other_ranks_with_the_same_bits(
-    writers: int, written: dict[str, Any], ranks: RankServer, tmp_path: Path
+    writers: int, written: dict[str, Any], rule: str | None, readers: tuple[int, ...], ranks: RankServer, tmp_path: Path
 ) -> None:
-    directory = str(tmp_path / "step-2")
-    recipe = {**RECIPE, **{key: written[key] for key in ("rule",) if key in written}}
-    written = {key: value for key, value in written.items() if key != "rule"}
-    shared = {"recipe": recipe, "directory": directory, "saved_after": AFTER}
-    saved = ranks.run("save_and_go_on", writers, tmp_path / "save", **shared, **written)
-    resumed: dict[int, dict[str, Any]] = {1: {"kind": "ssd"}, 2: {"stage": 3, "kind": "arena"}, 4: {"stage": 3}}
-    if written.get("kind") == "ssd" or recipe.get("rule") == "muon":  # the cases that every run of the tests has
-        del resumed[4]
-    for readers, placement in resumed.items():
-        if readers == 4 and writers == 4:
-            placement = {"stage": 1}
-        out = tmp_path / f"resume-{readers}"
-        for result in ranks.run("resume", readers, out, **shared, **placement):
-            assert result["extra"] == {"step": AFTER}
+    shared = {"name": "llama", "tensor": 1, "precision": "fp32", "clip_grad_norm": 0.5, "rule": rule}
+    shared |= {"directory": str(tmp_path / "step-2")}
+    saved = ranks.run("save_divided", writers, tmp_path / "save", parts=writers, **shared, **written)
+    for count in readers:
+        out = tmp_path / f"resume-{count}"
+        results = ranks.run("resume_divided", count, out, parts=count, **shared, **READERS[count])
+        for result in results:
             assert_same_state(saved[0], result)
-        if readers == writers:  # the same batches: the run goes on as if nothing had been
-            results = [torch.load(out / f"rank-{rank}.pt") for rank in range(readers)]
-            assert [result["losses"] for result in results] == [result["losses"][AFTER:] for result in saved]
+        if count == writers:  # the same batches: the run goes on as if nothing had been
+            assert [result["losses"] for result in results] == [result["losses"] for result in saved]

@@ -1,7 +1,7 @@
 """Experts divided over ranks: the run of one rank on the whole batch, within rounding, and the same checkpoints."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from pagoda.plan.traffic import traffic_of
 from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
-from tests.tiny import write_mixture, write_text
+from tests.tiny import tiny_run, write_mixture
 
-from .conftest import RankServer
+from .ranks import RankServer
+from .tiny_runs import started
 
 STEPS = 3
 TOKENS = "tokens of experts"
@@ -42,27 +43,24 @@ def config_of(model: str, out: Path, count: int = 2, on_ssd: bool = False) -> Tr
     memory = Memory(host="1GiB", device="cpu:1MiB", unit_limit="64KiB", page_size="4KiB")
     if on_ssd:
         memory = replace(memory, host=HOST, ssd=out / "ssd")
-    return TrainConfig(
+    return tiny_run(
+        out,
         model=write_mixture(model, out / "model", layers=count),
-        data=write_text(out / "text"),
         steps=STEPS,
         batch_size=4,
-        seq_len=16,
         precision="fp32",
         memory=memory,
         checkpoint_every=STEPS,
         trace=out / "trace.json",
         trace_step=2,
         optim=OptimConfig(schedule="constant"),
-        out=out / "run",
     )
 
 
 def trained(ranks: RankServer, count: int, config: TrainConfig) -> dict[str, list[float]]:
     """What a run says of its steps."""
-    arguments = {"config": json.loads(json.dumps(asdict(config), default=str))}
     out = config.out.parent
-    status = ranks.ask("train_run", count, out, arguments=arguments, timeout_s=150)
+    status = started(ranks, count, out, config, timeout_s=150)
     assert status == [0] * count, "\n".join(path.read_text() for path in out.glob("error-*.txt"))
     lines = list(read_metrics(config.out / "metrics.jsonl"))
     return {figure: [line[figure] for line in lines] for figure in ("loss", "aux_loss", "grad_norm")}

@@ -17,7 +17,7 @@ from test_matrix import features_of as features_on_one_rank
 from pagoda.plan.combinations import Feature, why_not
 from tests.tiny import write_mixture
 
-from .conftest import RankServer
+from .ranks import RankServer
 
 pytestmark = pytest.mark.slow
 AXES = {

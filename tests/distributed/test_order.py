@@ -132,27 +132,27 @@ def test_a_rank_that_leaves_units_out_takes_part_with_nothing_said_and_the_other
     assert [(kind, unit) for kind, unit, mine in second.log if not mine] == [("gather", 1), ("reduce", 2)]
 
 
-def test_a_rank_without_a_batch_serves_the_others() -> None:
-    first, second = play([[USUAL] * 3, [USUAL, [], USUAL]])
+EVALUATION: list[Event] = [("evaluate", unit) for unit in (0, 1, 2, 3)]
+DEPARTURES: dict[str, tuple[list[list[Event]], list[int], list[int]]] = {
+    "it has no batch": ([USUAL, [], USUAL], [0, 1, 2, 3], []),
+    "it has another batch": ([USUAL, 2 * USUAL], [], [0, 1, 2, 3]),
+    "it alone needs a unit": ([USUAL, *[[*gathers(0, 1, 4, 2, 3), *reduces(3, 2, 1, 0)]] * 2, USUAL], [], [4, 4]),
+    "it evaluates alone": ([USUAL, [*EVALUATION * 2, *USUAL], USUAL], [], [0, 1, 2, 3] * 2),
+}
+"""What a rank does -> its steps, and what the other rank, and it, get by themselves."""
+
+
+@pytest.mark.parametrize("how", DEPARTURES)
+def test_a_rank_that_departs_is_served_or_serves_and_then_all_follow_the_list(how: str) -> None:
+    steps, firsts, seconds = DEPARTURES[how]
+    first, second = play([[USUAL] * len(steps), steps])
     assert first.error is second.error is None
     assert first.kinds == second.kinds
-    assert first.alone == [0, 1, 2, 3]
-    assert second.order.served == 4
-
-
-def test_a_rank_with_another_batch_asks_for_its_weights_by_itself() -> None:
-    first, second = play([[USUAL] * 2, [USUAL, 2 * USUAL]])
-    assert first.error is second.error is None
-    assert first.kinds == second.kinds
-    assert second.alone == [0, 1, 2, 3]
-
-
-def test_what_only_one_rank_needs_does_not_move_it_in_the_list() -> None:
-    other = [*gathers(0, 1, 4, 2, 3), *reduces(3, 2, 1, 0)]
-    first, second = play([[USUAL] * 4, [USUAL, other, other, USUAL]])
-    assert second.alone == [4, 4]
-    assert first.said_in_step == second.said_in_step == [len(USUAL) + 2, 2, 2, 2]
-    assert first.kinds == second.kinds == 4 * USUAL
+    assert (first.alone, second.alone) == (firsts, seconds)
+    assert second.order.served == len(firsts)
+    if "batch" not in how:
+        assert first.kinds == len(steps) * USUAL
+        assert first.said_in_step[-1] == second.said_in_step[-1] == 2
 
 
 def test_a_gradient_that_only_one_rank_has_is_reduced_when_the_others_have_come_to_the_end() -> None:
@@ -175,18 +175,8 @@ def test_what_ranks_do_jointly_in_a_step_is_never_passed_over() -> None:
         assert "Ranks are at different points" in str(rank.error)
 
 
-def test_a_rank_that_evaluates_alone_is_served_and_then_all_follow_the_list() -> None:
-    evaluation: list[Event] = [("evaluate", unit) for unit in (0, 1, 2, 3)] * 2
-    first, second = play([[USUAL] * 3, [USUAL, [*evaluation, *USUAL], USUAL]])
-    assert first.error is second.error is None
-    assert first.kinds == second.kinds == 3 * USUAL
-    assert second.alone == [0, 1, 2, 3] * 2
-    assert first.said_in_step[2] == second.said_in_step[2] == 2
-
-
 def test_ranks_that_evaluate_together_gather_together() -> None:
-    evaluation: list[Event] = [("evaluate", unit) for unit in (0, 1, 2, 3)]
-    for rank in play([[USUAL, [*evaluation, *USUAL]]] * 2):
+    for rank in play([[USUAL, [*EVALUATION, *USUAL]]] * 2):
         assert rank.error is None
         assert not rank.alone
 

@@ -11,7 +11,7 @@ from pagoda.checkpoint.directory import read_manifest
 from pagoda.checkpoint.paged import PAGED
 from pagoda.cli.main import main
 
-from .conftest import RankServer
+from .ranks import RankServer
 from .scenarios import MOMENTS
 from .test_checkpoints_of_ranks import assert_same_state
 

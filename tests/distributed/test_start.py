@@ -1,9 +1,7 @@
 """What ranks must have in common reads alike in every process, whatever lies where in its memory."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,42 +14,16 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, Stage
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
-from .conftest import ROOT
-
-SAY_WHAT_IS_COMMON = """
-import sys
-import torch
-import pagoda
-from pagoda.distributed.start import in_common, on_any_rank
-from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
-from pagoda.plan.ranks import Ranks
-from pagoda.construction.construct import describe
-
-rank = int(sys.argv[1])
-kept = [object() for _ in range(1000 * rank)]
-model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-for rule in (pagoda.AdamW(), pagoda.Muon(), pagoda.Adafactor(), pagoda.Optim(torch.optim.Adagrad)):
-    root, states = describe(model), rule.states("bf16")
-    plan = make_plan(root, states, Budgets(1 << 30), Options(4096, 16 << 10), Ranks(2, 2), rank=rank)
-    print(on_any_rank(in_common(plan), root))
-"""
+from .ranks import RankServer
+from .scenarios import say_what_is_common
 
 
-def test_what_plans_have_in_common_reads_alike_in_two_processes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One with random hashes, or those of a chosen seed: this; and one with those of another seed."""
-    seed = str(1 + int(os.environ.get("PYTHONHASHSEED", "0").replace("random", "0")))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": seed}
-    command = [sys.executable, "-c", SAY_WHAT_IS_COMMON, "1"]
-    other = subprocess.check_output(command, env=environment, timeout=120, text=True)
-    monkeypatch.setattr(sys, "argv", ["", "0"])
-    exec(SAY_WHAT_IS_COMMON, {})
-    mine = capsys.readouterr().out
-    assert len(mine.splitlines()) == 4
-    assert mine == other
-    assert " at 0x" not in mine
+def test_what_plans_have_in_common_reads_alike_in_two_processes(ranks: RankServer, tmp_path: Path) -> None:
+    """Hashes are others in the server's process, and so are addresses."""
+    (other,) = ranks.run("say_what_is_common", 1, tmp_path)
+    assert len(other) == 4
+    assert say_what_is_common(tmp_path) == other
+    assert not any(" at 0x" in said for said in other)
 
 
 @dataclass

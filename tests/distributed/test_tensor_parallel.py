@@ -12,7 +12,7 @@ from zoo import LAYERS
 
 from tests.tiny import write_mixture
 
-from .conftest import RankServer
+from .ranks import RankServer
 from .test_checkpoints_of_ranks import assert_same_state
 
 Result = dict[str, Any]
@@ -66,7 +66,7 @@ def test_a_divided_model_has_the_bits_that_it_has_without_pages(
 
 
 @pytest.mark.parametrize(("count", "parts"), [(2, 1), pytest.param(4, 2, marks=SLOW)])
-@pytest.mark.parametrize("name", ["llama", "mixer"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=SLOW), "mixer"])
 def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only(
     name: str, count: int, parts: int, ranks: RankServer, tmp_path: Path
 ) -> None:
@@ -113,16 +113,6 @@ def test_a_checkpoint_of_divided_tensors_resumes_however_they_are_divided(
         assert_same_state(saved[0], result)
         assert result["losses"] == saved[0]["losses"]
     assert_same_state(saved[0], ranks.run("resume_divided", 1, tmp_path / "alone", tensor=1, **shared)[0])
-
-
-@SLOW
-def test_a_checkpoint_of_four_ranks_resumes_on_others(ranks: RankServer, tmp_path: Path) -> None:
-    shared = {"name": "llama", "directory": str(tmp_path / "step-2"), "parts": 4}
-    saved = ranks.run("save_divided", 4, tmp_path / "save", tensor=2, **shared)
-    for count, tensor, placement in ((4, 2, {"stage": 1}), (2, 2, {}), (2, 1, {"kind": "ssd"}), (4, 1, {})):
-        out = tmp_path / f"{count}-{tensor}"
-        for result in ranks.run("resume_divided", count, out, tensor=tensor, **shared, **placement):
-            assert_same_state(saved[0], result)
 
 
 def test_divided_parameters_are_read_changed_and_loaded_as_wholes(ranks: RankServer, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import flip
 
 from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
@@ -16,22 +17,13 @@ from pagoda.train.run_dir import RunDir
 from pagoda.train.tokens import open_tokens
 from tests.forecast.machines import SMALL, figure
 
-from .conftest import RankServer
+from .ranks import RankServer
 from .tiny_runs import STEPS, assert_same, started, tiny_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     return tiny_config(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def whole(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """A run of two ranks that has ended: to be copied, not changed."""
-    folder = tmp_path_factory.mktemp("whole")
-    config = tiny_config(folder)
-    assert started(ranks, 2, folder / "ranks", config) == [0, 0]
-    return config
 
 
 def test_ranks_read_the_batch_that_one_rank_would(tmp_path: Path) -> None:
@@ -71,18 +63,6 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
         assert two["step"] == step + 1
 
 
-def test_a_run_that_was_killed_and_restarted_ends_with_the_same_bits(
-    ranks: RankServer, whole: TrainConfig, tmp_path: Path
-) -> None:
-    config = replace(whole, out=tmp_path / "run")
-    assert started(ranks, 2, tmp_path / "b", replace(config, steps=4)) == [0, 0]
-    again = {"environment": {"TORCHELASTIC_RESTART_COUNT": "1"}}
-    assert started(ranks, 2, tmp_path / "c", config, **again) == [0, 0]
-    assert_same(whole, config)
-    lines = read_metrics(RunDir(config.out).metrics)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-
-
 def test_ranks_take_the_plan_that_the_first_finds(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
     memory = replace(config.memory, host="800KiB", ssd=f"{tmp_path / 'ssd'}:64MiB", unit_limit=None)
     usual = replace(config, memory=memory, out=tmp_path / "usual")
@@ -109,10 +89,7 @@ def test_ranks_fall_back_together_from_a_damaged_checkpoint(
     config = replace(whole, out=tmp_path / "run")
     shutil.copytree(whole.out, config.out)
     last = RunDir(config.out).checkpoint(STEPS)
-    damaged = last / "exp_avg_sq.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip(last / "exp_avg_sq.safetensors")
     assert started(ranks, 2, tmp_path / "c", replace(config, resume=True)) == [0, 0]
     first, second = (torch.load(tmp_path / "c" / f"rank-{rank}.pt") for rank in range(2))
     assert first["steps"] == second["steps"] == (STEPS - 1, STEPS)

@@ -11,9 +11,9 @@ from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.config.memory import Memory
 from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.run_dir import RunDir
-from tests.tiny import write_model, write_text
+from tests.tiny import tiny_run, write_model
 
-from .conftest import RankServer
+from .ranks import RankServer
 
 STEPS = 6
 
@@ -21,23 +21,19 @@ STEPS = 6
 def tiny_config(tmp_path: Path) -> TrainConfig:
     """A run of `STEPS` steps of a tiny model in RAM, with a checkpoint every second one."""
     (tmp_path / "ssd").mkdir()
-    return TrainConfig(
+    return tiny_run(
+        tmp_path,
         model=write_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=3),
-        data=write_text(tmp_path / "text"),
         steps=STEPS,
-        batch_size=2,
-        seq_len=16,
         precision="fp32",
         memory=Memory(host="64MiB", unit_limit="16KiB", page_size="4KiB"),
         checkpoint_every=2,
         optim=OptimConfig(schedule="constant"),
-        out=tmp_path / "run",
     )
 
 
 def started(ranks: RankServer, count: int, out: Path, config: TrainConfig, **settings: Any) -> list[int | None]:
     """Run it on some ranks; how each ended, as `RankServer.ask`."""
-    out.mkdir(parents=True, exist_ok=True)
     settings["arguments"] = {"config": json.loads(json.dumps(asdict(config), default=str))}
     status = ranks.ask("train_run", count, out, **settings)
     assert None not in status, "a rank hangs"

@@ -1,10 +1,8 @@
-"""Programs that tests start: `python -m integrations.programs NAME DIRECTORY`, also under torchrun."""
+"""What processes of their own do in `test_processes`: functions that the server of ranks calls in each."""
 
-import json
 import os
 import resource
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,13 @@ import transformers
 from transformers import TrainerCallback
 
 import pagoda
-from integrations.tiny_text import arguments, logged, model, samples
+from integrations.tiny_text import arguments, logged, memory, model, samples
 from pagoda.integrations import Paging
 from pagoda.integrations.transformers import Trainer
 
 HOST_BYTES = 24 << 20
+KILL, RESUME = "kill", "resume"
+"""A run ends its process in its middle, or goes on from what was saved there; else it runs from start to end."""
 
 
 class Kill(TrainerCallback):
@@ -36,7 +36,7 @@ def trainers_of_ranks(out: Path) -> dict[str, Any]:
     settings = {"optim": "sgd", "learning_rate": 0.3, "eval_strategy": "steps", "eval_steps": 3}
     saving = {"save_strategy": "steps", "save_steps": 3, **settings}
     data = {"train_dataset": samples(), "eval_dataset": samples(6)}
-    paging = Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    paging = Paging(memory=memory(out / "ssd", "2MiB"))
     stock = transformers.Trainer(model(), arguments(out / "stock", **settings), **data)
     stock.train()
     found = {"stock": logged(stock, "loss", "eval_loss"), "stock norms": logged(stock, "grad_norm")}
@@ -61,7 +61,7 @@ def accelerate_on_ranks(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("stock", "paged", "loaded"):
         AcceleratorState._reset_state()
-        paging = Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096))
+        paging = Paging(memory=memory(out / "ssd", "2MiB"))
         accelerator = Accelerator(cpu=True) if name == "stock" else PagedAccelerator(cpu=True, paging=paging)
         made = model()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
@@ -102,7 +102,7 @@ def lightning_on_ranks(out: Path) -> dict[str, Any]:
         return trainer, module.losses
 
     def paged() -> Any:
-        return PagodaStrategy(paging=Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096)))
+        return PagodaStrategy(paging=Paging(memory=memory(out / "ssd", "2MiB")))
 
     found = {"stock": fit("ddp")[1]}
     trainer, found["paged"] = fit(paged())
@@ -113,22 +113,18 @@ def lightning_on_ranks(out: Path) -> dict[str, Any]:
     return found
 
 
-def _killed_trl(out: Path, kind: str) -> list[float]:
-    import trl
-
+def _trl(out: Path, kind: str, way: str) -> list[float]:
     from integrations import test_trl
 
-    trainer = getattr(trl, f"{kind}Trainer")
-    _, given = test_trl.CASES[kind]
-    paging = Paging(memory=test_trl.memory(out / "ssd"), reference=test_trl.memory(out / "reference", "84KiB", "8KiB"))
-    callbacks = [Kill(3)] if "kill" in sys.argv else []
-    more = given(out / "model") | {"callbacks": callbacks}
-    return logged(test_trl.trained(trainer, out / "run", "resume" in sys.argv, paging, **more), "loss")
+    paging = Paging(memory=memory(out / "ssd"), reference=memory(out / "reference", "84KiB", "8KiB"))
+    callbacks = [Kill(3)] if way == KILL else []
+    more = test_trl.CASES[kind](out / "model") | {"callbacks": callbacks}
+    return logged(test_trl.trained(kind, out / "run", way == RESUME, paging, **more), "loss")
 
 
-def _killed_loop(out: Path, kind: str) -> list[float]:
+def _loop(out: Path, kind: str, way: str) -> list[float]:
     """Four steps of a loop; the state is saved after two, and the process ends after three."""
-    paging = Paging(memory=pagoda.Memory(host="300KiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    paging = Paging(memory=memory(out / "ssd"))
     made, losses, start = model(attention_dropout=0.1), [], 0
     optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-2)
     if kind == "Accelerate":
@@ -147,7 +143,7 @@ def _killed_loop(out: Path, kind: str) -> list[float]:
         made, optimizer = tool.setup(made, optimizer)
         state = {"model": made, "optimizer": optimizer}
         save, load = lambda path: tool.save(path, state), lambda path: tool.load(path, state)
-    if "resume" in sys.argv:
+    if way == RESUME:
         start = 2
         load(str(out / "state"))
     for step, sample in enumerate(samples(4)[start:], start):
@@ -158,12 +154,12 @@ def _killed_loop(out: Path, kind: str) -> list[float]:
         losses.append(loss.item())
         if step == 1:
             save(str(out / "state"))
-        if step == 2 and "kill" in sys.argv:
+        if step == 2 and way == KILL:
             os.kill(os.getpid(), signal.SIGKILL)
     return losses
 
 
-def _killed_lightning(out: Path, _: str) -> list[float]:
+def _lightning(out: Path, _: str, way: str) -> list[float]:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -172,37 +168,33 @@ def _killed_lightning(out: Path, _: str) -> list[float]:
 
     class Ends(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 5 and "kill" in sys.argv:
+            if trainer.global_step == 5 and way == KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    paging = Paging(memory=pagoda.Memory(host="300KiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    paging = Paging(memory=memory(out / "ssd"))
     module = Module(torch.optim.AdamW, dropout=0.1)
     saving = ModelCheckpoint(out, save_last=True, every_n_epochs=1)
     trainer = lightning.Trainer(
         strategy=PagodaStrategy(paging=paging), max_epochs=3, callbacks=[saving, Ends()], default_root_dir=out, **QUIET
     )
-    trainer.fit(module, loader(4), ckpt_path=out / "last.ckpt" if "resume" in sys.argv else None)
+    trainer.fit(module, loader(4), ckpt_path=out / "last.ckpt" if way == RESUME else None)
     return module.losses
 
 
-def killed(out: Path) -> list[float]:
-    """The losses of a run of a framework, named in the command line. With `kill` there the process ends in the middle,
-    with `resume` it goes on from what was saved."""
-    kind = sys.argv[3]
-    (out / "ssd").mkdir(exist_ok=True)
-    run = {"SFT": _killed_trl, "DPO": _killed_trl, "GRPO": _killed_trl, "Lightning": _killed_lightning}
-    return run.get(kind, _killed_loop)(out, kind)
+def losses_of(out: Path, kind: str, way: str) -> list[float]:
+    """The losses of a run of a framework."""
+    run = {"SFT": _trl, "DPO": _trl, "GRPO": _trl, "Lightning": _lightning}.get(kind, _loop)
+    return run(out, kind, way)
 
 
-def beyond_memory(out: Path) -> dict[str, Any]:
-    """A model whose state takes 240 MiB, in 24 MiB of RAM: by how much that lets the process grow. With `kill` in the
-    command line the process ends after the fourth step, with `resume` it goes on."""
+def beyond_memory(out: Path, way: str) -> dict[str, Any]:
+    """A model whose state takes 240 MiB, in 24 MiB of RAM: by how much that lets the process grow."""
     with pagoda.init():
         made = model(hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8)
     state = 14 * sum(param.numel() for param in made.parameters())
     settings = {"bf16": True, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
     paging = Paging(memory=pagoda.Memory(host=HOST_BYTES, ssd=str(out)), activations="recompute")
-    callbacks = [Kill(4)] if "kill" in sys.argv else []
+    callbacks = [Kill(4)] if way == KILL else []
     (out / "first").mkdir(exist_ok=True)
     first = Trainer(model(), arguments(out / "first", bf16=True, max_steps=1), train_dataset=samples(), paging=paging)
     first.train()  # imports and compiles what takes memory once
@@ -211,15 +203,7 @@ def beyond_memory(out: Path) -> dict[str, Any]:
     trainer = Trainer(
         made, arguments(out / "run", **settings), train_dataset=samples(), paging=paging, callbacks=callbacks
     )
-    trainer.train(resume_from_checkpoint="resume" in sys.argv)
+    trainer.train(resume_from_checkpoint=way == RESUME)
     trainer.save_model(str(out / "saved"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"state": state, "grown": (peak - before) << 10, "losses": logged(trainer, "loss")}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    directory = Path(sys.argv[2])
-    result = globals()[sys.argv[1]](directory)
-    if int(os.environ.get("RANK", "0")) == 0:
-        (directory / "result.json").write_text(json.dumps(result))

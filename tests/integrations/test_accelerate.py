@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import pagoda
-from integrations.tiny_text import model, samples
+from integrations.tiny_text import memory, model, samples
 from pagoda.integrations import Paging
 from pagoda.integrations.accelerate import Accelerator
 
@@ -24,13 +24,11 @@ def paged(tmp_path: Path) -> Iterator[Make]:
     """Makes accelerators that keep state in 300 KiB of RAM and on an SSD."""
     made: list[Accelerator] = []
 
-    def make(memory: dict[str, Any] | None = None, **settings: Any) -> Accelerator:
+    def make(host: str = "300KiB", **settings: Any) -> Accelerator:
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        (ssd := tmp_path / f"ssd-{len(made)}").mkdir()
-        pages = {"page_size": 4096, "unit_limit": "32KiB"}
-        memory = pagoda.Memory(**{"host": "300KiB", "ssd": f"{ssd}:64MiB", **pages, **(memory or {})})
-        made.append(Accelerator(paging=Paging(memory=memory), cpu=True, **settings))
+        paging = Paging(memory=memory(tmp_path / f"ssd-{len(made)}", host))
+        made.append(Accelerator(paging=paging, cpu=True, **settings))
         return made[-1]
 
     yield make
@@ -146,7 +144,7 @@ def test_a_model_that_pagoda_has_wrapped_can_be_prepared(paged: Make, tmp_path: 
 
 
 def test_several_models_have_state_of_their_own(paged: Make, tmp_path: Path) -> None:
-    accelerator = paged({"host": "1MiB"})
+    accelerator = paged("1MiB")
     one, two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     prepared = accelerator.prepare(one, two, torch.optim.SGD(two.parameters()), torch.optim.SGD(one.parameters()))
     accelerator.backward(prepared[1](prepared[0](torch.ones(4))).sum())

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 lightning = pytest.importorskip("lightning")
 
 import pagoda  # noqa: E402
-from integrations.tiny_text import model, samples  # noqa: E402
+from integrations.tiny_text import memory, model, samples  # noqa: E402
 from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.lightning import PagodaFabricStrategy, PagodaStrategy  # noqa: E402
 
@@ -63,9 +63,7 @@ def pages(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(kind: type = PagodaStrategy) -> Any:
-        (ssd := tmp_path / f"ssd-{len(made)}").mkdir()
-        memory = pagoda.Memory(host="300KiB", ssd=f"{ssd}:64MiB", page_size=4096, unit_limit="32KiB")
-        made.append(kind(paging=Paging(memory=memory)))
+        made.append(kind(paging=Paging(memory=memory(tmp_path / f"ssd-{len(made)}"))))
         return made[-1]
 
     yield make

@@ -10,7 +10,7 @@ import transformers
 from transformers import LlamaForCausalLM, TrainerCallback
 
 import pagoda
-from integrations.tiny_text import arguments, logged, model, samples
+from integrations.tiny_text import arguments, logged, memory, model, samples
 from pagoda.integrations import Paging
 from pagoda.integrations.transformers import STATE, Seq2SeqTrainer, Trainer
 
@@ -25,10 +25,8 @@ def paged(tmp_path: Path) -> Iterator[Make]:
     made: list[Any] = []
 
     def make(out: str = "paged", kind: type = Trainer, paging: dict[str, Any] | None = None, **settings: Any) -> Any:
-        (ssd := tmp_path / f"ssd-{len(made)}").mkdir()
         given = {"model": model(), "train_dataset": samples(), **settings.pop("given", {})}
-        memory = pagoda.Memory(host="300KiB", ssd=f"{ssd}:64MiB", page_size=4096, unit_limit="32KiB")
-        pages = Paging(**{"memory": memory, **(paging or {})})
+        pages = Paging(**{"memory": memory(tmp_path / f"ssd-{len(made)}"), **(paging or {})})
         trainer = kind(args=settings.pop("args", None) or arguments(tmp_path / out, **settings), paging=pages, **given)
         made.append(trainer)
         return trainer

@@ -1,6 +1,7 @@
 """TRL's trainers in pages: SFT with its own loss, DPO with a reference model in pages too, GRPO with generation, and
 adapters of peft in each."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 import pagoda  # noqa: E402
-from integrations.tiny_text import arguments, logged, model  # noqa: E402
+from integrations.tiny_text import arguments, logged, memory, model  # noqa: E402
 from pagoda.checkpoint.state import is_paged  # noqa: E402
 from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.transformers import STATE, PagedTrainerMixin  # noqa: E402
@@ -22,26 +23,9 @@ from pagoda.integrations.transformers import STATE, PagedTrainerMixin  # noqa: E
 WORDS = [f"word{number}" for number in range(60)]
 
 
-class PagedSFTTrainer(PagedTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-class PagedDPOTrainer(PagedTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-class PagedGRPOTrainer(PagedTrainerMixin, trl.GRPOTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-PAGED = {trl.SFTTrainer: PagedSFTTrainer, trl.DPOTrainer: PagedDPOTrainer, trl.GRPOTrainer: PagedGRPOTrainer}
-CONFIGS = {trl.SFTTrainer: trl.SFTConfig, trl.DPOTrainer: trl.DPOConfig, trl.GRPOTrainer: trl.GRPOConfig}
+STOCK = {kind: getattr(trl, f"{kind}Trainer") for kind in ("SFT", "DPO", "GRPO")}
+PAGED = {kind: type(f"Paged{kind}Trainer", (PagedTrainerMixin, trainer), {}) for kind, trainer in STOCK.items()}
 GENERATING = {"num_generations": 2, "max_completion_length": 8, "num_iterations": 2, "per_device_train_batch_size": 4}
-SETTINGS: dict[type, dict[str, Any]] = {
-    trl.SFTTrainer: {},
-    trl.DPOTrainer: {},
-    trl.GRPOTrainer: GENERATING,
-}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -57,22 +41,16 @@ def text(first: int, step: int) -> str:
     return " ".join(WORDS[(first + step * at) % len(WORDS)] for at in range(8))
 
 
+TEXTS = [text(first, 7) for first in range(20)]
 DATA = {
-    trl.SFTTrainer: datasets.Dataset.from_dict({"text": [text(first, 7) for first in range(20)]}),
-    trl.DPOTrainer: datasets.Dataset.from_dict(
-        {
-            "prompt": [text(first, 7) for first in range(20)],
-            "chosen": [f" {text(first, 7)}" for first in range(20)],
-            "rejected": [f" {text(first, 3)}" for first in range(20)],
-        }
-    ),
-    trl.GRPOTrainer: datasets.Dataset.from_dict({"prompt": [text(first, 7) for first in range(20)]}),
+    "SFT": {"text": TEXTS},
+    "DPO": {
+        "prompt": TEXTS,
+        "chosen": [f" {said}" for said in TEXTS],
+        "rejected": [f" {text(first, 3)}" for first in range(20)],
+    },
+    "GRPO": {"prompt": TEXTS},
 }
-
-
-def memory(directory: Path, host: str = "300KiB", unit_limit: str = "32KiB") -> pagoda.Memory:
-    directory.mkdir(exist_ok=True)
-    return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", page_size=4096, unit_limit=unit_limit)
 
 
 def llama() -> Any:
@@ -89,15 +67,16 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, completion)) % 7) for completion in completions]
 
 
-def trained(kind: type, out: Path, resume: bool = False, paging: Paging | None = None, **given: Any) -> Any:
-    settings = {"bf16": False, "optim": "sgd", "learning_rate": 0.1, "max_steps": 4, **SETTINGS[kind]}
+def trained(kind: str, out: Path, resume: bool = False, paging: Paging | None = None, **given: Any) -> Any:
+    settings = {"bf16": False, "optim": "sgd", "learning_rate": 0.1, "max_steps": 4}
+    settings |= GENERATING if kind == "GRPO" else {}
     settings |= given.pop("settings", {})
-    saving = {"save_strategy": "steps", "save_steps": 2} if paging is not None else {}
-    pages = {"paging": paging} if paging is not None else {}
-    args = arguments(out, CONFIGS[kind], **settings, **saving)
-    made = (PAGED[kind] if paging is not None else kind)(
-        args=args, train_dataset=DATA[kind], processing_class=tokenizer(), **pages, **given
-    )
+    trainer, pages = STOCK[kind], {}
+    if paging is not None:
+        trainer, pages = PAGED[kind], {"paging": paging}
+        settings |= {"save_strategy": "steps", "save_steps": 2}
+    args, data = arguments(out, getattr(trl, f"{kind}Config"), **settings), datasets.Dataset.from_dict(DATA[kind])
+    made = trainer(args=args, train_dataset=data, processing_class=tokenizer(), **pages, **given)
     made.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)
     return made
 
@@ -123,24 +102,21 @@ def four_bit_llama(directory: Path) -> Any:
     return transformers.LlamaForCausalLM.from_pretrained(saved, quantization_config=config, dtype=torch.bfloat16)
 
 
-CASES: dict[str, Any] = {
-    "SFT": (trl.SFTTrainer, lambda _: {"model": llama()}),
-    "SFT, LoRA": (trl.SFTTrainer, lambda _: {"model": llama(), "peft_config": adapter()}),
-    "SFT, DoRA": (trl.SFTTrainer, lambda _: {"model": llama(), "peft_config": adapter(use_dora=True)}),
-    "DPO": (trl.DPOTrainer, lambda _: {"model": llama(), "ref_model": llama()}),
-    "DPO, LoRA": (trl.DPOTrainer, lambda _: {"model": llama(), "peft_config": adapter()}),
-    "GRPO": (trl.GRPOTrainer, lambda _: {"model": llama(), "reward_funcs": reward}),
-    "GRPO, reference": (
-        trl.GRPOTrainer,
-        lambda at: {"model": saved_llama(at), "reward_funcs": reward, "settings": {"beta": 0.1}},
-    ),
-    "GRPO, LoRA": (trl.GRPOTrainer, lambda _: {"model": llama(), "reward_funcs": reward, "peft_config": adapter()}),
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "SFT": lambda _: {"model": llama()},
+    "SFT, LoRA": lambda _: {"model": llama(), "peft_config": adapter()},
+    "SFT, DoRA": lambda _: {"model": llama(), "peft_config": adapter(use_dora=True)},
+    "DPO": lambda _: {"model": llama(), "ref_model": llama()},
+    "DPO, LoRA": lambda _: {"model": llama(), "peft_config": adapter()},
+    "GRPO": lambda _: {"model": llama(), "reward_funcs": reward},
+    "GRPO, reference": lambda at: {"model": saved_llama(at), "reward_funcs": reward, "settings": {"beta": 0.1}},
+    "GRPO, LoRA": lambda _: {"model": llama(), "reward_funcs": reward, "peft_config": adapter()},
 }
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c == "GRPO" else ()) for c in CASES])
 def test_losses_have_the_bits_of_trls_own_trainer(case: str, paging: Paging, tmp_path: Path) -> None:
-    kind, given = CASES[case]
+    kind, given = case.partition(",")[0], CASES[case]
     where = tmp_path / "model"
     figures = "loss", "mean_token_accuracy", "reward", "kl"
     expected = trained(kind, tmp_path / "stock", **given(where))
@@ -165,15 +141,15 @@ def test_what_would_copy_all_weights_is_refused(setting: str, paging: Paging, tm
     settings = arguments(tmp_path, trl.GRPOConfig, **GENERATING)
     setattr(settings, setting, True)
     with pytest.raises(pagoda.ConfigError, match=setting):
-        PagedGRPOTrainer.check_arguments(settings)
+        PAGED["GRPO"].check_arguments(settings)
 
 
 def test_adapters_train_over_a_base_in_4_bits(paging: Paging, tmp_path: Path) -> None:
     """TRL makes them bf16, so without Pagoda they have no master in fp32: the losses are not the same to the bit."""
     given = {"model": four_bit_llama(tmp_path / "model"), "peft_config": adapter()}
-    expected = trained(trl.SFTTrainer, tmp_path / "stock", **given)
+    expected = trained("SFT", tmp_path / "stock", **given)
     given = {"model": four_bit_llama(tmp_path / "model"), "peft_config": adapter()}
-    paged = trained(trl.SFTTrainer, tmp_path / "paged", paging=paging, **given)
+    paged = trained("SFT", tmp_path / "paged", paging=paging, **given)
     assert logged(paged, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-3)
     packed = [param for param in paged.model.parameters() if param.dtype is torch.uint8]
     assert packed
@@ -183,7 +159,7 @@ def test_adapters_train_over_a_base_in_4_bits(paging: Paging, tmp_path: Path) ->
 
 def test_an_adapter_is_what_peft_loads(paging: Paging, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    paged = trained(trl.SFTTrainer, tmp_path / "paged", paging=paging, model=llama(), peft_config=adapter())
+    paged = trained("SFT", tmp_path / "paged", paging=paging, model=llama(), peft_config=adapter())
     ids = torch.arange(8)[None]
     with torch.no_grad():
         expected = paged.model(input_ids=ids).logits

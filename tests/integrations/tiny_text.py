@@ -7,6 +7,8 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+import pagoda
+
 VOCABULARY = 64
 
 
@@ -22,6 +24,12 @@ def model(**changes: Any) -> LlamaForCausalLM:
         "num_key_value_heads": 2,
     }
     return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
+
+
+def memory(directory: Path, host: str = "300KiB", unit_limit: str = "32KiB") -> pagoda.Memory:
+    """RAM that holds a part of the model's state, and an SSD for the rest."""
+    directory.mkdir(exist_ok=True)
+    return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", page_size=4096, unit_limit=unit_limit)
 
 
 def samples(count: int = 20) -> list[dict[str, torch.Tensor]]:

@@ -1,12 +1,10 @@
 """Which plan a run takes: what `pagoda plan` forecasts, with the bits of any other."""
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from rich.console import Console
 
 from pagoda.config.memory import Memory
 from pagoda.distributed.mesh import open_mesh
@@ -14,31 +12,20 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import find_machine_for
 from pagoda.simulate.hardware import hardware_file, write_hardware
-from pagoda.train import TrainConfig, TrainResult, run
+from pagoda.train import TrainConfig
 from pagoda.train.choice import plan_config
 from pagoda.train.metrics import read_metrics
 from tests.forecast.machines import SMALL
-from tests.tiny import write_model, write_text
+from tests.tiny import tiny_run, trained, write_model
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """A run of a machine that has not been measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return TrainConfig(
-        model=write_model(tmp_path, num_hidden_layers=6),
-        data=write_text(tmp_path / "text"),
-        steps=2,
-        batch_size=1,
-        seq_len=16,
-        memory=Memory(host="1MiB", ssd=str(tmp_path)),
-        out=tmp_path / "run",
-    )
-
-
-def trained(config: TrainConfig) -> tuple[TrainResult, str]:
-    shown = io.StringIO()
-    return run(config, Console(file=shown, width=200)), shown.getvalue()
+    memory = Memory(host="1MiB", ssd=str(tmp_path))
+    model = write_model(tmp_path, num_hidden_layers=6)
+    return tiny_run(tmp_path, model=model, steps=2, batch_size=1, memory=memory)
 
 
 def curve(config: TrainConfig) -> list[tuple[object, object]]:

@@ -5,20 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from forked import ended, fork
 
 from pagoda.errors import ConfigError
 from pagoda.train.lock import LOCK, locked
-
-
-def in_child(work: object) -> int:
-    """Forks a process that does `work` and then ends at once; returns its pid."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()  # type: ignore[operator]
-        finally:
-            os._exit(0)
-    return child
 
 
 def is_free(directory: Path) -> bool:
@@ -51,7 +41,7 @@ def test_the_end_of_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path)
     holding = locked(tmp_path)
     holding.__enter__()
     for work in (lambda: None, lambda: unwind(holding)):
-        os.waitpid(in_child(work), 0)
+        ended(fork(work))
         assert (tmp_path / LOCK).exists()
         assert not is_free(tmp_path)
     holding.__exit__(None, None, None)
@@ -64,14 +54,14 @@ def test_a_lock_ends_with_the_process_that_took_it_also_where_its_children_live_
 
     def hold() -> None:
         with locked(tmp_path):
-            in_child(lambda: (os.close(let_go), os.write(say_ready, b"."), os.read(stay, 1)))
+            fork(lambda: (os.close(let_go), os.write(say_ready, b"."), os.read(stay, 1)))
             signal.pause()
 
-    holder = in_child(hold)
+    holder = fork(hold)
     assert os.read(ready, 1) == b"."
     assert not is_free(tmp_path)
     os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
+    assert ended(holder) == -signal.SIGKILL
     assert (tmp_path / LOCK).exists()
     assert is_free(tmp_path)
     os.close(let_go)  # which ends the child's child

@@ -1,29 +1,23 @@
 """Figures go to the places that are asked for, whose packages are imported then and not before."""
 
-import io
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
-from pagoda.train import TrainConfig, run
+from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
-from tests.tiny import write_model, write_text
+from tests.tiny import tiny_run, trained
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return TrainConfig(
-        model=write_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
-        data=write_text(tmp_path / "text"), steps=3, batch_size=2, seq_len=16, memory=Memory(host="64MiB"),
-        out=tmp_path / "run", eval_share=0.2, eval_every=2, plan="usual",
-    )  # fmt: skip
+    return tiny_run(tmp_path, steps=3, eval_share=0.2, eval_every=2, plan="usual")
 
 
 class Tracker(ModuleType):
@@ -50,7 +44,7 @@ def test_a_tracker_gets_every_step_and_evaluation(
 ) -> None:
     tracker = Tracker(name)
     monkeypatch.setitem(sys.modules, name, tracker)
-    run(TrainConfig(**{**vars(config), "log": f"jsonl, {name}"}), Console(file=io.StringIO()))
+    trained(replace(config, log=f"jsonl, {name}"))
     first, *logged, last = tracker.seen
     assert first == {"project": "pagoda", "name": "run"}
     assert last == "finished"
@@ -66,7 +60,7 @@ def test_a_package_that_is_missing_is_named_before_anything_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, name if name != "tensorboard" else "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=f"--log {name} needs the package {name}: pip install {name}"):
-        run(TrainConfig(**{**vars(config), "log": name}), Console(quiet=True))
+        trained(replace(config, log=name))
     with pytest.raises(ConfigError, match="'tensorbord' is not known: give some of jsonl, tensorboard"):
-        run(TrainConfig(**{**vars(config), "log": "tensorbord"}), Console(quiet=True))
+        trained(replace(config, log="tensorbord"))
     assert not config.out.exists()

@@ -1,37 +1,23 @@
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from pagoda.config.memory import Memory
 from pagoda.errors import NonFiniteGradientError
 from pagoda.optimizer import PagedOptimizer
-from pagoda.train import TrainConfig, run
+from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
-from tests.tiny import write_model, write_text
+from tests.tiny import tiny_run, trained
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return TrainConfig(
-        model=write_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
-        data=write_text(tmp_path / "text"),
-        steps=4,
-        batch_size=2,
-        seq_len=16,
-        memory=Memory(host="64MiB"),
-        out=tmp_path / "run",
-    )
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
+    return tiny_run(tmp_path)
 
 
 def test_the_result_says_what_was_run(config: TrainConfig) -> None:
-    result = run(replace(config, checkpoint_every=3), quiet())
+    result, _ = trained(replace(config, checkpoint_every=3))
+    assert result is not None
     lines = read_metrics(config.out / "metrics.jsonl")
     assert (result.first_step, result.last_step, result.stopped_by) == (1, 4, None)
     assert (result.first_loss, result.final_loss) == (lines[0]["loss"], lines[-1]["loss"])
@@ -48,20 +34,14 @@ def test_a_user_error_in_the_first_step_leaves_no_run_directory(
 
     monkeypatch.setattr(PagedOptimizer, "step", refuse)
     with pytest.raises(NonFiniteGradientError):
-        run(config, quiet())
+        trained(config)
     assert not config.out.exists()
 
 
 def test_the_run_follows_from_its_seed_alone(config: TrainConfig) -> None:
     def losses(name: str, seed: int) -> list[float]:
         out = config.out / name
-        run(replace(config, out=out, seed=seed), quiet())
+        trained(replace(config, out=out, seed=seed))
         return [line["loss"] for line in read_metrics(out / "metrics.jsonl")]
 
     assert losses("a", 0) == losses("b", 0) != losses("c", 1)
-
-
-def test_accumulated_passes_average_to_the_loss_of_one_large_batch(config: TrainConfig) -> None:
-    whole = replace(config, steps=1, batch_size=4, precision="fp32", out=config.out / "whole")
-    parts = replace(whole, batch_size=2, accumulation_steps=2, out=config.out / "parts")
-    assert run(parts, quiet()).first_loss == pytest.approx(run(whole, quiet()).first_loss, rel=1e-5)

@@ -1,23 +1,21 @@
 """`pagoda report`: the page has what a run or a plan wrote, stands alone, and opens in a browser without errors."""
 
-import io
 import json
 import shutil
 import threading
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
-from pagoda.train import TrainConfig, run
 from pagoda.train.report import report
 from pagoda.train.report_server import server_of
 from pagoda.train.run_dir import RunDir
-from tests.tiny import write_model
+from tests.tiny import tiny_run, trained, write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -26,14 +24,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with state on SSD and evaluations."""
     folder = tmp_path_factory.mktemp("report")
-    (folder / "text").write_text("a text that is long enough for <b>some</b> sequences. " * 40)
+    (folder / "page").write_text("a text that is long enough for <b>some</b> sequences. " * 40)
     (folder / "ssd").mkdir()
-    config = TrainConfig(
-        model=write_model(folder / "model"), data=str(folder / "text"), steps=6, batch_size=2, seq_len=32,
-        memory=Memory(host="1MiB", ssd=str(folder / "ssd")), out=folder / "run", eval_share=0.2, eval_every=2,
-        plan="usual",
-    )  # fmt: skip
-    run(config, Console(file=io.StringIO()))
+    memory = Memory(host="1MiB", ssd=str(folder / "ssd"))
+    more: dict[str, Any] = {"seq_len": 32, "eval_share": 0.2, "eval_every": 2, "plan": "usual", "steps": 6}
+    trained(tiny_run(folder, model=write_model(folder / "model"), data=str(folder / "page"), memory=memory, **more))
     return folder / "run"
 
 

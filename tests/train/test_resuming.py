@@ -1,6 +1,5 @@
 """What `--resume` goes on from: the last checkpoint that is whole, of this run and these settings, or nothing yet."""
 
-import io
 import json
 import os
 import re
@@ -10,32 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from files import content_of, flip
 from rich.console import Console
 
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.errors import CheckpointError, ConfigError
-from pagoda.train import OptimConfig, TrainConfig, TrainResult, run
+from pagoda.train import OptimConfig, TrainConfig, run
 from pagoda.train.data import Batches
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
-from tests.tiny import write_model, write_text
+from tests.tiny import tiny_run, trained, write_model
 
 STEPS = 4
 
 
 def config_in(folder: Path) -> TrainConfig:
-    return TrainConfig(
-        model=write_model(folder / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
-        data=write_text(folder / "text"),
-        steps=STEPS,
-        batch_size=2,
-        seq_len=16,
-        memory=Memory(host="64MiB", page_size="4KiB", unit_limit="128KiB"),
-        checkpoint_every=2,
-        keep_checkpoints=0,
-        out=folder / "run",
-    )
+    memory = Memory(host="64MiB", page_size="4KiB", unit_limit="128KiB")
+    return tiny_run(folder, memory=memory, checkpoint_every=2, keep_checkpoints=0)
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +44,12 @@ def config(done: TrainConfig, tmp_path: Path) -> TrainConfig:
     return replace(done, out=tmp_path / "run", resume=True)
 
 
-def resumed(config: TrainConfig) -> tuple[TrainResult | None, str]:
-    """What it did, and what it said."""
-    shown = io.StringIO()
-    result = run(config, Console(file=shown))
-    return result, shown.getvalue()
-
-
-def content_of(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
 def curve(config: TrainConfig) -> list[tuple[object, ...]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in read_metrics(RunDir(config.out).metrics)]
-
-
-def flip(path: Path, offset: int = -1) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -94,7 +68,7 @@ def test_a_damaged_checkpoint_is_named_and_kept_and_the_run_goes_on_from_the_one
     last = RunDir(config.out).checkpoint(4)
     DAMAGES[damage](last)
     before = content_of(last)
-    result, shown = resumed(config)
+    result, shown = trained(config)
     assert result is not None
     assert (result.first_step, result.last_step) == (3, 4)
     assert shown.count("The checkpoint after step 4") == shown.count("Falling back") == 1
@@ -113,7 +87,7 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(on_ssd: bool, config: T
         config = replace(config, resume=True)
     last = RunDir(config.out).checkpoint(4)
     before, first = content_of(last), curve(config)
-    result, shown = resumed(replace(config, checkpoint="step-000002"))
+    result, shown = trained(replace(config, checkpoint="step-000002"))
     assert result is not None
     assert (result.first_step, result.last_step) == (3, 4)
     assert "Going back to the checkpoint after step 2: the 2 steps after it run again" in shown
@@ -140,14 +114,14 @@ def test_a_checkpoint_that_is_named_is_used_or_refused(config: TrainConfig, caps
 def test_damage_after_damage_is_kept_under_another_name(config: TrainConfig) -> None:
     for _ in range(2):
         flip(RunDir(config.out).checkpoint(4) / "weight.safetensors")
-        resumed(config)
+        trained(config)
     names = sorted(path.name for path in RunDir(config.out).checkpoints.iterdir())
     assert names == ["step-000002", "step-000004", "step-000004.damaged", "step-000004.damaged2"]
 
 
 def test_damaged_checkpoints_are_none_of_those_to_keep(config: TrainConfig) -> None:
     flip(RunDir(config.out).checkpoint(4) / "weight.safetensors")
-    resumed(replace(config, checkpoint_every=1, keep_checkpoints=2))
+    trained(replace(config, checkpoint_every=1, keep_checkpoints=2))
     names = sorted(path.name for path in RunDir(config.out).checkpoints.iterdir())
     assert names == ["step-000003", "step-000004", "step-000004.damaged"]
 
@@ -157,7 +131,7 @@ def test_nothing_changes_where_every_checkpoint_is_damaged(config: TrainConfig) 
         flip(RunDir(config.out).checkpoint(step) / "weight.safetensors")
     before = content_of(config.out)
     with pytest.raises(CheckpointError, match=r"(?s)none of the 2 checkpoints.*step 4.*damaged.*step 2.*damaged"):
-        resumed(config)
+        trained(config)
     assert content_of(config.out) == before
 
 
@@ -165,7 +139,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it(config:
     run_dir = RunDir(config.out)
     shutil.rmtree(run_dir.checkpoint(4))
     shutil.copytree(run_dir.checkpoint(2), run_dir.checkpoint(3))
-    result, shown = resumed(config)
+    result, shown = trained(config)
     assert result is not None
     assert result.first_step == 3
     assert "it is the state after step 2, under another name" in shown
@@ -189,7 +163,7 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     (pages,) = (tmp_path / "ssd").glob("*/pages")
     (first,) = pages.parent.glob("commits/*")
     before = pages.read_bytes()
-    resumed(replace(config, resume=True))
+    trained(replace(config, resume=True))
     content = bytearray(pages.read_bytes())
     changed = [at for at in range(0, len(content), 4096) if content[at : at + 4096] != before[at : at + 4096]]
     assert changed, "the checkpoint after step 4 has pages that the one after step 2 has not"
@@ -200,27 +174,33 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     else:
         (second,) = set(pages.parent.glob("commits/*")) - {first}
         second.unlink()
-    result, shown = resumed(replace(config, resume=True))
+    result, shown = trained(replace(config, resume=True))
     assert result is not None
     assert result.first_step == 3
     assert "Falling back to the checkpoint after step 2" in shown
     assert curve(config) == curve(whole)
 
 
+def test_page_tables_that_were_exchanged_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ssd_config(tmp_path)
+    run(config, Console(quiet=True))
+    first, second = sorted((tmp_path / "ssd").glob("*/commits/*"))
+    aside = first.rename(tmp_path / "aside")
+    second.rename(first)
+    aside.rename(second)
+    assert main(["inspect", str(config.out), "--verify"]) == 1
+    assert "is the page table of commit" in capsys.readouterr().out
+    assert main(["train", "--resume", "--out", str(config.out), f"--steps={STEPS + 1}"]) == 2
+    assert "is the page table of commit" in capsys.readouterr().err
+
+
 def test_a_run_without_a_checkpoint_is_started_by_resuming_it(config: TrainConfig, done: TrainConfig) -> None:
     shutil.rmtree(RunDir(config.out).checkpoints)
-    result, shown = resumed(config)
+    result, shown = trained(config)
     assert result is not None
     assert (result.first_step, result.last_step) == (1, 4)
     assert "has no checkpoint yet: the run starts from its first step" in shown
     assert curve(config) == curve(done)
-
-
-def test_a_finished_run_says_so_and_changes_nothing(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    before = content_of(config.out)
-    assert main(["train", "--resume", "--out", str(config.out)]) == 0
-    assert "has finished: 4 of 4 steps are done" in capsys.readouterr().out
-    assert content_of(config.out) == before
 
 
 def edited(path: Path, old: str, new: str) -> None:
@@ -254,7 +234,7 @@ def test_an_edited_configuration_of_the_model_is_noticed(config: TrainConfig, tm
     before = content_of(config.out)
     edited(model / "config.json", "}$", ', "rms_norm_eps": 0.1}')
     with pytest.raises(CheckpointError, match=r"rms_norm_eps was .* and is 0.1"):
-        resumed(replace(config, resume=True, steps=6))
+        trained(replace(config, resume=True, steps=6))
     assert content_of(config.out) == before
 
 
@@ -319,7 +299,7 @@ def test_reading_a_run_needs_no_lock(config: TrainConfig, monkeypatch: pytest.Mo
         return batch(self, step, index)
 
     monkeypatch.setattr(Batches, "batch", reading)
-    resumed(config)
+    trained(config)
     assert (tmp_path / "exported" / "config.json").exists()
 
 
