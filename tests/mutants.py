@@ -43,307 +43,270 @@ class Mutant:
     """Below `tests`, separated by spaces: what should notice."""
 
 
-MUTANTS = (
-    # memory
-    Mutant(
-        "freed pages do not join the free ones before them",
-        "memory/pool.py",
-        "        if before is not None:",
-        "        if before is not None and False:",
-        "memory/test_pool.py",
-    ),
-    Mutant(
-        "the costliest window makes room",
-        "memory/pool.py",
-        "(ceiling[0][0], evicted) < best_cost",
-        "(ceiling[0][0], evicted) > best_cost or best is None",
-        "memory/test_pool.py",
-    ),
-    Mutant(
-        "a slot that a checkpoint keeps is overwritten",
-        "memory/ssd/slots.py",
-        "(self._references[old] != 1)",
-        "(self._references[old] < 1)",
-        "memory/test_slots.py",
-    ),
-    Mutant(
-        "a page's old hash stays",
-        "memory/ssd/slots.py",
-        "        live.slots[:] = targets\n        live.hashes[:] = hashes",
-        "        live.slots[:] = targets",
-        "memory/test_ssd_tier.py memory/test_slots.py",
-    ),
-    Mutant(
-        "a load does not wait for the store of its page",
-        "memory/ssd/slots.py",
-        "        if self.storing_to(run):\n            return None\n        self._loading",
-        "        self._loading",
-        "memory/test_slots.py memory/test_ssd_tier.py",
-    ),
-    Mutant(
-        "a store does not wait for the load of its page",
-        "memory/ssd/slots.py",
-        "        return self.storing_to(run) or bool(self._loading[run.start : run.stop].any())",
-        "        return self.storing_to(run)",
-        "memory/test_slots.py memory/test_ssd_tier.py",
-    ),
-    Mutant(
-        "slots of an adopted page leak",
-        "memory/ssd/slots.py",
-        "        self._dereference(live.written)\n",
-        "",
-        "memory/test_slots.py memory/test_ssd_tier.py",
-    ),
-    Mutant(
-        "a page table's checksum is not looked at",
-        "memory/ssd/commits.py",
-        'if xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") != checksum:',
-        "if False:",
-        "memory/test_page_store.py memory/test_store_trust.py",
-    ),
-    Mutant(
-        "a failed store leaves its pages busy",
-        "memory/ssd/tier.py",
-        "                self._table.abandon_store(pages, targets)\n",
-        "",
-        "memory/test_ssd_tier.py",
-    ),
-    # optim
-    Mutant(
-        "AdamW's weight decay has the wrong sign",
-        "optim/adamw.py",
-        "fp32(1.0 - self.lr * self.weight_decay)",
-        "fp32(1.0 + self.lr * self.weight_decay)",
-        "optim/test_settings.py optim/test_kernels.py",
-    ),
-    Mutant(
-        "AdamW corrects the second moment's bias by the first's",
-        "optim/adam.py",
-        "bias2_sqrt=math.sqrt(1.0 - beta2**step)",
-        "bias2_sqrt=math.sqrt(1.0 - beta1**step)",
-        "optim/test_settings.py optim/test_kernels.py",
-    ),
-    Mutant(
-        "an eps that fp32 rounds to zero is taken",
-        "optim/adam.py",
-        "is_number(self.eps) and fp32(self.eps) > 0",
-        "is_number(self.eps) and self.eps > 0",
-        "optim/test_settings.py",
-    ),
-    Mutant(
-        "the tail of a gradient is in no square sum",
-        "optim/gradient_kernels.py",
-        "lanes[i % LANES] += _take(kept, arriving, adding, to, source, i)",
-        "lanes[i % LANES] += 0 * _take(kept, arriving, adding, to, source, i)",
-        "optim/test_formats.py",
-    ),
-    Mutant(
-        "settings of a param group are those of the rule",
-        "optim/rule.py",
-        "key: plain_setting(group[key], old)",
-        "key: old",
-        "optim/test_settings.py runtime/test_groups.py",
-    ),
-    # plan
-    Mutant(
-        "the last equal slice runs over the end",
-        "plan/slices.py",
-        "return min(start + index * each, stop), min(start + (index + 1) * each, stop)",
-        "return min(start + index * each, stop), start + (index + 1) * each",
-        "plan/test_slices.py distributed/test_pages_of_ranks.py",
-    ),
-    Mutant(
-        "what updates read and write counts states once",
-        "plan/layout.py",
-        "return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
-        "return sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
-        "plan simulate",
-    ),
-    Mutant(
-        "a gradient of one pass counts as the step's last",
-        "plan/trace.py",
-        "last[unit] == tick) for tick, unit in found",
-        "True) for tick, unit in found",
-        "plan/test_trace.py simulate",
-    ),
-    Mutant(
-        "activations that do not fit are kept",
-        "plan/activations.py",
-        "return peak.kept <= room.kept and peak.ssd <= room.ssd and not late",
-        "return peak.ssd <= room.ssd and not late",
-        "plan/test_activations.py",
-    ),
-    # runtime
-    Mutant(
-        "views that outlive a lease do not keep its frames",
-        "runtime/leases.py",
-        "        if lease.held:\n            return False\n",
-        "",
-        "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
-    ),
-    Mutant(
-        "frames are filled while an earlier fill is under way",
-        "runtime/leases.py",
-        "(*after, *earlier)",
-        "after",
-        "runtime distributed/test_gathering.py",
-    ),
-    Mutant(
-        "nested uses end with the first",
-        "runtime/accesses.py",
-        "        if not self._uses[phase][unit.index]:\n            self._driver.tell",
-        "        if True:\n            self._driver.tell",
-        "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
-    ),
-    Mutant(
-        "compute reads before its wait has ended",
-        "runtime/accesses.py",
-        "            if not self._scheduler.ready(unit.index):\n                self._wait(unit)\n",
-        "",
-        "test_matrix.py runtime/test_same_bits.py",
-    ),
-    Mutant(
-        "a graph may read weights of another step",
-        "runtime/activations/packing.py",
-        "        if unit.version != self._version:",
-        "        if False:",
-        "runtime/test_uses_of_parameters.py runtime/test_optimizer.py runtime/test_model_access.py",
-    ),
-    Mutant(
-        "what a checkpoint recomputes holds the weights themselves",
-        "runtime/activations/packing.py",
-        "        return pack(reference or tensor)",
-        "        return pack(tensor)",
-        "runtime/test_reference.py test_matrix.py",
-    ),
-    Mutant(
-        "a saved tensor that was changed in place is used",
-        "runtime/activations/saved.py",
-        "    if counter._version != version:",
-        "    if False:",
-        "runtime/test_uses_of_parameters.py runtime/test_activations.py runtime/test_model_access.py",
-    ),
-    Mutant(
-        "gradients of micro-batches are not added up",
-        "runtime/gradients.py",
-        "        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient",
-        "        kernel = self._kernels.store_gradient",
-        "runtime/test_reference.py runtime/test_gradients.py",
-    ),
-    Mutant(
-        "bytes on their way to buffers are not bounded",
-        "runtime/gradients.py",
-        "or self._in_flight_bytes > self._in_flight_limit):",
-        "or False):",
-        "runtime/test_gradients.py runtime/test_memory_is_the_plan.py",
-    ),
-    Mutant(
-        "clipping leaves a clipped norm a thousandth too large",
-        "runtime/stepper.py",
-        "clipped = min(largest, limit / (norm + 1e-6))",
-        "clipped = min(largest, limit / (norm + 1e-6) * 1.001)",
-        "runtime/test_clipping.py test_matrix.py runtime/test_same_bits.py",
-    ),
-    Mutant(
-        "gradients that are not finite are applied",
-        "runtime/stepper.py",
-        "        if first is not None:\n            raise non_finite_error",
-        "        if False:\n            raise non_finite_error",
-        "runtime/test_optimizer.py runtime/test_updates.py",
-    ),
-    Mutant(
-        "hyperparameters of speculative updates are not compared",
-        "runtime/stepper.py",
-        "            if clipped or segments != record.segments:\n                changed.append(unit.index)",
-        "            if clipped:\n                changed.append(unit.index)",
-        "runtime/test_speculation.py",
-    ),
-    Mutant(
-        "a block is written before it is updated",
-        "runtime/host_updates.py",
-        "parts, update.weights.write, (handle,)):",
-        "parts, update.weights.write, ()):",
-        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
-    ),
-    Mutant(
-        "a block is read while its page is being written",
-        "runtime/host_updates.py",
-        "behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()",
-        "behind = ()",
-        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
-    ),
-    Mutant(
-        "a piece of a block runs over the block's end",
-        "runtime/next_update.py",
-        "max(start, self.start), stop=min(stop, self.stop)",
-        "max(start, self.start), stop=stop",
-        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py runtime/test_groups.py",
-    ),
-    Mutant(
-        "undoing forgets what lies in RAM",
-        "runtime/undo.py",
-        "            self._copy(before(state), state, elements)",
-        "            pass",
-        "runtime/test_speculation.py",
-    ),
-    Mutant(
-        "backward repeats a block with other random numbers",
-        "runtime/activations/recompute.py",
-        "        if self._generators is not None:\n            _set_generators(self._generators)\n        try:",
-        "        try:",
-        "runtime/test_repeats.py runtime/test_activations.py",
-    ),
-    Mutant(
-        "a lane's work starts before what it depends on",
-        "runtime/lanes.py",
-        "pending = [other for other in after if not other.succeeded]",
-        "pending = []",
-        "runtime/test_lanes.py test_matrix.py runtime/test_same_bits.py",
-    ),
-    # checkpoint, train, simulate
-    Mutant(
-        "a tensor's damaged piece is read",
-        "checkpoint/tensors.py",
-        "if piece_hash(tensor_bytes(values)) != digest:",
-        "if not digest:",
-        "checkpoint/test_damage.py checkpoint/test_tensors.py",
-    ),
-    Mutant(
-        "a new file is not synced before it takes its name",
-        "memory/files.py",
-        "            os.fsync(file.fileno())\n        os.replace",
-        "            pass\n        os.replace",
-        "crash memory/test_page_store.py",
-    ),
-    Mutant(
-        "state dicts may be of two steps",
-        "runtime/engine.py",
-        "        if self.stepper.updates_have_begun():\n            raise UsageError(",
-        "        if False:\n            raise UsageError(",
-        "runtime/test_model_access.py checkpoint/test_stateful.py",
-    ),
-    Mutant(
-        "a checkpoint of another step is resumed",
-        "train/resume.py",
-        'if extra["step"] != step:',
-        "if False:",
-        "train/test_resuming.py",
-    ),
-    Mutant(
-        "all epochs have the same order",
-        "train/data.py",
-        "(self.seed, int(epoch))",
-        "(self.seed, 0)",
-        "train/test_data.py",
-    ),
-    Mutant(
-        "two directions of an SSD never share",
-        "simulate/rates.py",
-        "            if lanes.issuperset(pair):",
-        "            if False:",
-        "simulate",
-    ),
-)
+_CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
+    "memory/pool.py": {
+        "freed pages do not join the free ones before them": (
+            "        if before is not None:",
+            "        if before is not None and False:",
+            "memory/test_pool.py",
+        ),
+        "the costliest window makes room": (
+            "(ceiling[0][0], evicted) < best_cost",
+            "(ceiling[0][0], evicted) > best_cost or best is None",
+            "memory/test_pool.py",
+        ),
+    },
+    "memory/ssd/slots.py": {
+        "a slot that a checkpoint keeps is overwritten": (
+            "(self._references[old] != 1)",
+            "(self._references[old] < 1)",
+            "memory/test_slots.py",
+        ),
+        "a page's old hash stays": (
+            "        live.slots[:] = targets\n        live.hashes[:] = hashes",
+            "        live.slots[:] = targets",
+            "memory/test_ssd_tier.py memory/test_slots.py",
+        ),
+        "a load does not wait for the store of its page": (
+            "        if self.storing_to(run):\n            return None\n        self._loading",
+            "        self._loading",
+            "memory/test_slots.py memory/test_ssd_tier.py",
+        ),
+        "a store does not wait for the load of its page": (
+            "        return self.storing_to(run) or bool(self._loading[run.start : run.stop].any())",
+            "        return self.storing_to(run)",
+            "memory/test_slots.py memory/test_ssd_tier.py",
+        ),
+        "slots of an adopted page leak": (
+            "        self._dereference(live.written)\n",
+            "",
+            "memory/test_slots.py memory/test_ssd_tier.py",
+        ),
+    },
+    "memory/ssd/commits.py": {
+        "a page table's checksum is not looked at": (
+            'if xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") != checksum:',
+            "if False:",
+            "memory/test_page_store.py memory/test_store_trust.py",
+        ),
+    },
+    "memory/ssd/tier.py": {
+        "a failed store leaves its pages busy": (
+            "                self._table.abandon_store(pages, targets)\n",
+            "",
+            "memory/test_ssd_tier.py",
+        ),
+    },
+    "optim/adamw.py": {
+        "AdamW's weight decay has the wrong sign": (
+            "fp32(1.0 - self.lr * self.weight_decay)",
+            "fp32(1.0 + self.lr * self.weight_decay)",
+            "optim/test_settings.py optim/test_kernels.py",
+        ),
+    },
+    "optim/adam.py": {
+        "AdamW corrects the second moment's bias by the first's": (
+            "bias2_sqrt=math.sqrt(1.0 - beta2**step)",
+            "bias2_sqrt=math.sqrt(1.0 - beta1**step)",
+            "optim/test_settings.py optim/test_kernels.py",
+        ),
+        "an eps that fp32 rounds to zero is taken": (
+            "is_number(self.eps) and fp32(self.eps) > 0",
+            "is_number(self.eps) and self.eps > 0",
+            "optim/test_settings.py",
+        ),
+    },
+    "optim/gradient_kernels.py": {
+        "the tail of a gradient is in no square sum": (
+            "lanes[i % LANES] += _take(kept, arriving, adding, to, source, i)",
+            "lanes[i % LANES] += 0 * _take(kept, arriving, adding, to, source, i)",
+            "optim/test_formats.py",
+        ),
+    },
+    "optim/rule.py": {
+        "settings of a param group are those of the rule": (
+            "key: plain_setting(group[key], old)",
+            "key: old",
+            "optim/test_settings.py runtime/test_groups.py",
+        ),
+    },
+    "plan/slices.py": {
+        "the last equal slice runs over the end": (
+            "return min(start + index * each, stop), min(start + (index + 1) * each, stop)",
+            "return min(start + index * each, stop), start + (index + 1) * each",
+            "plan/test_slices.py distributed/test_pages_of_ranks.py",
+        ),
+    },
+    "plan/layout.py": {
+        "what updates read and write counts states once": (
+            "return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
+            "return sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
+            "plan simulate",
+        ),
+    },
+    "plan/trace.py": {
+        "a gradient of one pass counts as the step's last": (
+            "last[unit] == tick) for tick, unit in found",
+            "True) for tick, unit in found",
+            "plan/test_trace.py simulate",
+        ),
+    },
+    "plan/activations.py": {
+        "activations that do not fit are kept": (
+            "return peak.kept <= room.kept and peak.ssd <= room.ssd and not late",
+            "return peak.ssd <= room.ssd and not late",
+            "plan/test_activations.py",
+        ),
+    },
+    "runtime/leases.py": {
+        "views that outlive a lease do not keep its frames": (
+            "        if lease.held:\n            return False\n",
+            "",
+            "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+        ),
+        "frames are filled while an earlier fill is under way": (
+            "(*after, *earlier)",
+            "after",
+            "runtime distributed/test_gathering.py",
+        ),
+    },
+    "runtime/accesses.py": {
+        "nested uses end with the first": (
+            "        if not self._uses[phase][unit.index]:\n            self._driver.tell",
+            "        if True:\n            self._driver.tell",
+            "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+        ),
+        "compute reads before its wait has ended": (
+            "            if not self._scheduler.ready(unit.index):\n                self._wait(unit)\n",
+            "",
+            "test_matrix.py runtime/test_same_bits.py",
+        ),
+    },
+    "runtime/activations/packing.py": {
+        "a graph may read weights of another step": (
+            "        if unit.version != self._version:",
+            "        if False:",
+            "runtime/test_uses_of_parameters.py runtime/test_optimizer.py runtime/test_model_access.py",
+        ),
+        "what a checkpoint recomputes holds the weights themselves": (
+            "        return pack(reference or tensor)",
+            "        return pack(tensor)",
+            "runtime/test_reference.py test_matrix.py",
+        ),
+    },
+    "runtime/activations/saved.py": {
+        "a saved tensor that was changed in place is used": (
+            "    if counter._version != version:",
+            "    if False:",
+            "runtime/test_uses_of_parameters.py runtime/test_activations.py runtime/test_model_access.py",
+        ),
+    },
+    "runtime/gradients.py": {
+        "gradients of micro-batches are not added up": (
+            "        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient",
+            "        kernel = self._kernels.store_gradient",
+            "runtime/test_reference.py runtime/test_gradients.py",
+        ),
+        "bytes on their way to buffers are not bounded": (
+            "or self._in_flight_bytes > self._in_flight_limit):",
+            "or False):",
+            "runtime/test_gradients.py runtime/test_memory_is_the_plan.py",
+        ),
+    },
+    "runtime/stepper.py": {
+        "clipping leaves a clipped norm a thousandth too large": (
+            "clipped = min(largest, limit / (norm + 1e-6))",
+            "clipped = min(largest, limit / (norm + 1e-6) * 1.001)",
+            "runtime/test_clipping.py test_matrix.py runtime/test_same_bits.py",
+        ),
+        "gradients that are not finite are applied": (
+            "        if first is not None:\n            raise non_finite_error",
+            "        if False:\n            raise non_finite_error",
+            "runtime/test_optimizer.py runtime/test_updates.py",
+        ),
+        "hyperparameters of speculative updates are not compared": (
+            "            if clipped or segments != record.segments:\n                changed.append(unit.index)",
+            "            if clipped:\n                changed.append(unit.index)",
+            "runtime/test_speculation.py",
+        ),
+    },
+    "runtime/host_updates.py": {
+        "a block is written before it is updated": (
+            "parts, update.weights.write, (handle,)):",
+            "parts, update.weights.write, ()):",
+            "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
+        ),
+        "a block is read while its page is being written": (
+            "behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()",
+            "behind = ()",
+            "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
+        ),
+    },
+    "runtime/next_update.py": {
+        "a piece of a block runs over the block's end": (
+            "max(start, self.start), stop=min(stop, self.stop)",
+            "max(start, self.start), stop=stop",
+            "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py runtime/test_groups.py",
+        ),
+    },
+    "runtime/undo.py": {
+        "undoing forgets what lies in RAM": (
+            "            self._copy(before(state), state, elements)",
+            "            pass",
+            "runtime/test_speculation.py",
+        ),
+    },
+    "runtime/activations/recompute.py": {
+        "backward repeats a block with other random numbers": (
+            "        if self._generators is not None:\n            _set_generators(self._generators)\n        try:",
+            "        try:",
+            "runtime/test_repeats.py runtime/test_activations.py",
+        ),
+    },
+    "runtime/lanes.py": {
+        "a lane's work starts before what it depends on": (
+            "pending = [other for other in after if not other.succeeded]",
+            "pending = []",
+            "runtime/test_lanes.py test_matrix.py runtime/test_same_bits.py",
+        ),
+    },
+    "checkpoint/tensors.py": {
+        "a tensor's damaged piece is read": (
+            "if piece_hash(tensor_bytes(values)) != digest:",
+            "if not digest:",
+            "checkpoint/test_damage.py checkpoint/test_tensors.py",
+        ),
+    },
+    "memory/files.py": {
+        "a new file is not synced before it takes its name": (
+            "            os.fsync(file.fileno())\n        os.replace",
+            "            pass\n        os.replace",
+            "crash memory/test_page_store.py",
+        ),
+    },
+    "runtime/engine.py": {
+        "state dicts may be of two steps": (
+            "        if self.stepper.updates_have_begun():\n            raise UsageError(",
+            "        if False:\n            raise UsageError(",
+            "runtime/test_model_access.py checkpoint/test_stateful.py",
+        ),
+    },
+    "train/resume.py": {
+        "a checkpoint of another step is resumed": ('if extra["step"] != step:', "if False:", "train/test_resuming.py"),
+    },
+    "train/data.py": {
+        "all epochs have the same order": ("(self.seed, int(epoch))", "(self.seed, 0)", "train/test_data.py"),
+    },
+    "simulate/rates.py": {
+        "two directions of an SSD never share": (
+            "            if lanes.issuperset(pair):",
+            "            if False:",
+            "simulate",
+        ),
+    },
+}
+"""File -> what a mutant breaks -> the rest of it."""
+MUTANTS = tuple(Mutant(breaks, file, *change) for file, of in _CHANGES.items() for breaks, change in of.items())
 
 
 @dataclass(frozen=True)

@@ -28,446 +28,305 @@ class Mutant:
     breaks: str
     old: str
     new: str
-    worlds: int = 5000
+    worlds: int = 10_000
     """It is noticed within so many."""
 
 
-MUTANTS = (
-    Mutant(
-        leases,
-        "frames that something refers to are free",
-        "        if freed:\n            self._free(lease)",
-        "        self._free(lease)",
-    ),
-    Mutant(
-        leases,
-        "frames are free before they are filled",
-        "        if lease.filled or self._plan.ranks_fetch_alike:\n            self._reclaim(lease)",
-        "        self._reclaim(lease)",
-    ),
-    Mutant(
-        leases,
-        "a lease stays when the weights change",
-        "        if lease is not None:\n            self._end(lease)",
-        "        return",
-    ),
-    Mutant(
-        leases,
-        "a fetch does not wait for the update",
-        "if version is None or not count",
-        "version = version or 0\n        if not count",
-    ),
-    Mutant(leases, "a unit in use may be evicted", "settled and not self._users[lease.unit] and", "settled and"),
-    Mutant(leases, "what compute waits for is not fetched first", "for wanted in [*self._waiting]", "for wanted in ()"),
-    Mutant(
-        leases,
-        "a fetch that ends is ready, though the weights have changed",
-        "if lease.state is LeaseState.FILLING:\n            lease.state",
-        "if True:\n            lease.state",
-    ),
-    Mutant(leases, "a fetch that fails is ready", "if failed and lease.state is not LeaseState.ENDED", "if False"),
-    Mutant(
-        leases,
-        "compute reads before the fetch is issued",
-        "(lease is not None and lease.state is LeaseState.READY)",
-        "(lease is not None)",
-    ),
-    Mutant(
-        leases,
-        "weights are read no more once they are issued",
-        "        lease.filled = True\n        if lease.state",
-        "        lease.filled = True\n        self._fetching[lease.unit] = []\n        if lease.state",
-    ),
-    Mutant(
-        leases,
-        "an update waits for a fetch that waits for it",
-        "self._versions.of[unit].version in self._fetching[unit]",
-        "bool(self._fetching[unit])",
-    ),
-    Mutant(
-        leases,
-        "ranks prefetch by how many fetches are under way",
-        "while self._plan.ranks_fetch_alike or self._filling <",
-        "while self._filling <",
-    ),
-    Mutant(
-        leases,
-        "what makes room depends on when a rank issues",
-        "            if not self._plan.ranks_fetch_alike:\n                self._note_idle",
-        "            if True:\n                self._note_idle",
-    ),
-    Mutant(
-        versions,
-        "a fetch ahead of its update names none",
-        "if not self._plan.ranks_fetch_alike or weights.version == weights.due",
-        "if True or weights.version == weights.due",
-    ),
-    Mutant(
-        versions,
-        "ranks fetch when their own update has ended",
-        "self.of[unit].due if self._plan.ranks_fetch_alike else",
-        "self.of[unit].due if False else",
-    ),
-    Mutant(
-        versions,
-        "weights are read while their update is due",
-        "weights.guess is not None or weights.lag > (self._plan.max_staleness or 0):",
-        "weights.guess is not None or weights.lag > (self._plan.max_staleness or 9):",
-    ),
-    Mutant(
-        versions, "speculative weights are read", "if self.failed or weights.guess is not None or", "if self.failed or"
-    ),
-    Mutant(
-        versions,
-        "weights are older than the bound",
-        "weights.lag > (self._plan.max_staleness or 0):",
-        "weights.lag > (self._plan.max_staleness or -1) + 1:",
-    ),
-    Mutant(
-        versions,
-        "what has failed stays so",
-        "        self.failed = False\n",
-        '        self.failed = getattr(self, "failed", False)\n',
-    ),
-    Mutant(versions, "a checkpoint reads what is being written", "return None if busy else", "return"),
-    Mutant(
-        gradients,
-        "a gradient buffer is taken while it moves",
-        "return self.arriving > 0 or self.transferring or self.in_use",
-        "return self.in_use",
-    ),
-    Mutant(
-        gradients,
-        "a gradient buffer is taken while an update reads it",
-        "return self.arriving > 0 or self.transferring or self.in_use",
-        "return self.arriving > 0 or self.transferring",
-    ),
-    Mutant(
-        gradients,
-        "what SSD holds counts though more has arrived",
-        "record.clean = record.clean and not record.made",
-        "pass",
-    ),
-    Mutant(gradients, "a spill that failed counts", "record.clean = record.clean and not failed", "pass"),
-    Mutant(
-        gradients,
-        "an update does not wait for its gradient to be read back",
-        "return not (record.lacks_buffer or record.transferring)",
-        "return True",
-    ),
-    Mutant(
-        gradients,
-        "a dirty buffer is given away",
-        "            if record.clean:\n                self._free(record)",
-        "            if True:\n                self._free(record)",
-    ),
-    Mutant(
-        gradients,
-        "a buffer is never spilled to make room",
-        "if self._idle and (self._others_first or not self._busy) and",
-        "if False and",
-    ),
-    Mutant(gradients, "gradients are spilled where they cannot be", "is not None and self._plan.spills", "is not None"),
-    Mutant(
-        gradients,
-        "gradients arrive in a buffer that an update reads",
-        "or (record.in_use and record.made)",
-        "",
-        worlds=10_000,
-    ),
-    Mutant(
-        gradients,
-        "a dropped gradient keeps its buffer",
-        "if record.dropped and not record.busy:\n            self._free(record)",
-        "if record.dropped and not record.busy:\n            pass",
-    ),
-    Mutant(gradients, "a gradient's home has no end", "homes.pop(0) if homes else None", "homes[0] if homes else 0"),
-    Mutant(gradients, "two gradients share a home", "record.home = homes.pop(0)", "record.home = homes[0]"),
-    Mutant(
-        gradients,
-        "a gradient's home is not given back",
-        "            insort(self._homes",
-        "            0 and insort(self._homes",
-    ),
-    Mutant(
-        updates,
-        "whether an update is early depends on a rank's fetches",
-        "if not free or self._leases.uses(",
-        "if not free or self._leases.in_use(",
-    ),
-    Mutant(
-        updates,
-        "a step reads two versions",
-        "weights.newest == weights.version or weights.read or",
-        "weights.newest == weights.version or",
-    ),
-    Mutant(
-        updates,
-        "weights are exchanged while they are used",
-        " or updating or self._leases.in_use(unit):",
-        " or updating:",
-    ),
-    Mutant(
-        updates,
-        "an update does not wait for who reads the weights",
-        "        elif self._leases.in_use(unit):\n            return\n",
-        "",
-    ),
-    Mutant(
-        updates,
-        "an early update does not wait until nothing refers to the weights",
-        "if not free or self._leases.uses(asked.unit):",
-        "if self._leases.uses(asked.unit):",
-    ),
-    Mutant(updates, "what is due early is not said", "            self._early.add(asked.unit)\n", ""),
-    Mutant(
-        updates,
-        "an update begins before its gradients have arrived",
-        "        if not all(record.arrived for record in update.records):\n            return\n",
-        "",
-    ),
-    Mutant(
-        updates,
-        "an update that has just begun to move is not waited for",
-        "weights.version = weights.newest\n            self._leases",
-        "weights.version = weights.due\n            self._leases",
-    ),
-    Mutant(updates, "a second update of a unit is lost", "        if weights.later:", "        if False:"),
-    Mutant(
-        updates, "more updates than two are under way", "while self._admitted[updater] < MOST_ADMITTED and", "while"
-    ),
-    Mutant(updates, "updaters wait for each other", "while self._admitted[updater] <", "while sum(self._admitted) <"),
-    Mutant(
-        updates,
-        "the gradient of an undone update is lost",
-        "self._gradients.used(record, last=not update.speculative)",
-        "self._gradients.used(record, last=True)",
-    ),
-    Mutant(
-        updates,
-        "drained updates may still be undone",
-        "            self.undo_all()\n            self._retry_all()",
-        "            self._retry_all()",
-    ),
-    Mutant(
-        updates,
-        "a speculative update that failed is not undone",
-        "update.withdrawn, self._calm = True, 0",
-        "self._calm = 0",
-    ),
-    Mutant(
-        updates,
-        "a failed update that stands is undone",
-        "if not update.speculative:\n            self._versions.failed = True\n            return",
-        "pass",
-    ),
-    Mutant(
-        updates,
-        "training goes on after a failed update",
-        "            self._versions.failed = True\n            return\n        self.times",
-        "            return\n        self.times",
-    ),
-    Mutant(
-        updates,
-        "a failed update keeps its gradients for ever",
-        "self._gradients.used(record, last=True)",
-        "self._gradients.drop(record)",
-    ),
-    Mutant(
-        updates,
-        "updates that had been admitted stay so",
-        "self._admitted, self._pending, self._ahead = [0, 0], 0, -1\n",
-        "self._pending, self._ahead = 0, -1\n",
-    ),
-    # reading ahead
-    Mutant(
-        updates,
-        "a unit whose update is queued is read ahead",
-        "weights.update is None and weights.guess is None:\n            self._ahead",
-        "weights.guess is None:\n            self._ahead",
-    ),
-    Mutant(
-        updates,
-        "what may be undone is read ahead",
-        "weights.update is None and weights.guess is None:\n            self._ahead",
-        "weights.update is None:\n            self._ahead",
-    ),
-    Mutant(
-        updates,
-        "states are read ahead while the program may write them",
-        "or self._asynchronous or not self._may_read_ahead or self._versions.failed:",
-        "or self._asynchronous or self._versions.failed:",
-    ),
-    Mutant(
-        updates,
-        "states are read ahead for the other updater",
-        "        if not self._plan.units[update.unit].updater:\n            self._after",
-        "        if True:\n            self._after",
-    ),
-    Mutant(updates, "a refused gradient counts as applied", "        self._versions.of[unit].due -= steps\n", ""),
-    Mutant(
-        updates,
-        "an update that was refused stands",
-        "            self._calm = 0\n            self._over(update)\n            return",
-        "            self._calm = 0\n            self._finish(update)\n            return",
-    ),
-    Mutant(
-        updates,
-        "an update that was refused stays admitted",
-        "        self._release(update)\n        self.gradient_used(update)",
-        "        self.gradient_used(update)",
-    ),
-    Mutant(updates, "a lost gradient is applied", "if any(record.lost for record in update.records):", "if False:"),
-    Mutant(
-        updates,
-        "updates that were held back stay so",
-        "        if self.checkpoint.retry(unit):\n            self._retry_all()\n",
-        "        self.checkpoint.retry(unit)\n",
-    ),
-    Mutant(
-        updates,
-        "a save is forgotten while an update runs",
-        "        if self.checkpoint.retry(unit):\n            self._retry_all()\n",
-        "",
-    ),
-    Mutant(
-        updates,
-        "a guess takes the room of a checkpoint",
-        "stopped = self.checkpoint.under_way or self._draining",
-        "stopped = self._draining",
-    ),
-    Mutant(
-        updates,
-        "the checkpoint outlives a restore",
-        "        self.checkpoint = Checkpoint(self._plan,",
-        "        Checkpoint(self._plan,",
-    ),
-    Mutant(
-        updates,
-        "states are kept before the gradient is there",
-        "        update.state = UpdateState.LOADING\n",
-        "        update.state = UpdateState.LOADING\n"
-        "        update.keeps = self.checkpoint.keep(unit) if self.checkpoint.would_lose(unit) else None\n",
-    ),
-    Mutant(
-        scheduler,
-        "a dropped step has read the weights for ever",
-        "        self.updates.step_over()\n",
-        "        self.updates._early.clear()\n",
-    ),
-    Mutant(
-        scheduler,
-        "what was due early is said of the step after one that was dropped",
-        "        self.updates.step_over()\n",
-        "",
-    ),
-    Mutant(
-        scheduler,
-        "an update that stood is done again",
-        "if not self.updates.stands(record.unit):",
-        "if not self.updates.stands(record.unit) or True:",
-    ),
-    Mutant(scheduler, "a skipped step is applied", "        if skipped:\n            self._drop_gradients()\n", ""),
-    Mutant(
-        scheduler,
-        "a speculative update stands though gradients are clipped",
-        "        if clipped or skipped:\n            self.updates.undo_all()\n",
-        "",
-    ),
-    Mutant(
-        scheduler,
-        "a speculative update stands though it was another",
-        "        for unit in changed:\n            self.updates.undo(unit)\n",
-        "",
-    ),
-    Mutant(
-        scheduler,
-        "an access does not undo",
-        "        self.updates.undo(unit)\n        self.leases.access(unit)",
-        "        self.leases.access(unit)",
-    ),
-    Mutant(scheduler, "a gradient does not undo", "        self.updates.undo(unit)\n        record", "        record"),
-    Mutant(
-        scheduler,
-        "old leases outlive what has been restored",
-        "        for unit in range(len(self.plan.units)):\n            self.leases.changed(unit)\n",
-        "",
-    ),
-    Mutant(
-        scheduler,
-        "old leases outlive what has been overwritten",
-        '        way."""\n        self.leases.changed(unit)',
-        '        way."""',
-    ),
-    Mutant(
-        scheduler,
-        "what waits for the checkpoint is forgotten",
-        "        self.updates.retry(operation.unit)\n",
-        "        if operation.kind is not Kind.SAVE:\n            self.updates.retry(operation.unit)\n",
-    ),
-    Mutant(
-        checkpoints,
-        "an update does not wait for the checkpoint",
-        "return of_unit.version == self._versions.of[unit].newest and of_unit.kept is None",
-        "return False",
-    ),
-    Mutant(
-        checkpoints,
-        "two units keep their states in one place",
-        "of_unit.kept = self.reserve.alloc(pages)",
-        "of_unit.kept = Run(0, pages)",
-    ),
-    Mutant(
-        checkpoints,
-        "states that are being saved are overwritten",
-        "if unit in self._in_place or self._units[unit].reading:",
-        "if unit in self._in_place:",
-    ),
-    Mutant(
-        checkpoints,
-        "states that cannot be kept are",
-        "if unit in self._in_place or self._units[unit].reading:",
-        "if self._units[unit].reading:",
-    ),
-    Mutant(
-        checkpoints,
-        "a checkpoint reads states of another step",
-        "is not None else self._versions.settled(unit) == of_unit.version",
-        "is not None else self._versions.settled(unit) is not None",
-    ),
-    Mutant(
-        checkpoints,
-        "what was kept is read once its update has ended",
-        "return of_unit.copied if of_unit.kept is not None else",
-        "return of_unit.copied and self._versions.settled(unit) is not None if of_unit.kept is not None else",
-    ),
-    Mutant(checkpoints, "what is to be kept is read before it is", "return of_unit.copied if", "return True if"),
-    Mutant(
-        checkpoints,
-        "what the reserve has kept stays there",
-        "        if kept is not None and kept.count:\n",
-        "        if False:\n",
-    ),
-    Mutant(
-        checkpoints,
-        "a checkpoint waits for an update that was refused",
-        "if of_unit.version is not None and of_unit.version > version:",
-        "if False:",
-    ),
-    Mutant(
-        order,
-        "an evaluation is expected of every step",
-        "        if recorded:\n            self._recorder",
-        "        if True:\n            self._recorder",
-    ),
-    Mutant(
-        order,
-        "steps that have become others are not followed",
-        "        if replaced:\n            self._follow",
-        "        if False:\n            self._follow",
-    ),
-    Mutant(order, "a step that departs once is followed", "(not known and (persists or", "(not known and (True or"),
-)
+_CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
+    leases: {
+        "frames that something refers to are free": (
+            "        if freed:\n            self._free(lease)",
+            "        self._free(lease)",
+        ),
+        "frames are free before they are filled": (
+            "        if lease.filled or self._plan.ranks_fetch_alike:\n            self._reclaim(lease)",
+            "        self._reclaim(lease)",
+        ),
+        "a lease stays when the weights change": (
+            "        if lease is not None:\n            self._end(lease)",
+            "        return",
+        ),
+        "a fetch does not wait for the update": (
+            "if version is None or not count",
+            "version = version or 0\n        if not count",
+        ),
+        "a unit in use may be evicted": ("settled and not self._users[lease.unit] and", "settled and"),
+        "what compute waits for is not fetched first": ("for wanted in [*self._waiting]", "for wanted in ()"),
+        "a fetch that ends is ready, though the weights have changed": (
+            "if lease.state is LeaseState.FILLING:\n            lease.state",
+            "if True:\n            lease.state",
+        ),
+        "a fetch that fails is ready": ("if failed and lease.state is not LeaseState.ENDED", "if False"),
+        "compute reads before the fetch is issued": (
+            "(lease is not None and lease.state is LeaseState.READY)",
+            "(lease is not None)",
+        ),
+        "weights are read no more once they are issued": (
+            "        lease.filled = True\n        if lease.state",
+            "        lease.filled = True\n        self._fetching[lease.unit] = []\n        if lease.state",
+        ),
+        "an update waits for a fetch that waits for it": (
+            "self._versions.of[unit].version in self._fetching[unit]",
+            "bool(self._fetching[unit])",
+        ),
+        "ranks prefetch by how many fetches are under way": (
+            "while self._plan.ranks_fetch_alike or self._filling <",
+            "while self._filling <",
+        ),
+        "what makes room depends on when a rank issues": (
+            "            if not self._plan.ranks_fetch_alike:\n                self._note_idle",
+            "            if True:\n                self._note_idle",
+        ),
+    },
+    versions: {
+        "a fetch ahead of its update names none": (
+            "if not self._plan.ranks_fetch_alike or weights.version == weights.due",
+            "if True or weights.version == weights.due",
+        ),
+        "ranks fetch when their own update has ended": (
+            "self.of[unit].due if self._plan.ranks_fetch_alike else",
+            "self.of[unit].due if False else",
+        ),
+        "weights are read while their update is due": (
+            "weights.guess is not None or weights.lag > (self._plan.max_staleness or 0):",
+            "weights.guess is not None or weights.lag > (self._plan.max_staleness or 9):",
+        ),
+        "speculative weights are read": ("if self.failed or weights.guess is not None or", "if self.failed or"),
+        "weights are older than the bound": (
+            "weights.lag > (self._plan.max_staleness or 0):",
+            "weights.lag > (self._plan.max_staleness or -1) + 1:",
+        ),
+        "what has failed stays so": (
+            "        self.failed = False\n",
+            '        self.failed = getattr(self, "failed", False)\n',
+        ),
+        "a checkpoint reads what is being written": ("return None if busy else", "return"),
+    },
+    gradients: {
+        "a gradient buffer is taken while it moves": (
+            "return self.arriving > 0 or self.transferring or self.in_use",
+            "return self.in_use",
+        ),
+        "a gradient buffer is taken while an update reads it": (
+            "return self.arriving > 0 or self.transferring or self.in_use",
+            "return self.arriving > 0 or self.transferring",
+        ),
+        "what SSD holds counts though more has arrived": ("record.clean = record.clean and not record.made", "pass"),
+        "a spill that failed counts": ("record.clean = record.clean and not failed", "pass"),
+        "an update does not wait for its gradient to be read back": (
+            "return not (record.lacks_buffer or record.transferring)",
+            "return True",
+        ),
+        "a dirty buffer is given away": (
+            "            if record.clean:\n                self._free(record)",
+            "            if True:\n                self._free(record)",
+        ),
+        "a buffer is never spilled to make room": (
+            "if self._idle and (self._others_first or not self._busy) and",
+            "if False and",
+        ),
+        "gradients are spilled where they cannot be": ("is not None and self._plan.spills", "is not None"),
+        "gradients arrive in a buffer that an update reads": ("or (record.in_use and record.made)", ""),
+        "a dropped gradient keeps its buffer": (
+            "if record.dropped and not record.busy:\n            self._free(record)",
+            "if record.dropped and not record.busy:\n            pass",
+        ),
+        "a gradient's home has no end": ("homes.pop(0) if homes else None", "homes[0] if homes else 0"),
+        "two gradients share a home": ("record.home = homes.pop(0)", "record.home = homes[0]"),
+        "a gradient's home is not given back": (
+            "            insort(self._homes",
+            "            0 and insort(self._homes",
+        ),
+    },
+    updates: {
+        "whether an update is early depends on a rank's fetches": (
+            "if not free or self._leases.uses(",
+            "if not free or self._leases.in_use(",
+        ),
+        "a step reads two versions": (
+            "weights.newest == weights.version or weights.read or",
+            "weights.newest == weights.version or",
+        ),
+        "weights are exchanged while they are used": (" or updating or self._leases.in_use(unit):", " or updating:"),
+        "an update does not wait for who reads the weights": (
+            "        elif self._leases.in_use(unit):\n            return\n",
+            "",
+        ),
+        "an early update does not wait until nothing refers to the weights": (
+            "if not free or self._leases.uses(asked.unit):",
+            "if self._leases.uses(asked.unit):",
+        ),
+        "what is due early is not said": ("            self._early.add(asked.unit)\n", ""),
+        "an update begins before its gradients have arrived": (
+            "        if not all(record.arrived for record in update.records):\n            return\n",
+            "",
+        ),
+        "an update that has just begun to move is not waited for": (
+            "weights.version = weights.newest\n            self._leases",
+            "weights.version = weights.due\n            self._leases",
+        ),
+        "a second update of a unit is lost": ("        if weights.later:", "        if False:"),
+        "more updates than two are under way": ("while self._admitted[updater] < MOST_ADMITTED and", "while"),
+        "updaters wait for each other": ("while self._admitted[updater] <", "while sum(self._admitted) <"),
+        "the gradient of an undone update is lost": (
+            "self._gradients.used(record, last=not update.speculative)",
+            "self._gradients.used(record, last=True)",
+        ),
+        "drained updates may still be undone": (
+            "            self.undo_all()\n            self._retry_all()",
+            "            self._retry_all()",
+        ),
+        "a speculative update that failed is not undone": ("update.withdrawn, self._calm = True, 0", "self._calm = 0"),
+        "a failed update that stands is undone": (
+            "if not update.speculative:\n            self._versions.failed = True\n            return",
+            "pass",
+        ),
+        "training goes on after a failed update": (
+            "            self._versions.failed = True\n            return\n        self.times",
+            "            return\n        self.times",
+        ),
+        "a failed update keeps its gradients for ever": (
+            "self._gradients.used(record, last=True)",
+            "self._gradients.drop(record)",
+        ),
+        "updates that had been admitted stay so": (
+            "self._admitted, self._pending, self._ahead = [0, 0], 0, -1\n",
+            "self._pending, self._ahead = 0, -1\n",
+        ),
+        "a unit whose update is queued is read ahead": (
+            "weights.update is None and weights.guess is None:\n            self._ahead",
+            "weights.guess is None:\n            self._ahead",
+        ),
+        "what may be undone is read ahead": (
+            "weights.update is None and weights.guess is None:\n            self._ahead",
+            "weights.update is None:\n            self._ahead",
+        ),
+        "states are read ahead while the program may write them": (
+            "or self._asynchronous or not self._may_read_ahead or self._versions.failed:",
+            "or self._asynchronous or self._versions.failed:",
+        ),
+        "states are read ahead for the other updater": (
+            "        if not self._plan.units[update.unit].updater:\n            self._after",
+            "        if True:\n            self._after",
+        ),
+        "a refused gradient counts as applied": ("        self._versions.of[unit].due -= steps\n", ""),
+        "an update that was refused stands": (
+            "            self._calm = 0\n            self._over(update)\n            return",
+            "            self._calm = 0\n            self._finish(update)\n            return",
+        ),
+        "an update that was refused stays admitted": (
+            "        self._release(update)\n        self.gradient_used(update)",
+            "        self.gradient_used(update)",
+        ),
+        "a lost gradient is applied": ("if any(record.lost for record in update.records):", "if False:"),
+        "updates that were held back stay so": (
+            "        if self.checkpoint.retry(unit):\n            self._retry_all()\n",
+            "        self.checkpoint.retry(unit)\n",
+        ),
+        "a save is forgotten while an update runs": (
+            "        if self.checkpoint.retry(unit):\n            self._retry_all()\n",
+            "",
+        ),
+        "a guess takes the room of a checkpoint": (
+            "stopped = self.checkpoint.under_way or self._draining",
+            "stopped = self._draining",
+        ),
+        "the checkpoint outlives a restore": (
+            "        self.checkpoint = Checkpoint(self._plan,",
+            "        Checkpoint(self._plan,",
+        ),
+        "states are kept before the gradient is there": (
+            "        update.state = UpdateState.LOADING\n",
+            "        update.state = UpdateState.LOADING\n"
+            "        update.keeps = self.checkpoint.keep(unit) if self.checkpoint.would_lose(unit) else None\n",
+        ),
+    },
+    scheduler: {
+        "a dropped step has read the weights for ever": (
+            "        self.updates.step_over()\n",
+            "        self.updates._early.clear()\n",
+        ),
+        "what was due early is said of the step after one that was dropped": ("        self.updates.step_over()\n", ""),
+        "an update that stood is done again": (
+            "if not self.updates.stands(record.unit):",
+            "if not self.updates.stands(record.unit) or True:",
+        ),
+        "a skipped step is applied": ("        if skipped:\n            self._drop_gradients()\n", ""),
+        "a speculative update stands though gradients are clipped": (
+            "        if clipped or skipped:\n            self.updates.undo_all()\n",
+            "",
+        ),
+        "a speculative update stands though it was another": (
+            "        for unit in changed:\n            self.updates.undo(unit)\n",
+            "",
+        ),
+        "an access does not undo": (
+            "        self.updates.undo(unit)\n        self.leases.access(unit)",
+            "        self.leases.access(unit)",
+        ),
+        "a gradient does not undo": ("        self.updates.undo(unit)\n        record", "        record"),
+        "old leases outlive what has been restored": (
+            "        for unit in range(len(self.plan.units)):\n            self.leases.changed(unit)\n",
+            "",
+        ),
+        "old leases outlive what has been overwritten": (
+            '        way."""\n        self.leases.changed(unit)',
+            '        way."""',
+        ),
+        "what waits for the checkpoint is forgotten": (
+            "        self.updates.retry(operation.unit)\n",
+            "        if operation.kind is not Kind.SAVE:\n            self.updates.retry(operation.unit)\n",
+        ),
+    },
+    checkpoints: {
+        "an update does not wait for the checkpoint": (
+            "return of_unit.version == self._versions.of[unit].newest and of_unit.kept is None",
+            "return False",
+        ),
+        "two units keep their states in one place": (
+            "of_unit.kept = self.reserve.alloc(pages)",
+            "of_unit.kept = Run(0, pages)",
+        ),
+        "states that are being saved are overwritten": (
+            "if unit in self._in_place or self._units[unit].reading:",
+            "if unit in self._in_place:",
+        ),
+        "states that cannot be kept are": (
+            "if unit in self._in_place or self._units[unit].reading:",
+            "if self._units[unit].reading:",
+        ),
+        "a checkpoint reads states of another step": (
+            "is not None else self._versions.settled(unit) == of_unit.version",
+            "is not None else self._versions.settled(unit) is not None",
+        ),
+        "what was kept is read once its update has ended": (
+            "return of_unit.copied if of_unit.kept is not None else",
+            "return of_unit.copied and self._versions.settled(unit) is not None if of_unit.kept is not None else",
+        ),
+        "what is to be kept is read before it is": ("return of_unit.copied if", "return True if"),
+        "what the reserve has kept stays there": (
+            "        if kept is not None and kept.count:\n",
+            "        if False:\n",
+        ),
+        "a checkpoint waits for an update that was refused": (
+            "if of_unit.version is not None and of_unit.version > version:",
+            "if False:",
+        ),
+    },
+    order: {
+        "an evaluation is expected of every step": (
+            "        if recorded:\n            self._recorder",
+            "        if True:\n            self._recorder",
+        ),
+        "steps that have become others are not followed": (
+            "        if replaced:\n            self._follow",
+            "        if False:\n            self._follow",
+        ),
+        "a step that departs once is followed": ("(not known and (persists or", "(not known and (True or"),
+    },
+}
+"""Module -> what a mutant breaks -> the text that it changes, and what that becomes."""
+MUTANTS = tuple(Mutant(module, breaks, *text) for module, of in _CHANGES.items() for breaks, text in of.items())
 
 
 class _Patched:
