@@ -6,10 +6,8 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.from_plan import schedule_plan
-from tests.plan.strategies import STATES
+from tests.plan.strategies import LARGE, STATES
 from tests.plan.test_planner import tower
-
-LARGE = 1 << 40
 
 
 def test_leases_and_shared_buffers_fit_the_pools_that_the_plan_has() -> None:

@@ -1,16 +1,23 @@
-"""Leases are fetched in time and without needless traffic, whatever the trace, where every operation ends at once."""
+"""Leases are fetched in time and without needless traffic, whatever the trace, where every operation ends at once; and
+each has frames in a row, where runs in use block only the slabs that they touch."""
 
+import random
 from collections import OrderedDict
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from pagoda.memory.page import Run
 from pagoda.plan.trace import STEP, NextUse, Trace, assumed_trace, gradients_of
+from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 from tests.plan.strategies import Draw, traces
+
+from .at_once import end, units_of
 
 UNITS = 6
 STEPS = 4
@@ -96,13 +103,7 @@ class Player:
             self.moves.append((self._tick, operation.kind, operation.unit))
         if operation.kind is Kind.RECLAIM:
             assert operation.unit != self.used
-            self.scheduler.reclaimed(operation, freed=True)
-            return
-        if operation.kind is Kind.UPDATE:
-            self.scheduler.gradient_used(operation)
-            self.scheduler.weights_written(operation)
-        if operation.kind is not Kind.READ_AHEAD:
-            self.scheduler.ended(operation)
+        end(self.scheduler, operation)
 
 
 def played(problem: Problem, steps: int = STEPS) -> Player:
@@ -159,10 +160,8 @@ def test_what_is_used_later_does_not_overtake_what_waits_for_its_update() -> Non
     assert (first.unit, second.unit) == (0, 1)
     fetched = []
     for update in (second, first):
-        scheduler.gradient_used(update)
-        scheduler.weights_written(update)
-        scheduler.ended(update)
-        fetched.append([operation.unit for operation in scheduler.take() if operation.kind is Kind.FETCH])
+        end(scheduler, update)
+        fetched.append(units_of(Kind.FETCH, scheduler.take()))
     assert fetched == [[], [0, 1]]
 
 
@@ -200,3 +199,39 @@ def lru_fetches(problem: Problem) -> int:
 def test_prefetching_never_costs_more_fetches_than_least_recent_use_would(problem: Problem) -> None:
     fetched = sum(kind is Kind.FETCH for _, kind, _ in played(problem).moves)
     assert fetched <= lru_fetches(problem)
+
+
+# --- frames --------------------------------------------------------------------------------------------------
+
+SLAB, SLABS = 6, 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_never_overlap_and_whatever_is_pinned_every_other_slab_can_be_made_free(seed: int) -> None:
+    rng = random.Random(seed)
+    frames = Frames(SLAB * SLABS + seed % SLAB, SLAB)
+    runs: list[Run] = []
+    peak = 0
+    for _ in range(200):
+        if runs and rng.random() < 0.4:
+            frames.free(runs.pop(rng.randrange(len(runs))))
+        elif (run := frames.alloc(rng.randint(1, SLAB))) is not None:
+            assert run.start // SLAB == (run.stop - 1) // SLAB, "a run never straddles two slabs"
+            assert all(run.stop <= other.start or other.stop <= run.start for other in runs)
+            runs.append(run)
+        in_use = sum(run.count for run in runs)
+        peak = max(peak, in_use)
+        assert (frames.in_use, frames.peak) == (in_use, peak)
+        prices = {run: rng.choice([None, 0.0, 1.0]) for run in runs}
+        touched = {run.start // SLAB for run, price in prices.items() if price is None}
+        for near in runs:
+            slab = near.start // SLAB
+            assert (frames.window(near, SLAB, prices.get) is not None) == (slab < SLABS and slab not in touched)
+
+
+def test_the_slab_with_the_least_room_that_has_it_gives_a_run() -> None:
+    frames = Frames(12, 6)
+    first = frames.alloc(4)
+    assert first is not None
+    assert frames.alloc(2) == Run(first.stop, 2)
+    assert frames.alloc(7) is None

@@ -4,6 +4,8 @@ from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 
+from .at_once import end, end_all, units_of
+
 UNITS = range(5)
 
 
@@ -17,35 +19,11 @@ def scheduler(buffer_pages: int = 0, **plan: bool) -> Scheduler:
 def make(scheduler: Scheduler, unit: int, complete: bool = True) -> list[Operation]:
     """Backward makes a gradient; returns what is done then, all of which has ended."""
     scheduler.gradient(unit, complete=complete, last=complete)
-    return end(scheduler)
-
-
-def end(scheduler: Scheduler, updates: bool = False) -> list[Operation]:
-    """Let all that is under way end, and what follows, but for updates unless they shall too; returns all of it."""
-    done: list[Operation] = []
-    while new := scheduler.take():
-        done += new
-        for op in new:
-            if op.kind is Kind.RECLAIM:
-                scheduler.reclaimed(op, freed=True)
-            elif op.kind is not Kind.UPDATE or updates:
-                end_update(scheduler, op)
-    return done
-
-
-def end_update(scheduler: Scheduler, op: Operation) -> None:
-    if op.kind is Kind.UPDATE:
-        scheduler.gradient_used(op)
-        scheduler.weights_written(op)
-    scheduler.ended(op)
+    return end_all(scheduler, updates=False)
 
 
 def kinds(operations: list[Operation]) -> list[tuple[Kind, int]]:
     return [(op.kind, op.unit) for op in operations]
-
-
-def updated(operations: list[Operation]) -> list[int]:
-    return [op.unit for op in operations if op.kind is Kind.UPDATE]
 
 
 def step(scheduler: Scheduler) -> list[Operation]:
@@ -95,10 +73,10 @@ def test_updates_come_in_the_order_in_which_forward_needs_them() -> None:
     for unit in reversed(UNITS):
         make(of, unit)
     first = step(of)
-    assert updated(first) == [0, 1], "two at once, so that the ring of buffers does not run empty between them"
+    assert units_of(Kind.UPDATE, first) == [0, 1], "two at once, so that the ring of buffers never runs empty"
     for op in first:
-        end_update(of, op)
-    assert updated(end(of, updates=True)) == [2, 3, 4]
+        end(of, op)
+    assert units_of(Kind.UPDATE, end_all(of)) == [2, 3, 4]
 
 
 def test_the_update_that_compute_waits_for_comes_next() -> None:
@@ -108,8 +86,8 @@ def test_the_update_that_compute_waits_for_comes_next() -> None:
     first, _ = step(of)
     of.access(Access(4, Phase.FORWARD))
     assert of.awaits_update(4)
-    end_update(of, first)
-    assert updated(of.take()) == [4]
+    end(of, first)
+    assert units_of(Kind.UPDATE, of.take()) == [4]
 
 
 def test_an_update_whose_gradient_has_not_arrived_does_not_hold_up_others() -> None:
@@ -117,7 +95,7 @@ def test_an_update_whose_gradient_has_not_arrived_does_not_hold_up_others() -> N
     of.gradient(4, complete=True, last=True)
     question, offload = of.take()
     of.reclaimed(question, freed=True)
-    assert updated(of.take()) == []
-    assert updated(make(of, 3)) == [3]
+    assert units_of(Kind.UPDATE, of.take()) == []
+    assert units_of(Kind.UPDATE, make(of, 3)) == [3]
     of.ended(offload)
-    assert updated(of.take()) == [4]
+    assert units_of(Kind.UPDATE, of.take()) == [4]

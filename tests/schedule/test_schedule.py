@@ -1,5 +1,6 @@
 """The scheduler in random worlds: whatever the order of events, no wrong bit, no lost gradient, no endless wait."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 
 from . import worlds
+from .at_once import end_all, units_of
 from .mutants import MUTANTS, Mutant, noticed
 
 BATCH = 50
@@ -54,44 +56,25 @@ def plan(frames: int, **unit: Any) -> SchedulePlan:
     return SchedulePlan([UnitPlan(lease_frames=1, **unit) for _ in units], Trace((*uses, STEP)), frame_pool=frames)
 
 
-def fetched(operations: list[Operation]) -> list[int]:
-    return [op.unit for op in operations if op.kind is Kind.FETCH]
-
-
-def run_all(scheduler: Scheduler) -> list[Operation]:
-    """Let every operation end, and those that follow; returns them."""
-    done: list[Operation] = []
-    while new := scheduler.take():
-        for op in new:
-            if op.kind is Kind.RECLAIM:
-                scheduler.reclaimed(op, freed=True)
-                continue
-            if op.kind is Kind.READ_AHEAD:
-                continue  # it is not reported
-            if op.kind is Kind.UPDATE:
-                scheduler.gradient_used(op)
-                scheduler.weights_written(op)
-            scheduler.ended(op)
-        done += new
-    return done
-
-
-def a_step(scheduler: Scheduler) -> list[Operation]:
-    for phase, units in ((Phase.FORWARD, range(4)), (Phase.BACKWARD, range(3, -1, -1))):
-        for unit in units:
+def a_step(scheduler: Scheduler, units: Sequence[int] = range(4), experts: Sequence[int] = ()) -> list[Operation]:
+    """Units are used in this order and back, and `experts` are announced with the first."""
+    for phase, order in ((Phase.FORWARD, units), (Phase.BACKWARD, units[::-1])):
+        for unit in order:
             scheduler.access(Access(unit, phase))
-            run_all(scheduler)
+            end_all(scheduler)
             if phase is Phase.BACKWARD:
                 scheduler.gradient(unit, complete=True, last=True)
+            elif unit == 0:
+                scheduler.expect(experts)
             scheduler.release(unit)
-            run_all(scheduler)
+            end_all(scheduler)
     scheduler.end_step()
-    return run_all(scheduler)
+    return end_all(scheduler)
 
 
 def test_after_speculative_updates_that_stand_the_next_forward_is_fetched_ahead() -> None:
     scheduler = Scheduler(plan(frames=4, speculated=True))
-    assert fetched(a_step(scheduler)) == [0, 1, 2, 3]
+    assert units_of(Kind.FETCH, a_step(scheduler)) == [0, 1, 2, 3]
 
 
 def test_a_prefetch_that_fails_is_not_tried_until_compute_waits_for_it() -> None:
@@ -99,10 +82,10 @@ def test_a_prefetch_that_fails_is_not_tried_until_compute_waits_for_it() -> None
     failing, second = scheduler.take() or run_first(scheduler)
     scheduler.failed(second)
     scheduler.ended(failing)
-    assert second.unit not in fetched(run_all(scheduler))
+    assert second.unit not in units_of(Kind.FETCH, end_all(scheduler))
     scheduler.release(0)
     scheduler.access(Access(second.unit, Phase.FORWARD))
-    assert second.unit in fetched(run_all(scheduler))
+    assert second.unit in units_of(Kind.FETCH, end_all(scheduler))
     assert scheduler.ready(second.unit)
 
 
@@ -124,24 +107,13 @@ def test_experts_are_fetched_when_a_router_has_chosen_them() -> None:
     scheduler.ended(first)
     assert scheduler.take() == []
     scheduler.expect([3, 1])
-    assert fetched(scheduler.take()) == [3, 1]
+    assert units_of(Kind.FETCH, scheduler.take()) == [3, 1]
 
 
 def test_experts_that_every_step_uses_alike_are_fetched_ahead_of_their_router() -> None:
     scheduler = with_experts()
     for _ in range(4):
-        for phase, units in ((Phase.FORWARD, (0, 1, 2)), (Phase.BACKWARD, (2, 1, 0))):
-            for unit in units:
-                scheduler.access(Access(unit, phase))
-                run_all(scheduler)
-                if phase is Phase.FORWARD and unit == 0:
-                    scheduler.expect((1, 2))
-                if phase is Phase.BACKWARD:
-                    scheduler.gradient(unit, complete=True, last=True)
-                scheduler.release(unit)
-                run_all(scheduler)
-        scheduler.end_step()
-        ahead = fetched(run_all(scheduler))
+        ahead = units_of(Kind.FETCH, a_step(scheduler, units=(0, 1, 2), experts=(1, 2)))
     assert ahead == [0, 1, 2]
 
 
@@ -152,7 +124,7 @@ def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
     scheduler.gradient(0, complete=True, last=True)
     scheduler.release(0)
     scheduler.drain(True)
-    assert Kind.UPDATE not in {op.kind for op in run_all(scheduler)}
+    assert Kind.UPDATE not in {op.kind for op in end_all(scheduler)}
     assert scheduler.updates.drained
 
 
@@ -233,18 +205,15 @@ def test_no_later_update_overtakes_one_that_a_checkpoint_lacks() -> None:
     def step_of(*units: int) -> list[int]:
         for unit in units:
             scheduler.gradient(unit, complete=True, last=True)
-            run_all(scheduler)
+            end_all(scheduler)
         scheduler.end_step()
-        return updates_of(run_all(scheduler))
-
-    def updates_of(operations: list[Operation]) -> list[int]:
-        return [op.unit for op in operations if op.kind is Kind.UPDATE]
+        return units_of(Kind.UPDATE, end_all(scheduler))
 
     scheduler.access(Access(1, Phase.FORWARD))
     assert step_of(0, 1) == [0]  # compute still uses the other one
     scheduler.prepare_checkpoint()
     scheduler.begin_checkpoint()
-    run_all(scheduler)
+    end_all(scheduler)
     assert step_of(0) == []
     scheduler.release(1)
-    assert updates_of(run_all(scheduler)) == [1, 0]
+    assert units_of(Kind.UPDATE, end_all(scheduler)) == [1, 0]

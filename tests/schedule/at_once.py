@@ -1,0 +1,31 @@
+"""Operations that end as soon as a scheduler asks for them."""
+
+from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.scheduler import Scheduler
+
+
+def end(scheduler: Scheduler, op: Operation) -> None:
+    """One operation ends; what a RECLAIM asks for is free."""
+    if op.kind is Kind.RECLAIM:
+        scheduler.reclaimed(op, freed=True)
+    elif op.kind is not Kind.READ_AHEAD:  # which is not reported
+        if op.kind is Kind.UPDATE:
+            scheduler.gradient_used(op)
+            scheduler.weights_written(op)
+        scheduler.ended(op)
+
+
+def end_all(scheduler: Scheduler, updates: bool = True) -> list[Operation]:
+    """All that is under way ends, and what follows, but for updates unless they shall too; returns all of it."""
+    done: list[Operation] = []
+    while new := scheduler.take():
+        done += new
+        for op in new:
+            if updates or op.kind is not Kind.UPDATE:
+                end(scheduler, op)
+    return done
+
+
+def units_of(kind: Kind, operations: list[Operation]) -> list[int]:
+    """The units of all operations of a kind."""
+    return [op.unit for op in operations if op.kind is kind]
