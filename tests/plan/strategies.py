@@ -5,14 +5,22 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from pagoda.config.memory import Split
+from pagoda.errors import BudgetError
 from pagoda.optim import AdamW
 from pagoda.plan.layout import Layout
+from pagoda.plan.ops import DEVICE
+from pagoda.plan.options import Options
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
 from pagoda.simulate.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers
 
 Draw = Callable[[st.SearchStrategy], object]
 
+LARGE = 1 << 40
 STATES = {precision: AdamW().states(precision) for precision in ("bf16", "fp32")}
 
 _shapes = st.lists(st.integers(1, 24), min_size=0, max_size=2).map(tuple)
@@ -71,6 +79,34 @@ def traces(draw: Draw, units: int) -> Trace:
             if not accesses or accesses[-1] != access:
                 accesses.append(access)
     return Trace((*accesses, STEP))
+
+
+@st.composite
+def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks | None = None) -> Plan:
+    """Plans of random models under random budgets that fit, with a device of its own or not.
+
+    With `shares`, some updates are on the device and old states are copied in RAM; of `ranks`, one's plan.
+    """
+    options = Options(
+        page_bytes=4096,
+        unit_limit=draw(st.integers(64, 400_000)),
+        accumulation_steps=draw(st.none() | st.integers(1, 3)),
+        clipping=draw(st.booleans()),
+        split=Split(
+            device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate, undo_in_ram=draw(st.booleans())
+        )
+        if shares
+        else None,
+    )
+    root = draw(large_trees)
+    states = STATES[draw(st.sampled_from(["bf16", "fp32"]))]
+    budgets = Budgets(0, 0 if separate else None, LARGE if ranks is None or draw(st.booleans()) else None)
+    while True:
+        try:
+            return make_plan(root, states, budgets, options, ranks)
+        except BudgetError as error:
+            room = int((error.needed_bytes or 0) * draw(st.floats(1.0, 4.0)))
+            budgets = replace(budgets, device=room) if error.tier == DEVICE else replace(budgets, host=room)
 
 
 def figure(value: float) -> Figure:

@@ -23,10 +23,8 @@ from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.from_plan import schedule_plan
 from pagoda.simulate.hardware import Link
 
-from .strategies import FAST, GPU, STATES, figure, unit
+from .strategies import FAST, GPU, LARGE, STATES, figure, unit
 from .test_planner import tower
-
-LARGE = 1 << 40
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30), st.floats(0, 1))

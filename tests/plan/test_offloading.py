@@ -17,10 +17,9 @@ from pagoda.simulate.hardware import Hardware, Link
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import COMPUTE
 
-from .strategies import GPU as FAST_GPU, STATES, figure
+from .strategies import GPU as FAST_GPU, LARGE, STATES, figure
 from .test_planner import tower
 
-LARGE = 1 << 40
 MIB = 1 << 20
 LAYERS = 6
 GPU = replace(FAST_GPU, link=Link(figure(1e9), figure(1e9), figure(2e9)))

@@ -15,9 +15,7 @@ from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budge
 from pagoda.plan.planner import make_plan
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
-from .strategies import STATES, Draw, layouts, unit
-
-LARGE = 1 << 40
+from .strategies import LARGE, STATES, Draw, layouts, unit
 
 
 @st.composite

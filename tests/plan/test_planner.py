@@ -15,9 +15,7 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.traffic import bytes_written_to_ssd, traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
-from .strategies import STATES, Draw, large_trees, module_trees
-
-LARGE = 1 << 40
+from .strategies import LARGE, STATES, large_trees, plans
 
 
 def block(name: str, width: int) -> ModuleSpec:
@@ -33,23 +31,7 @@ def tower(layers: int, width: int) -> ModuleSpec:
     return ModuleSpec("", (), tuple(block(f"layers.{index}", width) for index in range(layers)))
 
 
-@st.composite
-def plans(draw: Draw) -> Plan:
-    """Plans of random models under random budgets that fit."""
-    root = draw(module_trees.filter(lambda tree: any(p.trainable and p.numel for p in tree.walk())))
-    options = Options(
-        page_bytes=4096,
-        unit_limit=draw(st.integers(64, 4_000)),
-        accumulation_steps=draw(st.none() | st.integers(1, 3)),
-        clipping=draw(st.booleans()),
-    )
-    budgets = Budgets(0, LARGE if draw(st.booleans()) else None, LARGE)
-    states = STATES[draw(st.sampled_from(["bf16", "fp32"]))]
-    with pytest.raises(BudgetError) as refused:
-        make_plan(root, states, budgets, options)
-    least = refused.value.needed_bytes
-    assert least is not None
-    return make_plan(root, states, replace(budgets, host=least * draw(st.integers(1, 4))), options)
+any_plans = plans(separate=False) | plans(separate=True)
 
 
 # --- choices ----------------------------------------------------------------------------------------------
@@ -131,7 +113,7 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
 
 
 @settings(max_examples=40)
-@given(plans())
+@given(any_plans)
 def test_peak_bytes_are_the_sum_of_the_lines_shown(plan: Plan) -> None:
     assert plan.peak_bytes == {tier: sum(lines.values()) for tier, lines in plan.bytes.items()}
     for tier, budget in (("device", plan.budgets.device), (HOST, plan.budgets.host), (SSD, plan.budgets.ssd)):
@@ -142,7 +124,7 @@ def test_peak_bytes_are_the_sum_of_the_lines_shown(plan: Plan) -> None:
 
 
 @settings(max_examples=40)
-@given(plans())
+@given(any_plans)
 def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(plan: Plan) -> None:
     traffic, written = traffic_of(plan), 0
     for unit in plan.units:
@@ -162,7 +144,7 @@ def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(pl
 
 
 @settings(max_examples=40)
-@given(plans())
+@given(any_plans)
 def test_only_units_without_weights_where_compute_reads_them_are_leased(plan: Plan) -> None:
     leased = plan.leased_pages()
     for unit in plan.units:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pagoda.errors import BudgetError, ConfigError
+from pagoda.errors import ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers, reduce_pages
@@ -23,10 +23,9 @@ from pagoda.simulate.hardware import Link
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.simulation import simulate
 
-from .strategies import GPU, STATES, Draw, figure, large_trees
+from .strategies import GPU, LARGE, STATES, figure, large_trees, plans
 from .test_planner import tower
 
-LARGE = 1 << 40
 GIB = 1 << 30
 PER_NODE = 4
 
@@ -43,24 +42,8 @@ def shared(n: int, stage: int = 3, **settings: int) -> Ranks:
     return Ranks(n, PER_NODE, stage, **settings)  # type: ignore[arg-type]
 
 
-@st.composite
-def plans(draw: Draw, separate: bool) -> Plan:
-    """One rank's plans of random models under random budgets that fit."""
-    options = Options(
-        page_bytes=4096,
-        unit_limit=draw(st.integers(64, 400_000)),
-        accumulation_steps=draw(st.none() | st.integers(1, 2)),
-        clipping=draw(st.booleans()),
-    )
-    root = draw(large_trees)
-    ranks = shared(draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 3)))
-    budgets = Budgets(0, 0 if separate else None, LARGE if draw(st.booleans()) else None)
-    while True:
-        try:
-            return make_plan(root, STATES["bf16"], budgets, options, ranks)
-        except BudgetError as error:
-            room = int((error.needed_bytes or 0) * draw(st.floats(1.0, 4.0)))
-            budgets = replace(budgets, device=room) if error.tier == DEVICE else replace(budgets, host=room)
+any_ranks = st.builds(shared, st.sampled_from([1, 2, 4, 8]), st.integers(1, 3))
+of_ranks = any_ranks.flatmap(lambda ranks: plans(separate=True, ranks=ranks))
 
 
 # --- what a rank holds ------------------------------------------------------------------------------------
@@ -83,7 +66,7 @@ def test_a_rank_holds_what_zeros_formulas_say_with_fourteen_bytes(n: int, stage:
     assert held == pytest.approx(params * (14 - divided + divided / n), rel=0.025)
 
 
-@given(plans(separate=True))
+@given(of_ranks)
 def test_leases_are_whole_units_and_fit_the_device(plan: Plan) -> None:
     for unit in plan.units:
         used_at_home = unit.index in plan.placement.resident and not plan.layout.is_cut(unit, "weight")
@@ -121,7 +104,7 @@ def test_what_is_sent_is_zeros_volume(stage: int, volumes: int) -> None:
     assert 0.85 * volumes <= total / ring_bytes(weights, 8) <= 1.02 * volumes
 
 
-@given(plans(separate=True))
+@given(of_ranks)
 def test_a_step_takes_no_less_than_the_collectives_and_the_ledger_holds(plan: Plan) -> None:
     timeline = simulate(plan, NODE, [1e-6] * (len(plan.trace.accesses) - 1))
     assert plan.ranks is not None

@@ -12,10 +12,9 @@ from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.simulate.hardware import Drive
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
-from tests.plan.strategies import FAST, STATES, figure
+from tests.plan.strategies import FAST, LARGE, STATES, figure
 from tests.plan.test_planner import tower
 
-LARGE = 1 << 40
 CPU = replace(
     FAST.cpu,
     cores=8,

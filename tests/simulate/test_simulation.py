@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pagoda.config.memory import Split
-from pagoda.errors import BudgetError, ConfigError
+from pagoda.errors import ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import search
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
-from pagoda.plan.ops import DEVICE, HOST, SSD
+from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
@@ -23,41 +22,18 @@ from pagoda.simulate.hardware import Device, Hardware, Link
 from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
 from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import COMPUTE, Timeline
-from tests.plan.strategies import FAST, GPU, STATES, Draw, figure, hardware, large_trees
+from tests.plan.strategies import FAST, GPU, LARGE, STATES, Draw, figure, hardware, plans
 from tests.plan.test_planner import tower
 
-LARGE = 1 << 40
 Case = tuple[Plan, Hardware, list[float], Timeline]
 """Plan, machine, seconds of compute of each access, and the step that comes of them."""
-
-
-@st.composite
-def plans(draw: Draw, separate: bool) -> Plan:
-    """Plans of random models under random budgets that fit, with a device of its own or not."""
-    root = draw(large_trees)
-    options = Options(
-        page_bytes=4096,
-        unit_limit=draw(st.integers(64, 400_000)),
-        accumulation_steps=draw(st.none() | st.integers(1, 2)),
-        clipping=draw(st.booleans()),
-        split=Split(
-            device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate, undo_in_ram=draw(st.booleans())
-        ),
-    )
-    budgets = Budgets(0, 0 if separate else None, LARGE)
-    while True:
-        try:
-            return make_plan(root, STATES["bf16"], budgets, options)
-        except BudgetError as error:
-            room = int((error.needed_bytes or 0) * draw(st.floats(1.0, 4.0)))
-            budgets = replace(budgets, device=room) if error.tier == DEVICE else replace(budgets, host=room)
 
 
 @st.composite
 def simulated(draw: Draw) -> Case:
     """Any plan on any machine."""
     machine = draw(hardware())
-    plan = draw(plans(separate=machine.device is not None or draw(st.booleans())))
+    plan = draw(plans(separate=machine.device is not None or draw(st.booleans()), shares=True))
     ticks = len(plan.trace.accesses) - 1
     busy = draw(st.floats(0.0, 1e-2))
     shares = draw(st.lists(st.floats(0.0, 1.0), min_size=ticks, max_size=ticks))
@@ -95,7 +71,7 @@ def least_bytes(plan: Plan) -> dict[str, int]:
 def test_every_operation_moves_its_bytes_as_often_as_a_step_has_it(
     data: st.DataObject, machine: Hardware, steps: int
 ) -> None:
-    plan = data.draw(plans(separate=machine.device is not None or data.draw(st.booleans())))
+    plan = data.draw(plans(separate=machine.device is not None or data.draw(st.booleans()), shares=True))
     ticks = [data.draw(st.floats(0.0, 1e-2)) / len(plan.trace.accesses)] * (len(plan.trace.accesses) - 1)
     simulation = Simulation(plan, Rates(machine), ticks)
     for _ in range(steps):
@@ -134,7 +110,7 @@ def test_every_operation_moves_its_bytes_as_often_as_a_step_has_it(
 
 @pytest.mark.parametrize("figure_name", ["task_switch_s", "parameter_s"])
 @settings(max_examples=10)
-@given(plan=plans(separate=False))
+@given(plan=plans(separate=False, shares=True))
 def test_compute_pays_for_work_that_it_hands_over_and_for_each_parameter(figure_name: str, plan: Plan) -> None:
     paying = replace(FAST, cpu=replace(FAST.cpu, **{figure_name: figure(1e-3)}))
     times = [1e-3] * (len(plan.trace.accesses) - 1)
