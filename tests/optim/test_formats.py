@@ -12,6 +12,7 @@ from pagoda.config.training import Precision
 from pagoda.jit import kernel
 from pagoda.optim import arithmetic, gradient_dtype
 from pagoda.optim.jit import bits_of, float_of
+from pagoda.optim.means import mean_into, sum_into
 
 from .blocks import EDGES, add_gradient, join, random_values, same_bits, split, store_gradient
 
@@ -194,3 +195,38 @@ def test_the_sum_of_squares_depends_only_on_the_values(precision: Precision) -> 
     # Another address and alignment must not change the order of the sum.
     shifted = torch.cat([source[:1], source])[1:]
     assert len({store_gradient(torch.empty_like(s), s) for s in (source, shifted, source.clone())}) == 1
+
+
+# --- means of several ranks' gradients -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 255, 40_000])
+def test_a_mean_is_the_fp32_sum_in_the_order_of_ranks_rounded_once(dtype: torch.dtype, ranks: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(size + ranks)
+    parts = [torch.randn(size, generator=generator).mul(3.0**rank).to(dtype) for rank in range(ranks)]
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected = expected + part.float()
+    total, mean = torch.empty(size), torch.empty(size, dtype=dtype)
+    sum_into(total, parts)
+    assert torch.equal(total, expected)
+    mean_into(mean, total, ranks)
+    assert torch.equal(mean, (expected / ranks).to(dtype))
+
+
+def test_no_parts_are_zeros() -> None:
+    total = torch.full((5,), torch.nan)
+    sum_into(total, [])
+    assert torch.equal(total, torch.zeros(5))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
+    parts = [torch.zeros(300, dtype=dtype), torch.full((300,), value, dtype=dtype)]
+    total, mean = torch.empty(300), torch.empty(300, dtype=dtype)
+    sum_into(total, parts)
+    mean_into(mean, total, 2)
+    assert not mean.isfinite().any()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import each_once
 
 from pagoda.config.training import Precision
 from pagoda.optim import gradient_dtype
@@ -65,9 +66,9 @@ def test_the_compiled_cpu_kernel_gives_the_bits_of_the_vectors(name: str, precis
     assert_same_states(states, load(name, precision, "after"))
 
 
-@cases
-@pytest.mark.parametrize("n", [1, 255, 1025])
-def test_any_number_of_elements_is_updated_and_none_beside_them(name: str, precision: Precision, n: int) -> None:
+@each_once(case=CASES, n=[1, 255, 1025])
+def test_any_number_of_elements_is_updated_and_none_beside_them(case: tuple[str, Precision], n: int) -> None:
+    name, precision = case
     theirs, gradient = random_states(RULES[name], precision, n + 256, seed=n)
     gradient = gradient[:n]
     ours = on_device({name: state.clone() for name, state in theirs.items()})
@@ -92,8 +93,7 @@ def cpu_square_sum(gradient: torch.Tensor, piece: int) -> list[float]:
     return [store_gradient(torch.empty_like(part), part) for part in gradient.split(piece)]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("n", [1, 100, 128, 1000, 2500])
+@each_once(precision=["bf16", "fp16", "fp32"], n=[1, 100, 128, 1000, 2500])
 def test_square_sums_have_the_bits_of_the_cpu(precision: Precision, n: int) -> None:
     gradient = random_gradient(precision, n, edges=n == 1000)
     assert square_sum(gradient, 1024) == cpu_square_sum(gradient, 1024)
