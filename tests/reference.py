@@ -1,6 +1,7 @@
 """The contracts of element-wise rules in plain torch, one operation at a time: every kernel must give their bits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -66,6 +67,30 @@ def update(
         states["weight_low"].copy_(low)
     else:
         weight.copy_(w)
+
+
+class InMemory:
+    """An optimizer by the contract of a rule, with the methods that training loops use."""
+
+    def __init__(self, params: Iterable[torch.nn.Parameter], rule: ElementwiseRule, is_split: bool = False) -> None:
+        self.rule, self.stats = rule, SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
+        self.states: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        for param in dict.fromkeys(params):
+            states = {state.name: torch.zeros_like(param.data) for state in rule.own_states()}
+            if is_split:
+                param.data, states["weight_low"] = split(param.data.clone())
+            self.states[param] = {"weight": param.data, **states}
+        self.steps = dict.fromkeys(self.states, 0)
+
+    def step(self, grad_scale: float = 1.0) -> None:
+        for param, states in self.states.items():
+            if param.grad is not None:
+                self.steps[param] += 1
+                update(self.rule, states, param.grad, self.rule.scalars(self.steps[param], grad_scale))
+
+    def zero_grad(self) -> None:
+        for param in self.states:
+            param.grad = None
 
 
 def _adamw(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, noise: Key | None) -> torch.Tensor:

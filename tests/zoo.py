@@ -170,7 +170,6 @@ class Recipe:
 
     model: str
     checkpointing: bool = False
-    reentrant: bool = False
     clip: float | None = 0.5
     accumulation: int = 1
     announced: bool = False
@@ -179,6 +178,7 @@ class Recipe:
     moments: Moments = "fp32"
     rule: Rule | None = None
     """None: AdamW."""
+    activations: ActivationMode = "keep"
     steps: int = 5
     layers: int | None = None
     """Of llama, gpt2 and qwen3, where the usual ones are too few to be streamed."""
@@ -187,7 +187,7 @@ class Recipe:
         torch.manual_seed(0)
         model = MODELS[self.model]() if self.layers is None else MODELS[self.model](self.layers)
         if self.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.reentrant})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.frozen:
             params = list(model.parameters())
             for param in params[2::3]:
@@ -277,17 +277,18 @@ def usual_loop(recipe: Recipe) -> Loop:
     return loop
 
 
-def train(recipe: Recipe, memory: pagoda.Memory) -> Outcome:
+def train(recipe: Recipe, memory: pagoda.Memory, loop: Loop | None = None) -> Outcome:
     """Train a model of the zoo under a placement."""
     return run(
         recipe.build(),
         memory,
-        usual_loop(recipe),
+        loop or usual_loop(recipe),
         moments=recipe.moments,
         rule=recipe.rule,
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
+        activations=recipe.activations,
     )
 
 
@@ -345,6 +346,22 @@ def squeeze(
         ssd=None if placement == ARENA else f"{directory}:1GiB",
         page_size=PAGE,
         unit_limit=unit_limit,
+    )
+
+
+def least(recipe: Recipe, placement: str, directory: Path, **others: Any) -> pagoda.Memory:
+    """The smallest budgets for a recipe."""
+    return squeeze(
+        recipe.build(),
+        placement,
+        directory,
+        precision=recipe.precision,  # type: ignore[arg-type]
+        announced=recipe.accumulation if recipe.announced else None,
+        clipping=recipe.clip is not None,
+        moments=recipe.moments,
+        rule=recipe.rule,
+        activations=recipe.activations,
+        **others,
     )
 
 

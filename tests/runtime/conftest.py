@@ -9,6 +9,7 @@ from torch import nn
 from zoo import RESIDENT
 
 import pagoda
+from pagoda.optim import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.accesses import Accesses
 
@@ -21,9 +22,14 @@ def wrap() -> Iterator[Wrap]:
     opened: list[PagedOptimizer] = []
 
     def wrap(
-        model: nn.Module, memory: pagoda.Memory = RESIDENT, lr: float = 1e-2, **options: Any
+        model: nn.Module,
+        memory: pagoda.Memory = RESIDENT,
+        lr: float = 1e-2,
+        rule: Rule | None = None,
+        **options: Any,
     ) -> tuple[nn.Module, PagedOptimizer]:
-        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=lr, weight_decay=0.1), memory=memory, **options)
+        rule = rule or pagoda.AdamW(lr=lr, weight_decay=0.1)
+        model, optimizer = pagoda.wrap(model, rule, memory=memory, **options)
         opened.append(optimizer)
         return model, optimizer
 

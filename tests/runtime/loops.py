@@ -1,6 +1,6 @@
 """Training loops that depart from the usual one, each with a model that can take it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -12,7 +12,7 @@ from zoo import ConvNet, Loop, Outcome, batch, gpt2, llama, loss_of, take_step
 
 import pagoda
 
-STEPS = 5
+STEPS = 4
 WIDTH = 160
 LossOfStep = Callable[[nn.Module, torch.Generator, Outcome], torch.Tensor]
 
@@ -29,6 +29,23 @@ class Layers(nn.Module):
         for index in picked:
             x = x + self.layers[index](x)
         return x.float().square().mean()
+
+
+def layers(depth: int = 3) -> nn.Module:
+    """The same each time."""
+    torch.manual_seed(0)
+    return Layers(depth)
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model: nn.Module, seed: int, picked: Sequence[int] = (0, 1, 2)) -> float:
+    """Forward and backward of a model of `Layers`; its loss."""
+    loss: torch.Tensor = model(inputs(seed), [*picked])
+    loss.backward()
+    return loss.item()
 
 
 def loss_of_layers(model: Any) -> torch.Tensor:
@@ -172,6 +189,15 @@ def one_layer_at_a_time(model: nn.Module, generator: torch.Generator, _outcome: 
     return x.float().square().mean()
 
 
+@one_loss_a_step
+def gradient_penalty(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
+    """A second backward through the first one's graph."""
+    x = torch.randn(4, WIDTH, generator=generator).requires_grad_()
+    loss: torch.Tensor = model(x, [0, 1, 2])
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().sum()
+
+
 def steps_without_gradients(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
@@ -203,6 +229,7 @@ CASES = {
         (llama, backward_twice),
         (llama, two_graphs_at_once),
         (Layers, one_layer_at_a_time),
+        (Layers, gradient_penalty),
         (ConvNet, steps_without_gradients),
         (ConvNet, gradient_of_an_input),
     )

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from zoo import (
     ALL_ON_SSD,
-    ARENA_ALL_ON_SSD,
     MODELS,
     PAGE,
     RESIDENT,
@@ -19,44 +18,20 @@ from zoo import (
     Outcome,
     Recipe,
     batch,
+    least,
     llama,
     loss_of,
-    run,
-    squeeze,
-    take_step,
-    usual_loop,
+    train,
 )
 
 import pagoda
 from pagoda.config.training import ActivationMode
 from pagoda.plan.activations import ActivationPlan, Policy, StepSizes, bucket_of, choose, peak_of
 
+from .loops import one_loss_a_step
+
 OFFLOADS = ("offload", "recompute+offload")
 LAYERS = 2 * len(Policy)
-
-
-def train(recipe: Recipe, memory: pagoda.Memory, activations: ActivationMode = "keep", loop: Any = None) -> Outcome:
-    return run(
-        recipe.build(),
-        memory,
-        loop or usual_loop(recipe),
-        precision=recipe.precision,
-        clip_grad_norm=recipe.clip,
-        accumulation_steps=recipe.accumulation if recipe.announced else None,
-        activations=activations,
-    )
-
-
-def memory_for(recipe: Recipe, placement: str, directory: Path, activations: ActivationMode) -> pagoda.Memory:
-    memory = squeeze(
-        recipe.build(),
-        placement,
-        directory,
-        announced=recipe.accumulation if recipe.announced else None,
-        clipping=recipe.clip is not None,
-        activations=activations,
-    )
-    return replace(memory, activations="300KiB")  # little enough that "auto" has to choose
 
 
 def two_steps(memory: pagoda.Memory, activations: ActivationMode) -> Any:
@@ -134,7 +109,7 @@ def test_lengths_that_vary_keep_to_the_budget_and_share_plans(monkeypatch: pytes
         "pagoda.runtime.activations.graph_memory.choose",
         lambda sizes, room: chosen.append(sizes) or choose(sizes, room),
     )
-    lengths = random.Random(0).choices(range(24, 90), k=24)
+    lengths = random.Random(0).choices(range(24, 90), k=18)
     losses: dict[str, list[float]] = {}
     kept: dict[str, list[int]] = {}
     budget, replanned = 0, 0
@@ -217,39 +192,16 @@ def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_backward_twice_and_two_graphs_at_once(activations: ActivationMode, tmp_path: Path) -> None:
-    recipe = Recipe("gpt2", steps=2)
-
-    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(recipe.steps):
-            first, second = (loss_of(model(**batch(recipe.model, generator))) for _ in range(2))
-            first.backward(retain_graph=True)
-            second.backward()
-            first.backward()
-            outcome.losses += [first.item(), second.item()]
-            take_step(optimizer, outcome)
-
-    memory = memory_for(recipe, ALL_ON_SSD, tmp_path, activations)
-    train(recipe, memory, activations, loop).assert_same_bits(train(recipe, RESIDENT, loop=loop))
-
-
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_autocast_does_not_change_with_the_policy(activations: ActivationMode, tmp_path: Path) -> None:
-    recipe = Recipe("gpt2", precision="fp32", steps=2)
+    recipe = Recipe("gpt2", precision="fp32", steps=2, activations=activations)
 
-    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(recipe.steps):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model(**batch(recipe.model, generator)))
-            loss.backward()
-            outcome.losses.append(loss.item())
-            take_step(optimizer, outcome)
+    @one_loss_a_step
+    def loop(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model(**batch("gpt2", generator)))
 
-    memory = squeeze(recipe.build(), ALL_ON_SSD, tmp_path, precision="fp32", activations=activations)
-    memory = replace(memory, activations="300KiB")
-    train(recipe, memory, activations, loop).assert_same_bits(train(recipe, RESIDENT, loop=loop))
+    memory = replace(least(recipe, ALL_ON_SSD, tmp_path), activations="300KiB")
+    train(recipe, memory, loop).assert_same_bits(train(replace(recipe, activations="keep"), RESIDENT, loop))
 
 
 def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
@@ -264,41 +216,18 @@ def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 
 def test_activations_that_do_not_fit_their_budget_are_refused_once_that_has_shown(tmp_path: Path) -> None:
-    recipe = Recipe("llama", steps=2)
+    once = Recipe("llama", steps=1, activations="auto")
     memory = replace(RESIDENT, activations=50_000)
     with pytest.raises(pagoda.BudgetError, match=r"even with every block recomputed, and memory\.activations"):
-        train(recipe, memory, "auto")
-    once = replace(recipe, steps=1)
-    train(once, memory, "auto").assert_same_bits(train(once, RESIDENT))
+        train(replace(once, steps=2), memory)
+    train(once, memory).assert_same_bits(train(replace(once, activations="keep"), RESIDENT))
 
 
 def test_offloading_more_than_there_is_room_for_is_refused(tmp_path: Path) -> None:
-    recipe = Recipe("llama")
-    layout_bytes = train(recipe, memory_for(recipe, ALL_ON_SSD, tmp_path, "offload"), "offload").plan
-    assert layout_bytes is not None
-    state = layout_bytes.peak_bytes["ssd"] - layout_bytes.activations.peak.ssd  # type: ignore[union-attr]
-    memory = replace(memory_for(recipe, ALL_ON_SSD, tmp_path, "offload"), ssd=f"{tmp_path}:{state + 8 * PAGE}")
+    recipe = Recipe("llama", steps=2, activations="offload")
+    memory = least(recipe, ALL_ON_SSD, tmp_path)
+    plan = train(recipe, memory).plan
+    assert plan is not None
+    state = plan.peak_bytes["ssd"] - plan.activations.peak.ssd  # type: ignore[union-attr]
     with pytest.raises(pagoda.BudgetError, match=r"No room to offload activations.*memory\.ssd"):
-        train(recipe, memory, "offload")
-
-
-def compiled(recipe: Recipe) -> nn.Module:
-    """Its first block is compiled in place, the others as torch.compile does."""
-    model = recipe.build()
-    blocks = model.model.layers = model.model.layers[:3]
-    blocks[0].compile(backend="aot_eager")
-    for index in (1, 2):
-        blocks[index] = torch.compile(blocks[index], backend="aot_eager")
-    return model
-
-
-def test_blocks_may_be_compiled(tmp_path: Path) -> None:
-    recipe = Recipe("llama", steps=2)
-    reference = run(compiled(recipe), RESIDENT, usual_loop(recipe), clip_grad_norm=0.5)
-    for activations in ("recompute", "offload"):
-        memory = squeeze(compiled(recipe), ARENA_ALL_ON_SSD, tmp_path, activations=activations)
-        memory = replace(memory, activations="100KiB")
-        outcome = run(compiled(recipe), memory, usual_loop(recipe), clip_grad_norm=0.5, activations=activations)
-        outcome.assert_same_bits(reference)
-        assert outcome.plan is not None
-        assert (outcome.plan.activations.peak.ssd > 0) == (activations == "offload")  # type: ignore[union-attr]
+        train(recipe, replace(memory, ssd=f"{tmp_path}:{state + 8 * PAGE}"))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import pagoda
+from pagoda.config.training import ActivationMode
 
 RULE = pagoda.Optim(torch.optim.SGD, lr=0.05)
 
@@ -26,7 +27,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,9 @@ def compiled(how: str, backend: str) -> Any:
     if how == "torch.compile of layers":
         for index, layer in enumerate(model.layers):
             model.layers[index] = torch.compile(layer, backend=backend)  # type: ignore[assignment]
+    elif how == "compile() of layers":
+        for layer in model.layers:
+            layer.compile(backend=backend)
     elif how == "compile() of all":
         model.compile(backend=backend)
     else:
@@ -60,15 +64,26 @@ def losses(model: Any, optimizer: Any) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["torch.compile of layers", "compile() of all", "torch.compile of all"])
-def test_a_compiled_model_has_the_bits_of_its_plain_run(how: str, backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "activations"),
+    [
+        ("torch.compile of layers", "recompute"),
+        ("compile() of layers", "offload"),
+        ("compile() of all", "keep"),
+        ("torch.compile of all", "keep"),
+    ],
+)
+def test_a_compiled_model_has_the_bits_of_its_plain_run(
+    how: str, activations: ActivationMode, backend: str, tmp_path: Path
+) -> None:
     torch.compiler.reset()
     plain = compiled(how, backend)
     expected = [*losses(plain, torch.optim.SGD(plain.parameters(), lr=0.05))]
     torch.compiler.reset()
     given = compiled(how, backend)
-    memory = pagoda.Memory(host="160KiB", ssd=f"{tmp_path}:16MiB", page_size=4096, unit_limit="24KiB")
-    model, optimizer = pagoda.wrap(given, RULE, memory=memory, precision="fp32")
+    host = "352KiB" if activations == "offload" else "160KiB"
+    memory = pagoda.Memory(host=host, ssd=f"{tmp_path}:16MiB", page_size=4096, unit_limit="24KiB")
+    model, optimizer = pagoda.wrap(given, RULE, memory=memory, precision="fp32", activations=activations)
     with optimizer:
         assert [*losses(model, optimizer)] == expected
         assert model.state_dict().keys() == Model().state_dict().keys()

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ import pagoda
 from pagoda.memory.cuda import CudaArena
 from pagoda.optim import Moments
 
-from .test_device_homes import device_bytes
-from .test_device_updates import assert_updated_on_device, layout_of, ring_bytes
+from .test_device import assert_updated_on_device, device_bytes, memory as in_ram
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,25 +29,10 @@ FEW, SSD, PASSING, BOTH, HOME = "few", "ssd", "passing", "both", "home"
 
 def memory(placement: str, directory: Path, recipe: Recipe) -> pagoda.Memory:
     """Everything leased at once, or what `placement` says."""
-    if placement == HOME:
-        return pagoda.Memory(
-            device=str(device_bytes(recipe, 0.5, ring=False)),
-            host="64MiB",
-            page_size=PAGE,
-            unit_limit=UNIT_LIMIT,
-            split=pagoda.Split(device_home_share=1.0),
-        )
-    layout = layout_of(recipe)
-    least = layout.lease_pages(ahead=1) * PAGE
-    passing = placement in (PASSING, BOTH)
-    return pagoda.Memory(
-        device="64MiB" if placement == "all" else str(least + ring_bytes(layout) * passing),
-        host="64MiB",
-        ssd=f"{directory}:1GiB" if placement == SSD else None,
-        page_size=PAGE,
-        unit_limit=UNIT_LIMIT,
-        split=pagoda.Split(device_update_share={PASSING: 1.0, BOTH: 0.5}[placement]) if passing else None,
-    )
+    share, homes = {PASSING: 1.0, BOTH: 0.5}.get(placement, 0.0), 0.5 * (placement == HOME)
+    same = in_ram(recipe, share, homes, ssd=directory if placement == SSD else None)
+    device = "64MiB" if placement == "all" else str(device_bytes(recipe, homes, ring=share > 0))
+    return replace(same, device=device, split=same.split if share or homes else None)
 
 
 def train(recipe: Recipe, placement: str, directory: Path) -> Outcome:

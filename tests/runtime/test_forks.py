@@ -33,6 +33,12 @@ pytestmark = [
 SOON_S = 20
 
 
+@pytest.fixture(autouse=True)
+def _collections_look_at_what_a_test_makes() -> None:
+    gc.collect()
+    gc.freeze()
+
+
 def ends_well(work: Callable[[], object]) -> None:
     """`work` ends in a forked process, soon and without an error; so does the process, with all that Python does then.
 

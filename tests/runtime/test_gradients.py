@@ -13,7 +13,6 @@ from pagoda.runtime import gradients
 
 from .parts import ALL_ON_SSD, LARGE, RESIDENT, SHARED, Parts, parts
 
-SOON_S = 30
 SIZES = [[3000, 17], [2000], [1, 129, 2500], [2048], [700, -900]]
 EQUAL = [[2048]] * 4
 

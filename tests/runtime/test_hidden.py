@@ -152,24 +152,14 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 
 @each_once(write=[*WRITES], frozen=[False, True], memory=[RESIDENT, RESIDENT, ARENA])
 def test_a_write_inside_a_forward_is_refused(write: str, frozen: bool, memory: pagoda.Memory, wrap: Wrap) -> None:
-    """It would be lost, or reach the high half of the master alone."""
+    """It would be lost, or reach the high half of the master alone. To weights that were copied it leaves no trace."""
     model, optimizer = wrap(Writes(WRITES[write], frozen), memory)
+    twin, twin_optimizer = wrap(Writes(lambda p: p.data.abs(), frozen), memory)
     with pytest.raises(pagoda.UsageError, match=r"'codes'.*inside a forward.*modify=True"):
         loss_of(model)
-    model._write = lambda p: p.data.abs()
-    assert step(model, optimizer) > 0
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_a_refused_write_to_copied_weights_leaves_no_trace(frozen: bool, wrap: Wrap) -> None:
-    model, optimizer = wrap(Writes(WRITES["clamp-data"], frozen), ARENA)
-    before = model.state_dict()
-    with pytest.raises(pagoda.UsageError, match="'codes'"):
-        loss_of(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    twin, twin_optimizer = wrap(Writes(lambda p: None, frozen), ARENA)
     model._write = twin._write
-    assert [step(model, optimizer) for _ in range(3)] == [step(twin, twin_optimizer) for _ in range(3)]
+    losses = [step(model, optimizer) for _ in range(3)]
+    assert memory is RESIDENT or losses == [step(twin, twin_optimizer) for _ in range(3)]
 
 
 def test_a_write_inside_a_compiled_forward_is_refused(wrap: Wrap) -> None:

@@ -1,10 +1,11 @@
-"""Lanes run work in order, wait for nobody in vain, and carry errors to whoever depends on them."""
+"""Lanes run work in order, wait for nobody in vain, and carry errors to whoever depends on them; so does the driver."""
 
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import pagoda
 from pagoda.plan import layout
 from pagoda.runtime.device import PAST
+from pagoda.runtime.driver import Driver
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 
@@ -297,3 +299,28 @@ def test_a_lane_is_closed_when_a_device_has_done_all_it_was_given() -> None:
     closing.join(SOON_S)
     assert handle.succeeded
     assert not closing.is_alive()
+
+
+# --- the driver of the scheduler -----------------------------------------------------------------------------
+
+
+def breaks() -> None:
+    raise LookupError("an event that contradicts itself")
+
+
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_an_error_of_an_event_reaches_whoever_waits(waits_first: bool) -> None:
+    scheduler: Any = SimpleNamespace(take=list, idle=False)
+    driver = Driver(scheduler, lambda _: None)
+
+    def on_a_lane() -> None:
+        with pytest.raises(LookupError):
+            driver.tell(breaks)
+
+    thread = threading.Timer(0.2 if waits_first else 0.0, on_a_lane)
+    thread.start()
+    if not waits_first:
+        thread.join()
+    with pytest.raises(RuntimeError, match="the scheduler has failed on another thread"):
+        driver.wait(lambda: False, lambda: None)
+    thread.join()

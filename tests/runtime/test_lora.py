@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from reference import InMemory
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import PAGE, least_host
 
 import pagoda
 from pagoda.construction.construct import describe
-from pagoda.optim import flat
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 
-STEPS = 4
+STEPS, LAYERS = 3, 4
 RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -31,7 +30,7 @@ def base() -> nn.Module:
             vocab_size=96,
             hidden_size=96,
             intermediate_size=192,
-            num_hidden_layers=6,
+            num_hidden_layers=LAYERS,
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=False,
@@ -92,18 +91,16 @@ def train(model: Any, optimizer: PagedOptimizer, steps: int = STEPS) -> list[flo
 
 
 def train_in_memory(model: Any) -> list[float]:
-    """peft's model and nothing of Pagoda but the rule's kernel."""
+    """peft's model and nothing of Pagoda but the rule."""
     params = [p for p in model.parameters() if p.requires_grad]
-    states = [{s.name: torch.zeros(p.numel()) for s in RULE.own_states()} for p in params]
+    optimizer = InMemory(params, RULE)
     losses = []
     for step in range(STEPS):
         loss = loss_of(model, step)
         loss.backward()
         norm = torch.stack([p.grad.double().square().sum() for p in params]).sum().sqrt().item()
-        scalars = RULE.scalars(step + 1, min(1.0, 1.0 / (norm + 1e-6)))
-        for param, state in zip(params, states, strict=True):
-            flat.update(RULE, {"weight": param.data.view(-1), **state}, param.grad.reshape(-1), scalars)
-            param.grad = None
+        optimizer.step(min(1.0, 1.0 / (norm + 1e-6)))
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -150,33 +147,12 @@ def test_adapters_are_saved_by_peft_and_loaded_into_a_plain_model(
     model.save_pretrained(tmp_path / "adapter", state_dict=pagoda.trainable_state_dict(model))
     loaded = PeftModel.from_pretrained(base(), tmp_path / "adapter")
     trained = pagoda.trainable_state_dict(model)
-    assert len(trained) == 2 * 6 * len(TARGETS)
+    assert len(trained) == 2 * LAYERS * len(TARGETS)
     for name, value in trained.items():
         assert torch.equal(loaded.get_parameter(name), value), name
     model.eval()
     with torch.no_grad():
         assert torch.equal(loss_of(loaded.eval(), 9), loss_of(model, 9))
-
-
-def test_adapters_merge_layer_by_layer(wrapped: tuple[Any, PagedOptimizer]) -> None:
-    """Each layer's own weights are in RAM while it is merged, no others."""
-    model, optimizer = wrapped
-    train(model, optimizer)
-    model.eval()
-    with torch.no_grad():
-        before = loss_of(model, 9)
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            with pagoda.gathered(module, modify=True):
-                module.merge()
-    with torch.no_grad():
-        merged = loss_of(model, 9)
-    assert merged.item() == pytest.approx(before.item(), rel=1e-5)
-    plain = base().state_dict()
-    weights = model.get_base_model().state_dict()
-    adapted_one, other = "model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.k_proj.weight"
-    assert not torch.equal(weights[f"{adapted_one}.base_layer.weight"], plain[f"{adapted_one}.weight"])
-    assert torch.equal(weights[other], plain[other])
 
 
 @pytest.mark.parametrize("init", [True, "gaussian"])

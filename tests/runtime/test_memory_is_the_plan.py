@@ -134,8 +134,8 @@ def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations() -> N
 
 def test_peak_memory_with_everything_on_ssd_is_the_ledger_and_activations(tmp_path: Path) -> None:
     """And beside the ledger less than a tenth of the state, the construction of the model included."""
-    shape = Shape(16, 512, 1536)
-    run = measure(shape, host="72MiB", ssd=str(tmp_path), unit_limit="16MiB", page_size="1MiB")
+    shape = Shape(12, 512, 1536)
+    run = measure(shape, host="52MiB", ssd=str(tmp_path), unit_limit="8MiB", page_size="1MiB")
     assert run.ssd >= run.state
     assert run.used <= run.ledger < run.state / 10
     assert run.grown <= min(allowed(shape, run), run.ledger + run.state / 10)

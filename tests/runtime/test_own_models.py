@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -119,36 +120,6 @@ def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memor
     assert _losses(model, optimizer, 3) == pytest.approx(losses_in_torch(twin, 3), rel=1e-4)
 
 
-# --- penalties ----------------------------------------------------------------------------------------------
-
-
-def test_a_penalty_on_gathered_parameters_has_its_gradient(wrap: Wrap) -> None:
-    """After the block the parameters are placeholders again, and NaN has no sign that a gradient could have."""
-
-    def penalty(model: nn.Module) -> torch.Tensor:
-        return torch.stack([param.abs().sum() for param in model.parameters()]).sum()
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    torch.manual_seed(0)
-    model: nn.Module = Layers()
-    twin = copy.deepcopy(model)
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)
-    model, optimizer = wrap(model, SMALL_UNITS, precision="fp32")
-    for _ in range(3):
-        step(twin, plain, twin(X[0], [0, 1]) + penalty(twin))
-        loss = model(X[0], [0, 1])
-        with pagoda.gathered(model):
-            loss = loss + penalty(model)
-        step(model, optimizer, loss)
-    weights = model.state_dict()
-    for name, expected in twin.state_dict().items():
-        torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5)
-
-
 # --- gradients by hand --------------------------------------------------------------------------------------
 
 
@@ -237,22 +208,11 @@ def test_models_that_would_train_otherwise_than_in_torch_are_refused(
 
 # --- what would be lost, or run wrongly ---------------------------------------------------------------------
 
-WRITES: dict[str, Callable[[nn.Module], object]] = {
-    "cast": lambda model: model.half(),
-    "data": lambda model: setattr(model.layers[0][0].weight, "data", torch.ones(WIDTH, WIDTH)),  # type: ignore[index]
-}
 
-
-@pytest.mark.parametrize("how", WRITES)
-def test_what_is_written_to_a_placeholder_is_refused(how: str, wrap: Wrap) -> None:
+def test_a_cast_of_a_wrapped_model_is_refused(wrap: Wrap) -> None:
     model, optimizer = wrap(Layers())
-
-    def write_and_run() -> None:
-        WRITES[how](model)
-        model(X[0], [0])
-
     with pytest.raises(pagoda.UsageError, match=r"layers\.0\.0\.(weight|bias).*modify=True"):
-        write_and_run()
+        model.half()(X[0], [0])
     model(X[0], [0]).backward()
     optimizer.step()
 
@@ -265,4 +225,78 @@ def test_transforms_of_functions_are_refused(transform: Callable[..., Callable[.
     with pytest.raises(pagoda.UsageError, match=r"torch\.func"):
         transform(lambda x: model(x, [0, 1]))(X[0])
     model(X[0], [0, 1]).backward()
+    optimizer.step()
+
+
+# --- dtypes and TorchScript ----------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """A router in fp32 inside a model in bf16, as some mixtures of experts have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.router = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x.to(self.layer.weight.dtype))
+        return self.router(hidden.to(self.router.weight.dtype)).float().square().mean()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float16")])
+def test_a_model_that_mixes_dtypes_is_refused_by_name(precision: str, dtype: str, wrap: Wrap) -> None:
+    model = Routed()
+    message = (
+        rf"'layer\.weight' in torch\.bfloat16 and 'router\.weight' in torch\.float32.*torch\.{dtype}.*model\.float"
+    )
+    with pytest.raises(pagoda.ConfigError, match=message):
+        wrap(model, precision=precision)
+    assert model.layer.weight.dtype is torch.bfloat16
+    assert model.router.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_model_of_one_dtype_is_taken_without_a_word(precision: str, dtype: torch.dtype, wrap: Wrap) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, optimizer = wrap(Routed().to(dtype), precision=precision)
+    model(torch.ones(2, 16)).backward()
+    optimizer.step()
+
+
+def test_adapters_in_fp32_over_frozen_weights_in_bf16_train_and_are_told_of_their_dtype(wrap: Wrap) -> None:
+    """What peft makes over a model in bf16."""
+    model = Routed()
+    model.layer.requires_grad_(False)
+    start = model.router.weight.detach().clone()
+    with pytest.warns(
+        UserWarning, match=r"'layer\.weight' in torch\.bfloat16 and 'router\.weight'.*all of them in torch\."
+    ):
+        model, optimizer = wrap(model)
+    assert torch.equal(model.state_dict()["router.weight"], start.bfloat16())
+    model(torch.ones(2, 16)).backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["router.weight"], start.bfloat16())
+
+
+def test_frozen_weights_of_two_dtypes_are_refused(wrap: Wrap) -> None:
+    with pytest.raises(pagoda.ConfigError, match="mixes dtypes"):
+        wrap(nn.Sequential(Routed().requires_grad_(False), nn.Linear(4, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("whole", [False, True])
+def test_modules_of_torchscript_are_refused_by_name(whole: bool, wrap: Wrap) -> None:
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    model = scripted if whole else nn.Sequential(nn.Linear(4, 4), scripted)
+    with pytest.raises(pagoda.ConfigError, match=("The model" if whole else "'1'") + r".*TorchScript.*torch\.compile"):
+        wrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_modules_of_torchscript_without_parameters_are_left_alone(wrap: Wrap) -> None:
+    model, optimizer = wrap(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh())), precision="fp32")
+    model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

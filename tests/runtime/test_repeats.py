@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zoo
 from peft import PrefixTuningConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 from transformers import FlaubertConfig, FlaubertWithLMHeadModel, XLMConfig, XLMWithLMHeadModel
-from zoo import RESIDENT, VOCABULARY, batch, llama
+from zoo import LAYERS, RESIDENT, VOCABULARY, batch, llama
 
 import pagoda
 from pagoda.config.training import ActivationMode
+from pagoda.runtime.activations.blocks import find_blocks
 
 from .conftest import Wrap
 
@@ -146,3 +148,39 @@ def test_layers_that_add_to_a_cache_are_recomputed_to_the_bit(name: str, wrap: W
         assert all(outcome)
         outcomes.append(outcome)
     assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+# --- which blocks there are ----------------------------------------------------------------------------------
+
+BLOCKS = {
+    "llama": [f"model.layers.{n}" for n in range(LAYERS)],
+    "gpt2": [f"transformer.h.{n}" for n in range(LAYERS)],
+    "t5": [f"{half}.block.{n}" for half in ("encoder", "decoder") for n in range(4)],
+    "conv": [f"blocks.{n}" for n in range(LAYERS)],
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_the_repeated_layers(name: str) -> None:
+    assert [block.name for block in find_blocks(zoo.MODELS[name]())] == BLOCKS[name]
+
+
+def test_lists_inside_blocks_are_part_of_them() -> None:
+    layers = (
+        nn.ModuleDict({"experts": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))}) for _ in range(2)
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(layers))
+    assert [block.name for block in find_blocks(model)] == ["1.0", "1.1"]
+
+
+def test_what_is_wrapped_later_is_further_out_and_hooks_are_outside() -> None:
+    seen: list[str] = []
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)))
+    block = find_blocks(model)[0]
+    block.module.register_forward_hook(lambda *_: seen.append("hook"))
+    x = torch.ones(1, 2)
+    expected = block.module(x)
+    for name in ("inner", "outer"):
+        block.wrap(lambda _, forward, args, kwargs, name=name: (seen.append(name), forward(*args, **kwargs))[1])
+    assert torch.equal(block.module(x), expected)
+    assert seen == ["hook", "outer", "inner", "hook"]

@@ -2,8 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,16 @@ from pairwise import each_once
 from torch import nn
 
 import pagoda
+from pagoda.config.training import ActivationMode
+from pagoda.construction.construct import describe
 from pagoda.optim.adamw import AdamW
 from pagoda.optimizer import PagedOptimizer
+from pagoda.plan.activations import Policy, SavedBlocks
 from pagoda.plan.layout import GRAD
-from pagoda.plan.ops import SSD
+from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.planner import make_plan
 from pagoda.plan.trace import Access
+from pagoda.plan.traffic import activations_at
 from pagoda.runtime.lanes import wait_all
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.schedule.scheduler import Scheduler
@@ -67,15 +71,9 @@ def memory(placement: str, directory: Path) -> pagoda.Memory:
     return pagoda.Memory(host=host, ssd=str(directory), **common)
 
 
-@contextmanager
-def wrapped(model: nn.Module, placement: str, directory: Path, clip: float | None) -> Iterator[PagedOptimizer]:
-    _, optimizer = pagoda.wrap(
-        model, AdamW(lr=1e-3), memory=memory(placement, directory), clip_grad_norm=clip, accumulation_steps=1
-    )
-    try:
-        yield optimizer
-    finally:
-        optimizer.close()
+def wrapped(model: nn.Module, placement: str, directory: Path, clip: float | None) -> PagedOptimizer:
+    where = memory(placement, directory)
+    return pagoda.wrap(model, AdamW(lr=1e-3), memory=where, clip_grad_norm=clip, accumulation_steps=1)[1]
 
 
 def steps(model: nn.Module, optimizer: PagedOptimizer, loss: Step, count: int) -> None:
@@ -98,6 +96,20 @@ def count(spans: Iterable[Span], *verbs: str) -> Counter[tuple[str, str]]:
     return Counter((span.lane, span.name) for span in spans if span.name.partition(" ")[0] in verbs)
 
 
+def recorded(model: nn.Module, optimizer: PagedOptimizer, before: int, count: int) -> list[Span]:
+    """What lanes do in some steps, and beyond the end of the last, for what it leaves to the next."""
+    steps(model, optimizer, llama_loss, before)
+    settle(optimizer)
+    recorder = TimelineRecorder()
+    for lane in optimizer._engine._lanes.values():
+        lane.recorder = recorder
+    steps(model, optimizer, llama_loss, count)
+    settle(optimizer)
+    return [
+        span for span in recorder.timeline({}, {}, None, 0).spans if span.name != span.lane
+    ]  # `settle` has no label
+
+
 @each_once(placement=PLACEMENTS, clip=[None, 1.0])
 def test_measured_and_predicted_have_the_same_lanes_and_the_same_work(
     placement: str, clip: float | None, tmp_path: Path
@@ -105,17 +117,9 @@ def test_measured_and_predicted_have_the_same_lanes_and_the_same_work(
     torch.manual_seed(0)
     model = llama()
     with wrapped(model, placement, tmp_path, clip) as optimizer:
-        steps(model, optimizer, llama_loss, 3)
-        settle(optimizer)
-        recorder = TimelineRecorder()
-        for lane in optimizer._engine._lanes.values():  # beyond the end of a step, for what it leaves to the next
-            lane.recorder = recorder
-        steps(model, optimizer, llama_loss, 2)
-        settle(optimizer)
+        spans = recorded(model, optimizer, before=3, count=2)
         plan = pagoda.plan_of(model)
-        real = recorder.timeline({}, {}, None, 0)
     step = simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
-    spans = [span for span in real.spans if span.name != span.lane]  # `settle` gives its work no label
     assert {span.lane for span in spans} | {COMPUTE} == {span.lane for span in step.spans}
     streams = ("read", "write")
     assert set(count(spans, *streams)) - set(count(step.spans, *streams)) == set()
@@ -200,3 +204,54 @@ def test_the_ledger_is_what_is_taken_for_good_and_the_leases() -> None:
     ledger = recorder.timeline({}, {"device": 40, "host": 100}, "device", 40).held_bytes
     assert [nbytes for _, nbytes in ledger["device"]] == [30, 10]
     assert ledger["host"] == ((0.0, 100),)
+
+
+# --- activations ---------------------------------------------------------------------------------------------
+
+
+def order(spans: Iterable[Span], lane: str) -> list[str]:
+    """What a lane did with activations and gradients, consecutive work of a kind as one."""
+    verbs = (span.name.partition(" ")[0] for span in spans if span.lane == lane)
+    return [verb for verb, _ in groupby(verb for verb in verbs if verb in ("save", "return", "offload"))]
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute+offload"])
+@pytest.mark.parametrize("place", [HOST, SSD])
+def test_what_is_moved_is_what_is_planned(place: str, mode: ActivationMode, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, rule = llama(), AdamW(lr=1e-3)
+    root = describe(model)
+    away = {"device": "cpu:160KiB"} if place == HOST else {"ssd": str(tmp_path)}
+    memory = pagoda.Memory(host="64MiB", **away, page_size=4096, unit_limit="48KiB")
+    _, optimizer = pagoda.wrap(model, rule, memory=memory, accumulation_steps=1, activations=mode)
+    with optimizer:
+        spans = recorded(model, optimizer, before=2, count=1)
+        live = pagoda.plan_of(model)
+    assert live.activations is not None
+    sizes = live.activations.sizes
+    assert sizes is not None
+    saved = SavedBlocks(sizes, (Policy(mode),) * len(sizes.blocks))
+    plan = make_plan(root, rule.states("bf16"), live.budgets, live.options, saved=saved)
+    assert (plan.layout, plan.placement) == (live.layout, live.placement)
+    assert plan.activations is not None
+    assert plan.activations.peak == live.activations.peak
+    assert plan.bytes == live.bytes
+
+    parts = [part for block in sizes.blocks for part in block.saved(Policy(mode))]
+    nbytes = sum(part.movable for part in parts)
+    out, back = ("d2h", "h2d") if place == HOST else ("ssd_write", "ssd_read")
+    moves = [move for of_tick in activations_at(plan).values() for move in of_tick]
+    assert {lane for lane, _ in moves} == {out, back}
+    for verb, lane in (("save", out), ("return", back)):
+        done = [span for span in spans if span.name == f"{verb} activation"]
+        assert {span.lane for span in done} == {lane}
+        planned = sum(nbytes for moved, nbytes in moves if moved == lane)
+        assert planned == sum(part.paged for part in parts)
+        ran = sum(span.nbytes for span in done)
+        # What is still on its way out when backward wants it is taken as it is.
+        assert ran == nbytes if verb == "save" else nbytes - plan.activations.peak.kept <= ran <= nbytes
+    step = simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
+    if place == HOST:
+        assert order(spans, out) == order(step.spans, out)
+    verbs = ("save", "return")
+    assert set(count(step.spans, *verbs)) == set(count(spans, *verbs))

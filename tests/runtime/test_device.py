@@ -1,0 +1,185 @@
+"""Units that are updated on the device or at home there: the bits of the CPU, and every byte in the device's ledger."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from zoo import PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, batch, loss_of, train
+
+import pagoda
+from pagoda.construction.construct import describe
+from pagoda.memory.sizes import parse_bytes
+from pagoda.optim.adamw import AdamW
+from pagoda.plan.device_updates import DEVICE_SLOTS, slot_pages
+from pagoda.plan.layout import GRAD, Layout
+from pagoda.plan.options import Options
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import make_plan
+
+
+@cache
+def resident(recipe: Recipe) -> Outcome:
+    return train(recipe, RESIDENT)
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    states = AdamW(moments=recipe.moments).states(recipe.precision)  # type: ignore[arg-type]
+    options = Options(PAGE, parse_bytes(UNIT_LIMIT))
+    return make_plan(describe(recipe.build()), states, Budgets(1 << 40), options).layout
+
+
+def ring_bytes(layout: Layout) -> int:
+    return DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, PAGE) * PAGE
+
+
+def device_bytes(recipe: Recipe, homes: float, ring: bool) -> int:
+    """Bytes of leases, of a ring if there is one, and of `homes` of all states and gradients."""
+    layout = layout_of(recipe)
+    leases = layout.lease_pages(ahead=2 if homes else 1) * PAGE
+    return leases + ring_bytes(layout) * ring + int(homes * states_of(recipe))
+
+
+def states_of(recipe: Recipe, gradients: bool = True) -> int:
+    """Bytes of all states, and of gradients."""
+    layout = layout_of(recipe)
+    return sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), *[GRAD] * gradients)) * PAGE
+
+
+def memory(
+    recipe: Recipe, update_share: float, homes: float = 0.0, host: int = 64 << 20, ssd: Path | None = None
+) -> pagoda.Memory:
+    """A device with room for leases, a ring if something is updated there, and `homes` of all states and gradients."""
+    return pagoda.Memory(
+        device=f"cpu:{device_bytes(recipe, homes, ring=update_share > 0)}",
+        host=host,
+        ssd=None if ssd is None else f"{ssd}:1GiB",
+        page_size=PAGE,
+        unit_limit=UNIT_LIMIT,
+        split=pagoda.Split(device_home_share=float(homes > 0), device_update_share=update_share),
+    )
+
+
+def assert_updated_on_device(outcome: Outcome, share: float) -> None:
+    """The share of the parameters that was asked for passed the device, and the others did not."""
+    plan = outcome.plan
+    assert plan is not None
+    passing = [plan.units[index] for index in plan.placement.updated_on_device]
+    assert passing
+    assert sum(unit.trainable_numel for unit in passing) <= share * sum(unit.trainable_numel for unit in plan.units)
+    assert (len(passing) == len([u for u in plan.units if u.trainable_numel])) == (share == 1)
+    states = sum(state.nbytes(unit.trainable_numel) for unit in passing for state in plan.layout.states)
+    grads = sum(unit.trainable_numel for unit in passing) * plan.layout.itemsize(GRAD)
+    steps = len(outcome.moved)
+    updated = [step["device_update"] for step in outcome.moved]
+    # An update may run on into the next step, so only sums over steps are sure.
+    assert (steps - 1) * (2 * states + grads) <= sum(updated) <= steps * (2 * states + grads)
+    assert sum(step["d2h"] for step in outcome.moved) >= (steps - 1) * states
+    if share == 1:
+        assert not any(step["update"] for step in outcome.moved)
+
+
+def test_units_on_ssd_are_updated_by_the_cpu_and_others_on_the_device(tmp_path: Path) -> None:
+    recipe = Recipe("qwen3")
+    states = states_of(recipe, gradients=False)
+    outcome = train(recipe, memory(recipe, 1.0, host=int(states * 0.8), ssd=tmp_path))
+    outcome.assert_same_bits(resident(recipe))
+    assert outcome.plan is not None
+    homes = outcome.plan.placement.homes
+    passing = outcome.plan.placement.updated_on_device
+    streamed = {unit for (unit, state), tier in homes.items() if tier == "ssd" and state != GRAD}
+    assert passing
+    assert streamed
+    assert passing.isdisjoint(streamed)
+    assert sum(step["update"] for step in outcome.moved) > 0
+    assert sum(step["device_update"] for step in outcome.moved) > 0
+
+
+def test_a_device_without_room_for_the_ring_is_refused() -> None:
+    recipe = Recipe("llama")
+    roomy = memory(recipe, 1.0)
+    assert roomy.device is not None
+    tight = replace(roomy, device=f"cpu:{int(roomy.device[4:]) - PAGE}")
+    with pytest.raises(pagoda.BudgetError, match=r"split\.device_update_share") as refused:
+        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=tight)
+    assert refused.value.tier == "device"
+    assert refused.value.needed_bytes == int(roomy.device[4:])
+
+
+def assert_at_home(outcome: Outcome) -> None:
+    """Some units live on the device, and neither their states nor their gradients took any link."""
+    plan = outcome.plan
+    assert plan is not None
+    lives = plan.placement.resident
+    assert 0 < len(lives) < len(plan.units)
+    layout = plan.layout
+    for state in (*(s.name for s in layout.states), GRAD):
+        there = sum(layout.pages(plan.units[index], state) for index in lives) * PAGE
+        assert plan.bytes["device"].get(state, 0) == there
+    others = [u for u in plan.units if u.index not in lives]
+    gradients = sum(u.trainable_numel for u in others) * layout.itemsize(GRAD)
+    passing = [u for u in plan.units if u.index in plan.placement.updated_on_device]
+    states = sum(s.nbytes(u.trainable_numel) for u in passing for s in layout.states)
+    assert outcome.peak_bytes["device"] <= plan.peak_bytes["device"]
+    assert not set(lives) & set(plan.placement.updated_on_device)
+    for step in outcome.moved:
+        assert step["d2h"] <= 2 * (gradients + states) + states
+
+
+def test_device_ram_and_ssd_are_home_to_one_model_whose_updates_run_everywhere(tmp_path: Path) -> None:
+    recipe = Recipe("llama", accumulation=2, layers=6)
+    states = states_of(recipe, gradients=False)
+    outcome = train(recipe, memory(recipe, 1.0, homes=0.3, host=int(states * 0.8), ssd=tmp_path))
+    outcome.assert_same_bits(resident(recipe))
+    assert_at_home(outcome)
+    assert outcome.plan is not None
+    assert {tier for (_, state), tier in outcome.plan.placement.homes.items() if state != GRAD} == {
+        "device",
+        "host",
+        "ssd",
+    }
+    assert outcome.plan.placement.updated_on_device
+
+
+def test_a_model_that_ram_alone_cannot_hold_fits_ram_and_the_device() -> None:
+    recipe = Recipe("llama")
+    with_homes = memory(recipe, 0.0, homes=0.6, host=int(states_of(recipe) * 0.7))
+    outcome = train(recipe, with_homes)
+    outcome.assert_same_bits(resident(recipe))
+    with pytest.raises(pagoda.BudgetError):
+        train(recipe, replace(with_homes, split=pagoda.Split()))
+    chosen = train(recipe, replace(with_homes, split=None))
+    chosen.assert_same_bits(resident(recipe))
+    assert_at_home(chosen)
+
+
+@pytest.mark.parametrize(("update_share", "homes"), [(0.5, 0.0), (0.0, 0.5)], ids=["updates", "homes"])
+def test_a_checkpoint_that_is_written_while_training_goes_on_resumes_in_ram(
+    update_share: float, homes: float, tmp_path: Path
+) -> None:
+    """It is taken while the updates of its step are under way, and the next step's come before it is written."""
+    recipe = Recipe("llama")
+
+    def losses(where: pagoda.Memory, resume: Path | None, save: Path | None) -> list[float]:
+        model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(lr=1e-2), memory=where)
+        generator = torch.Generator().manual_seed(1)
+        batches = [batch(recipe.model, generator) for _ in range(6)]
+        if resume is not None:
+            optimizer.load_checkpoint(resume)
+        found = []
+        for index, inputs in enumerate(batches[3:] if resume is not None else batches):
+            loss = loss_of(model(**inputs))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            if save is not None and index == 2:
+                optimizer.save_checkpoint(save, wait=False)
+        optimizer.close()
+        return found
+
+    on_device = memory(recipe, update_share, homes)
+    whole = losses(on_device, None, tmp_path / "saved")
+    assert losses(RESIDENT, tmp_path / "saved", None) == whole[3:]
+    assert losses(on_device, tmp_path / "saved", None) == whole[3:]
