@@ -1,17 +1,30 @@
 """Integrations in processes of their own: on ranks, killed, and beyond the memory that they are given."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed.ranks import RankServer
+from distributed.ranks import ROOT, RankServer
 
 from integrations.programs import HOST_BYTES, KILL, RESUME
 
 PROGRAMS = "integrations.programs"
 SLOW = pytest.mark.slow
+UNDER_TORCHRUN = """
+import json, os, sys
+from pathlib import Path
+from integrations.programs import lightning_on_ranks
+
+found = lightning_on_ranks(Path(sys.argv[1]))
+if os.environ["RANK"] == "0":
+    Path(sys.argv[1], "result.json").write_text(json.dumps(found))
+"""
 
 
 def on_two_ranks(ranks: RankServer, program: str, out: Path) -> dict[str, Any]:
@@ -39,9 +52,15 @@ def test_accelerate_on_two_ranks_is_the_stock_one_on_two_ranks(ranks: RankServer
 
 
 @SLOW
-def test_lightning_on_two_ranks_is_the_stock_one_on_two_ranks(ranks: RankServer, tmp_path: Path) -> None:
+def test_lightning_on_two_ranks_is_the_stock_one_on_two_ranks(tmp_path: Path) -> None:
+    """Started by torchrun itself, by whose environment Lightning knows its ranks."""
     pytest.importorskip("lightning")
-    found = on_two_ranks(ranks, "lightning_on_ranks", tmp_path)
+    (tmp_path / "run.py").write_text(UNDER_TORCHRUN)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(tmp_path / "run.py"), str(tmp_path)]
+    subprocess.run(command, env={**environment, "GLOO_SOCKET_IFNAME": "lo"}, check=True, timeout=300)
+    found = json.loads((tmp_path / "result.json").read_text())
     assert found["paged"] == found["stock"]
     assert len(found["resumed"]) == 2
     assert found["resumed"][0] < found["paged"][-1]
