@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         leases,
         "an update waits for a fetch that waits for it",
-        "self._versions.of[unit].version in self._fetching[unit]",
+        "any(version <= overwritten for version in self._fetching[unit])",
         "bool(self._fetching[unit])",
     ),
     Mutant(
@@ -99,29 +99,23 @@ MUTANTS = (
     Mutant(
         versions,
         "a fetch ahead of its update names none",
-        "if not self._plan.ranks_fetch_alike or weights.version == weights.due",
-        "if True or weights.version == weights.due",
+        "if not self._plan.ranks_fetch_alike or missing <= 0",
+        "if True or missing <= 0",
     ),
     Mutant(
         versions,
         "ranks fetch when their own update has ended",
-        "self.of[unit].due if self._plan.ranks_fetch_alike else",
-        "self.of[unit].due if False else",
+        "self.of[unit].version if self._plan.ranks_fetch_alike else",
+        "self.of[unit].version if False else",
     ),
     Mutant(
         versions,
         "weights are read while their update is due",
-        "weights.guess is not None or weights.lag > (self._plan.max_staleness or 0):",
-        "weights.guess is not None or weights.lag > (self._plan.max_staleness or 9):",
+        "weights.guess is not None or weights.newest < weights.version:",
+        "weights.guess is not None:",
     ),
     Mutant(
         versions, "speculative weights are read", "if self.failed or weights.guess is not None or", "if self.failed or"
-    ),
-    Mutant(
-        versions,
-        "weights are older than the bound",
-        "weights.lag > (self._plan.max_staleness or 0):",
-        "weights.lag > (self._plan.max_staleness or -1) + 1:",
     ),
     Mutant(
         versions,
@@ -197,20 +191,45 @@ MUTANTS = (
     ),
     Mutant(
         updates,
-        "a step reads two versions",
-        "weights.newest == weights.version or weights.read or",
-        "weights.newest == weights.version or",
+        "what a step reads is shown before its turn",
+        "            if most:\n                self._show(unit)",
+        "            if not most:\n                self._show(unit)",
+    ),
+    Mutant(updates, "units do not take turns", "(self._turn + unit) % most", "self._turn % most"),
+    Mutant(
+        updates,
+        "a drain does not begin the turns anew",
+        "            self._turn = 0\n            show",
+        "            show",
     ),
     Mutant(
         updates,
-        "weights are exchanged while they are used",
-        " or updating or self._leases.in_use(unit):",
-        " or updating:",
+        "a drain in the middle of a step shows what it applies",
+        "show = self._publish if self._step_begun else self._show",
+        "show = self._show",
+    ),
+    Mutant(
+        updates,
+        "an asynchronous update writes what is read",
+        "extent=1 - weights.front",
+        "extent=weights.front",
+    ),
+    Mutant(
+        updates,
+        "leases outlive a PUBLISH",
+        "            weights.front = 1 - weights.front\n            self._leases.changed(unit)",
+        "            weights.front = 1 - weights.front",
+    ),
+    Mutant(
+        leases,
+        "an asynchronous update does not wait for a fetch of the extent that it writes",
+        ".newest - (self._plan.max_staleness is not None)",
+        ".newest - 9 * (self._plan.max_staleness is not None)",
     ),
     Mutant(
         updates,
         "an update does not wait for who reads the weights",
-        "        elif self._leases.in_use(unit):\n            return\n",
+        "        if self._leases.in_use(unit):\n            return\n",
         "",
     ),
     Mutant(
@@ -225,12 +244,6 @@ MUTANTS = (
         "an update begins before its gradients have arrived",
         "        if not all(record.arrived for record in update.records):\n            return\n",
         "",
-    ),
-    Mutant(
-        updates,
-        "an update that has just begun to move is not waited for",
-        "weights.version = weights.newest\n            self._leases",
-        "weights.version = weights.due\n            self._leases",
     ),
     Mutant(updates, "a second update of a unit is lost", "        if weights.later:", "        if False:"),
     Mutant(
