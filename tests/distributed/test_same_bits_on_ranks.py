@@ -77,7 +77,7 @@ LATE: dict[str, Case] = {
         (2, 1, 2, "moments-ssd"),
         (2, 2, 1, "ram"),
         (4, 2, 2, "arena"),
-        (4, 2, 1, "moments-ssd"),
+        (2, 2, 1, "moments-ssd"),
     )
 }
 CASES |= {
