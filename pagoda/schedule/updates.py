@@ -12,11 +12,8 @@ An update in place destroys what it reads. So it waits while compute uses the un
 checkpoint has read the unit or the old states can be kept for it. A speculative one keeps the old states, so that an
 UNDO can bring them back; the plan has room for that.
 
-An asynchronous update does not overwrite the weights that are read: it writes an extent beside theirs. With a bound of
-N steps, a unit is updated after every N-th step, by the gradients of these N steps, and PUBLISH shows that to accesses
-one step later. Units take turns, so each step updates about 1 / N of them. What a step reads does not depend on when
-updates end, so ranks agree on it without a message. A drain has everything applied, and shows it unless a step has
-begun.
+An asynchronous update does not overwrite the weights that are read: it writes an extent beside theirs. `turns.py` says
+when.
 """
 
 from collections.abc import Callable
@@ -28,6 +25,7 @@ from pagoda.schedule.gradients import Gradients, Record
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.turns import Turns
 from pagoda.schedule.versions import Update, UpdateState, Versions
 
 MOST_ADMITTED = 2
@@ -84,10 +82,8 @@ class Updates:
         """Updates that are queued or under way."""
         self._draining = False
         """Nothing is to be left."""
-        self._turn = 0
-        """Steps since the last drain."""
-        self._step_begun = False
-        """Whether compute has used a unit since the last `step()`, as a part of a step."""
+        self._turns = Turns(plan, versions, leases, self._queue, issue)
+        """Of asynchronous updates."""
 
     # --- updates that `step()` asks for ---
 
@@ -123,42 +119,12 @@ class Updates:
     def end_step(self, clipped: bool) -> None:
         """`step()` has said what it updates."""
         self._calm = 0 if clipped else self._calm + 1
-        self._step_begun = False
-        self._turn += 1
-        most = self._plan.max_staleness
-        for unit in range(len(self._versions.of)) if most is not None else ():
-            if most:
-                self._show(unit)
-            if not most or (self._turn + unit) % most == 0:
-                self._close(unit)
-            if not most:
-                self._show(unit)
+        self._turns.end_step()
         self.step_over()
 
     def step_over(self) -> None:
         """The step has ended, or was dropped: what has begun for good stands."""
         self._early.clear()
-
-    def _close(self, unit: int) -> None:
-        """Ask for the update by all gradients of a unit that have come together."""
-        weights = self._versions.of[unit]
-        if weights.open:
-            records, weights.open = weights.open, []
-            self._queue(Update(unit, records, extent=1 - weights.front))
-
-    def _show(self, unit: int) -> None:
-        """From now on accesses see every update of a unit that has been asked for."""
-        weights = self._versions.of[unit]
-        if weights.lag != len(weights.open):
-            weights.lag = len(weights.open)
-            weights.front = 1 - weights.front
-            self._leases.changed(unit)
-            self._publish(unit)
-
-    def _publish(self, unit: int) -> None:
-        weights = self._versions.of[unit]
-        steps = self._versions.awaited(unit, weights.due - len(weights.open))
-        self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, steps=steps, home=weights.front))
 
     # --- early updates ---
 
@@ -335,13 +301,7 @@ class Updates:
         """Begin or cease to drain. Meanwhile nothing is speculative."""
         self._draining, self._ahead, self._may_read_ahead = draining, -1, False
         if draining:
-            self._turn = 0
-            show = self._publish if self._step_begun else self._show
-            for unit, weights in enumerate(self._versions.of):
-                if weights.lag:
-                    show(unit)
-                    self._close(unit)
-                    show(unit)
+            self._turns.drain()
             self.undo_all()
             self._retry_all()
 
@@ -358,14 +318,15 @@ class Updates:
         self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
         self._early.clear()
         self._admitted, self._pending, self._ahead = [0, 0], 0, -1
-        self._turn = 0
+        self._turns.restored()
 
     # --- decisions ---
 
     def wanted(self, unit: int, in_step: bool) -> None:
         """Compute begins to use a unit, `in_step` as a part of a step: its update comes first."""
         self._may_read_ahead = True
-        self._step_begun = self._step_begun or in_step
+        if in_step:
+            self._turns.begin_step()
         update = self._versions.of[unit].update
         if update is not None:
             update.urgent = True

@@ -10,13 +10,24 @@ import time
 from dataclasses import dataclass
 from types import ModuleType
 
-from pagoda.schedule import checkpoints, gradients, leases, order, scheduler, updates, versions
+from pagoda.schedule import checkpoints, gradients, leases, order, scheduler, turns, updates, versions
 
 from . import worlds
 
 WORLD_S = 20
 """A world takes a few milliseconds: one that takes this long runs for ever."""
-MODULES = ("experts", "order", "frames", "gradients", "versions", "leases", "checkpoints", "updates", "scheduler")
+MODULES = (
+    "experts",
+    "order",
+    "frames",
+    "gradients",
+    "versions",
+    "leases",
+    "checkpoints",
+    "turns",
+    "updates",
+    "scheduler",
+)
 """Each imports only those before it."""
 
 
@@ -190,32 +201,32 @@ MUTANTS = (
         "if not free or self._leases.in_use(",
     ),
     Mutant(
-        updates,
+        turns,
         "what a step reads is shown before its turn",
         "            if most:\n                self._show(unit)",
         "            if not most:\n                self._show(unit)",
     ),
-    Mutant(updates, "units do not take turns", "(self._turn + unit) % most", "self._turn % most"),
+    Mutant(turns, "units do not take turns", "(self._turn + unit) % most", "self._turn % most"),
     Mutant(
-        updates,
+        turns,
         "a drain does not begin the turns anew",
-        "            self._turn = 0\n            show",
-        "            show",
+        "        self._turn = 0\n        show",
+        "        show",
     ),
     Mutant(
-        updates,
+        turns,
         "a drain in the middle of a step shows what it applies",
         "show = self._publish if self._step_begun else self._show",
         "show = self._show",
     ),
     Mutant(
-        updates,
+        turns,
         "an asynchronous update writes what is read",
         "extent=1 - weights.front",
         "extent=weights.front",
     ),
     Mutant(
-        updates,
+        turns,
         "leases outlive a PUBLISH",
         "            weights.front = 1 - weights.front\n            self._leases.changed(unit)",
         "            weights.front = 1 - weights.front",
