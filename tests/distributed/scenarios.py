@@ -430,6 +430,17 @@ def read_alone(out: Path) -> None:
     take_steps(made, model, optimizer, Outcome(), place()[1], range(1, 2))
 
 
+def evaluate_late_weights(out: Path, together: bool) -> None:
+    """Rank 0, or both, evaluate between steps of asynchronous training; on rank 1 the next step would begin."""
+    made = Recipe("llama")
+    model, optimizer = wrapped(made, "ram", out, 3, update=pagoda.Updates("async"))
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    if together or place()[0] == 0:
+        evaluate(model, batch(made.model, torch.Generator().manual_seed(1)))
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1, 3))
+    optimizer.close()
+
+
 def different_settings(out: Path) -> None:
     """Rank 1 has another learning rate."""
     recipe = Recipe("llama")
