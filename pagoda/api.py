@@ -111,8 +111,9 @@ def wrap(
     how many backward passes precede each `step()`: then, without clipping, units are updated while backward still runs.
     Left out, any number of passes may precede a step.
 
-    `update="async"` changes the algorithm: weights lag behind gradients by at most a step, or by as many as
-    `Updates("async", max_staleness=...)` says. Each gradient is still applied as its own step, clipped by its own norm.
+    `update="async"` changes the algorithm: weights lag behind gradients by a step, or by at most as many as
+    `Updates("async", max_staleness=...)` says. By how many, depends on the step's number alone, so the same run has the
+    same bits. Each gradient is still applied as its own step, clipped by its own norm.
     `optimizer.drain()` applies everything; `state_dict`, `gathered`, checkpoints, `close` and, between steps, a forward
     without gradients drain first. `optimizer.stats.staleness` has what was observed. `Updates(speculate=...)` is about
     updates during backward before the norm is known; `optimizer.stats` counts those kept and undone.

@@ -96,9 +96,10 @@ class Updates(Settings):
     update: UpdateMode = "sync"
     """sync: the weights that a forward reads have all earlier updates. async: forward and backward do not wait for
     updates, so weights lag by some steps. This is for state on an SSD that is slower than compute. It changes the
-    algorithm: two runs with the same settings may differ."""
+    algorithm."""
     max_staleness: int = 1
-    """With async: the most steps by which the weights may lag. 0 gives the bits of sync."""
+    """With async: the most steps by which the weights lag. With N, a unit is updated after every N-th step, and the
+    update has a step of time. 0 gives the bits of sync."""
     speculate: bool | None = None
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
     something does. The bits are the same. By default for units with state on SSD, if there is room to keep their old

@@ -30,7 +30,6 @@ F = Feature
 ON_DEVICE = (F.DEVICE_UPDATES, F.DEVICE_HOMES)
 
 _NO_KERNEL = "a GPU has no kernel for that"
-_OWN_PACE = "each rank would lag by its own amount, so a step would use weights of different steps"
 _LATE = "another rank may still need a unit's old weights, or add to its gradient"
 _PARTS = "tensor-parallel ranks have parts of parameters"
 REFUSED: Mapping[frozenset[Feature], str] = {
@@ -45,7 +44,6 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.ASYNC, F.DEVICE_UPDATES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.DEVICE_HOMES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
-        (F.ASYNC, F.RANKS, _OWN_PACE),
         (F.SPECULATE, F.RANKS, _LATE),
         (F.EIGHT_BIT, F.TENSOR, "blocks of quantized moments would depend on how tensors are divided"),
         (F.TILES, F.TENSOR, "tensor parallelism has divided the layers already"),

@@ -128,7 +128,8 @@ class Layout:
         """Whether ranks have slices of a state of a unit, not all of it each."""
         if self.ranks is None or self.group(unit) == 1:
             return False
-        return {WEIGHT: self.ranks.shards_weights, GRAD: self.ranks.shards_gradients}.get(state, True)
+        whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
+        return not whole.get(WEIGHT if state == WEIGHT_BACK else state, False)
 
     def cuts(self, unit: UnitSpec) -> list[Cut]:
         """What of this rank's slice updates of a rule that takes parameters whole take at once: these, and pieces of

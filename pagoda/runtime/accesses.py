@@ -55,6 +55,8 @@ class Accesses:
         self.closed = False
         self.before: Callable[[bool], None] = lambda _: None
         """Called before each access, with whether that is part of a step."""
+        self.agree: Callable[[str], None] = lambda _: None
+        """Returns when all ranks do what it is told; raises UsageError where they do something else."""
         self.owner: object = None
         """Lives as long as anything, such as a graph, can access weights."""
         self.staleness: dict[str, Staleness] = {}
@@ -183,6 +185,8 @@ class Accesses:
     def drain(self) -> None:
         """Wait until every update that was asked for has ended, and every other has been undone."""
         scheduler = self._scheduler
+        if not self.closed and any(weights.lag for weights in scheduler.versions.of):
+            self.agree("applying all asynchronous updates, which an evaluation between steps does too")
         self._executor.poll()
         self.tell(scheduler.drain, True)
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from pagoda.distributed.mesh import Mesh
@@ -63,6 +64,8 @@ class Collectives:
         self._scheduler = scheduler
         self._part: Part | None = None
         """Of compute's program, now."""
+        self._part_is_new = False
+        """Whether it has had no collective."""
         self._left = False
         members = [lambda rank: mesh.sharers(False, rank), mesh.copies]
         if mesh.ranks.expert_parallel > 1:
@@ -82,7 +85,14 @@ class Collectives:
             self._begin(wanted)
 
     def _begin(self, number: int | None) -> None:
-        self._part = Part(number, self._scheduler.order.trace, tuple(unit.version for unit in self._units))
+        self._part, self._part_is_new = Part(number, self._scheduler.order.trace, ()), True
+
+    def _come(self) -> Part | None:
+        """The part in which a collective comes. Its versions are those at its first one: `step()` has changed them."""
+        if self._part is not None and self._part_is_new:
+            self._part = replace(self._part, versions=tuple(unit.version for unit in self._units))
+            self._part_is_new = False
+        return self._part
 
     def submit(
         self,
@@ -99,7 +109,7 @@ class Collectives:
 
         What is `alike` every rank submits at this point of the same step, whatever else it does: nothing need be said.
         """
-        part = self._part
+        part = self._part if alike else self._come()
         call = Call(kind, unit.index, version=unit.version, due=self._scheduler.order.position)
 
         def run() -> None:
@@ -122,7 +132,7 @@ class Collectives:
 
         `step` is given where a step ends with it: whether the next one is to be like it. On a device `work` is a part
         of what compute is told, as if it were done here."""
-        queue, part = self._device.as_compute(), self._part
+        queue, part = self._device.as_compute(), self._come()
         call = Call(CollectiveKind.ON_ALL_RANKS, what=what, due=self._scheduler.order.position)
 
         def run() -> None:

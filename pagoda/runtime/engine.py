@@ -340,7 +340,9 @@ class Engine:
         )
         self._lanes[COLLECTIVE] = rank_group.collectives.lane
         self.leases.gather = rank_group.gather
+        self._executor.share = rank_group.share
         self.accesses.before = rank_group.collectives.begin_access
+        self.accesses.agree = lambda what: rank_group.collectives.on_all_ranks(what, lambda: None)
         return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:

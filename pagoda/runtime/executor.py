@@ -1,6 +1,6 @@
 """The executor: carries out the scheduler's operations on real memory, and reports how each ended."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pagoda.config.training import Precision
@@ -8,7 +8,7 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
-from pagoda.plan.layout import WEIGHT_BACK
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
@@ -25,6 +25,8 @@ from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import IN_PLACE, Feeder, Update, UpdatePath, WeightExtents
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
+
+_EXTENTS = WEIGHT, WEIGHT_BACK
 
 
 class Executor:
@@ -69,6 +71,8 @@ class Executor:
         """The error of a SPILL since compute last asked."""
         self.capture: Capture | None = None
         """The checkpoint that is being written, if any."""
+        self.share: Callable[[UnitGradient], None] = lambda _: None
+        """Has every rank's updated slice of a unit's weights brought here; set if there are other ranks."""
         self._do = {
             Kind.FETCH: self._fetch,
             Kind.RECLAIM: self._reclaim,
@@ -112,7 +116,7 @@ class Executor:
     def is_to_come(self, unit: LiveUnit) -> bool:
         """Whether the latest update of a unit that was asked for has yet to begin."""
         record = self.latest.get(unit.index)
-        return record is not None and not record.begun and not record.updated.done
+        return not self._asynchronous and record is not None and not record.begun and not record.updated.done
 
     def begin_checkpoint(self, capture: Capture) -> None:
         """Have a checkpoint read every unit; an event."""
@@ -168,11 +172,16 @@ class Executor:
             self.capture.end(self.damage.cause)
 
     def _fetch(self, operation: Operation) -> None:
-        record = self._gradients.find(operation) or self._updating.get(operation.unit) if operation.steps else None
+        record = self._awaited(operation)
         after = (record.shown,) if record is not None and not record.shown.succeeded else ()
         handle = self._leases.fetch(operation, self._units[operation.unit], after)
         self._follow(operation, handle)
         handle.when_issued(lambda: self.driver.tell(self._issued, operation, handle))
+
+    def _awaited(self, operation: Operation) -> UnitGradient | None:
+        """The gradient whose update an operation waits for, if any."""
+        found = self._gradients.find(operation) or self._updating.get(operation.unit) if operation.steps else None
+        return found
 
     def _issued(self, operation: Operation, handle: Handle) -> None:
         if not handle.done:  # else it has been reported as ended, or is about to be
@@ -208,7 +217,8 @@ class Executor:
                 self._gradients.forget(record)
         weights = IN_PLACE
         if self._asynchronous:
-            weights = WeightExtents(self._store.newest[operation.unit], WEIGHT_BACK)
+            last.extent = _EXTENTS[operation.home]
+            weights = WeightExtents(self._store.newest[operation.unit], last.extent)
         tell, scheduler = self.driver.tell, self._scheduler
         on_device = operation.unit in self._on_device
         if on_device:
@@ -220,8 +230,7 @@ class Executor:
 
         def shown(error: BaseException | None) -> None:
             if error is None:
-                if self._asynchronous:
-                    self._store.newest[operation.unit] = WEIGHT_BACK
+                self._store.newest[operation.unit] = last.extent
                 tell(scheduler.weights_written, operation)
 
         def ended(error: BaseException | None) -> None:
@@ -266,11 +275,15 @@ class Executor:
             self._follow(operation, self.capture.read(operation.unit, operation.run))
 
     def _publish(self, operation: Operation) -> None:
-        unit = self._units[operation.unit]
-        self._store.swap(operation.unit)
-        unit.version += 1
-        if self._leases.in_place(unit):
-            self._leases.lease_home(unit)
+        unit, front = self._units[operation.unit], _EXTENTS[operation.home]
+        if (record := self._awaited(operation)) is not None:
+            self.latest[unit.index] = record
+            self.share(record)
+        if self._store.front[unit.index] != front:
+            self._store.front[unit.index] = front
+            unit.version += 1
+            if self._leases.in_place(unit):
+                self._leases.lease_home(unit)
 
 
 def open_feeders(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagoda.memory.page import pages_for
+from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
@@ -47,21 +47,24 @@ class Fetcher:
         """Start bringing a unit's weights, or this rank's slice of them, into `into`, uint8, whole pages long, once
         compute has passed `free` and `after` have ended."""
         label = f"fetch {unit.spec.name}"
-        home = self._store.tensor(unit.index, WEIGHT)
+        front = self._store.front[unit.index]
+        home = self._store.tensor(unit.index, front)
         is_cut = self._store.shards.is_cut(unit.spec, WEIGHT)
         parts = self._slices(unit, into) if is_cut else [_Part(into, 0)]
         if home is not None:
             extent = home.view(torch.uint8)
             nbytes = sum(part.target.nbytes for part in parts)
             return self._lanes["h2d"].submit(lambda: self._copy(parts, extent, free), after, nbytes, label)
+        run = self._store.run(unit.index, front)
+        assert run is not None
         straight = self._store.plan.budgets.device is None and not is_cut
         fills = []
         for start, held in self._pieces(parts):
             if straight:
                 (piece,) = held
-                fills.append(self._straight(unit, piece.target, start, after, label))
+                fills.append(self._straight(run, piece.target, start, after, label))
             else:
-                fills.append(self._through_ring(unit, held, start, after, free, label))
+                fills.append(self._through_ring(run, held, start, after, free, label))
         return all_of(fills)
 
     def _slices(self, unit: LiveUnit, whole: torch.Tensor) -> list[_Part]:
@@ -84,12 +87,12 @@ class Fetcher:
             if held:
                 yield at, held
 
-    def _straight(self, unit: LiveUnit, into: torch.Tensor, at: int, after: tuple[Handle, ...], label: str) -> Handle:
+    def _straight(self, run: Run, into: torch.Tensor, at: int, after: tuple[Handle, ...], label: str) -> Handle:
         view = memoryview(into.numpy().data)
-        return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, view), after, into.nbytes, label)
+        return self._lanes["ssd_read"].submit(lambda: self._load(run, at, view), after, into.nbytes, label)
 
     def _through_ring(
-        self, unit: LiveUnit, parts: Sequence[_Part], at: int, after: tuple[Handle, ...], free: Event, label: str
+        self, run: Run, parts: Sequence[_Part], at: int, after: tuple[Handle, ...], free: Event, label: str
     ) -> Handle:
         """Bring bytes of an extent from `at` on, in whole pages, to parts that begin in that piece."""
         taken: list[Region] = []
@@ -102,7 +105,7 @@ class Fetcher:
 
         def read() -> None:
             taken.append(self._ring.take())
-            self._load(unit, at, view())
+            self._load(run, at, view())
 
         def copied(_: BaseException | None) -> None:
             for slot in taken:
@@ -122,8 +125,7 @@ class Fetcher:
             event = self._device.copy_in(target, source[start : start + target.numel()], free)
         return event
 
-    def _load(self, unit: LiveUnit, at: int, into: memoryview) -> None:
-        run, ssd = self._store.run(unit.index, WEIGHT), self._store.ssd
-        assert run is not None
+    def _load(self, run: Run, at: int, into: memoryview) -> None:
+        ssd = self._store.ssd
         assert ssd is not None
         ssd.load(run, at, into)

@@ -20,6 +20,7 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Event
 from pagoda.runtime.executor import Executor
+from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -71,14 +72,17 @@ class Gathering:
 
         return self._collectives.submit(CollectiveKind.GATHER, unit, work, (own,), weights.nbytes)
 
-    def share(self, unit: LiveUnit, updated: Handle) -> Handle:
-        """Have every rank's updated slice of a unit's weights in this rank's home, once its own is `updated`."""
+    def share(self, record: UnitGradient) -> Handle:
+        """Have every rank's updated slice of a unit's weights in this rank's home, once its own is updated."""
+        unit, updated = record.unit, record.updated
         self._updated[unit.index] = updated
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         # Under backward, ranks may update others.
         alike = not self._store.plan.options.update_during_backward
         kind, nbytes = CollectiveKind.SHARE, unit.spec.trainable_numel * self._dtype.itemsize
-        return self._collectives.submit(kind, unit, lambda _: self._share(unit), (updated,), nbytes, alike)
+        return self._collectives.submit(
+            kind, unit, lambda _: self._share(unit, record.extent), (updated,), nbytes, alike
+        )
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -108,8 +112,8 @@ class Gathering:
 
     # --- weights of all ranks ---
 
-    def _share(self, unit: LiveUnit) -> None:
-        home = self._store.tensor(unit.index, WEIGHT)
+    def _share(self, unit: LiveUnit, extent: str) -> None:
+        home = self._store.tensor(unit.index, extent)
         assert home is not None, "ranks that have all weights have them in RAM"
         spans = [(span.start, span.stop) for span in self._shards.trained_slices(unit.spec)]
         self._collectives.sharers(unit.spec).gather(home, spans)
@@ -123,7 +127,7 @@ class Gathering:
             self._await_version(unit, version, lambda: self._collectives.awaited)
             _end(self._updated.get(unit.index))
             self._check_version(unit, version)
-        self._share(unit)
+        self._share(unit, WEIGHT)
 
     # --- one rank by itself ---
 
@@ -151,7 +155,8 @@ class Gathering:
         self._check_version(unit, version)
         if unit.version == version:
             _end(self._executor.updated(unit))
-        home = self._store.tensor(unit.index, WEIGHT)
+        front = self._store.front[unit.index]
+        home = self._store.tensor(unit.index, front)
         for span in self._shards.spans(unit.spec, WEIGHT):
             for start in range(0, len(span), self._most):
                 count, at = min(self._most, len(span) - start), span.at + start
@@ -160,7 +165,7 @@ class Gathering:
                     continue
                 assert self._window is not None, "a plan with weights on SSD has room to serve them"
                 with self._reading:
-                    data = self._store.read_into(self._window, unit.index, WEIGHT, at, count)
+                    data = self._store.read_into(self._window, unit.index, front, at, count)
                     yield span.start + start, torch.frombuffer(data, dtype=self._dtype)
         self._check_version(unit, version)
 

@@ -73,6 +73,8 @@ class UnitGradient:
         """Slot whose gradient is not finite on some rank, if that is known."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
+        self.extent = WEIGHT
+        """Which extent of the weights its update writes."""
         self.issued = PAST
         """What compute had been told when the update was issued: all that reads the weights as they are."""
         self._shared = shared
@@ -86,6 +88,8 @@ class UnitGradient:
         """Ends when the update has written this rank's new weights."""
         self.shown = Handle() if self._shared else self.updated
         """Ends when all new weights are in their home."""
+        self.sharing = False
+        """Whether ranks have been asked to send each other what they have updated."""
         self.written = Handle()
         """Ends when every state is."""
 

@@ -120,12 +120,12 @@ class HostPath(UpdatePath):
         slot, using = self._take_slot(start) if self._streamed[index] else (None, [])
         parts = self._parts(index, start, stop)
         addresses = self._addresses(index, slot, parts, update.weights.write)
-        itemsize = self._states[0].dtype.itemsize
         old = store.tensor(index, update.weights.read) if update.weights != IN_PLACE else None
+        weights, itemsize = parts[WEIGHT].elements, self._states[0].dtype.itemsize
 
         def compute() -> None:
             if old is not None:
-                ctypes.memmove(addresses[0], old.data_ptr() + start * itemsize, (stop - start) * itemsize)
+                ctypes.memmove(addresses[0], old.data_ptr() + weights.start * itemsize, len(weights) * itemsize)
             if undo is not None:
                 undo.save({name: part.elements for name, part in parts.items()})
             for record, piece in pieces:

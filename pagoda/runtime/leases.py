@@ -80,7 +80,7 @@ class Leases:
         before = self._latest.get(unit.index)
         if before is not None:
             del self._by_storage[before.storage]
-        self._add(Lease(unit, self._store.in_place(unit.index, WEIGHT, unit.spec.numel), None, None))
+        self._add(Lease(unit, self._store.in_place(unit.index, unit.spec.numel), None, None))
 
     def get(self, unit: LiveUnit) -> Lease:
         """The lease of a unit that compute has accessed and found ready."""

@@ -136,8 +136,9 @@ class RankGroup:
 
     def share(self, record: UnitGradient) -> None:
         """Have all of a unit's new weights here, once this rank has updated what it updates of them."""
-        if record.shown is not record.updated:
-            self._gathering.share(record.unit, record.updated).then(record.shown.finish)
+        if record.shown is not record.updated and not record.sharing:
+            record.sharing = True
+            self._gathering.share(record).then(record.shown.finish)
 
     def parameter_square_sums(self, what: str, terms: Mapping[int, UnitGradient]) -> dict[int, list[float]]:
         """Unit -> the square sum of each of its parameters' gradients, over all ranks.

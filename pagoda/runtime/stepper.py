@@ -445,8 +445,8 @@ class Stepper:
                 unit.params[slot].grad = None
             unit.steps[slot] = hyper.step
         self.queued += bool(record.segments)
-        if self._options.max_staleness is None and record.segments:
-            unit.version += 1
+        if self._options.max_staleness is not None:
+            return  # its weights change with PUBLISH
+        unit.version += bool(record.segments)
         self._executor.latest[unit.index] = record
-        if self._rank_group is not None:
-            self._rank_group.share(record)
+        self._executor.share(record)

@@ -32,8 +32,7 @@ class Store:
     checkpoint. Element-wise `read` and `write` serve construction, checkpoints and inspection; they run only while no
     update is in flight, and wait for a slot of the ring, through which pages of SSD reach them.
 
-    Where updates are asynchronous, weights have two extents: WEIGHT is the front, which leases read, and WEIGHT_BACK
-    the back, which updates write. `swap` exchanges what the two names mean.
+    Where updates are asynchronous, weights have two extents. The front is the one that leases read.
     """
 
     def __init__(
@@ -70,8 +69,10 @@ class Store:
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
         self.ring = Ring(self.host.take(pages_per_slot) for _ in range(slots))
         """Slots through which states on SSD stream. Each is lent to one block at a time."""
-        self.newest = dict.fromkeys(range(len(plan.units)), WEIGHT)
-        """unit -> which extent of its weights, front or back, is the newest."""
+        self.front = dict.fromkeys(range(len(plan.units)), WEIGHT)
+        """unit -> which extent of its weights compute reads."""
+        self.newest = dict(self.front)
+        """unit -> which of them has the newest."""
         work = placement.pages(HOST, WORK)
         self.work = self.host.take(work) if work else None
         """Frames in which parameters are updated, for rules that take them whole."""
@@ -97,9 +98,9 @@ class Store:
         """An extent in host RAM or on the device, shape [elements of its pages], or None when its home is SSD."""
         return self._tensors.get((unit, state))
 
-    def in_place(self, unit: int, state: str, numel: int) -> torch.Tensor:
-        """The first `numel` elements of an extent in memory, with a storage object that nobody else holds."""
-        home = self._tensors[unit, state]
+    def in_place(self, unit: int, numel: int) -> torch.Tensor:
+        """The first `numel` weights of a unit that are in memory, with a storage object that nobody else holds."""
+        home = self._tensors[unit, self.front[unit]]
         tier = self.device if unit in self.plan.placement.resident else self.host
         assert tier is not None
         return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
@@ -129,15 +130,6 @@ class Store:
         """Every gradient extent of a unit that lives in RAM: several where gradients wait for updates."""
         return self._gradients[unit]
 
-    def swap(self, unit: int) -> None:
-        """Exchange front and back of a unit's weights. Nothing may be reading or writing either."""
-        front, back = (unit, WEIGHT), (unit, WEIGHT_BACK)
-        if front in self._tensors:
-            self._tensors[front], self._tensors[back] = self._tensors[back], self._tensors[front]
-        else:
-            self._runs[front], self._runs[back] = self._runs[back], self._runs[front]
-        self.newest[unit] = WEIGHT
-
     def newest_extent(self, unit: int, state: str) -> str:
         """Name of the extent that has the newest values of a state."""
         return self.newest[unit] if state == WEIGHT else state
@@ -157,11 +149,12 @@ class Store:
         Where ranks have slices of it, every rank has to ask for the same at once.
         """
         spec = self.plan.units[unit]
+        extent = self.newest_extent(unit, state)
         if not self.shards.is_cut(spec, state):
-            return self._read(unit, self.newest_extent(unit, state), start, count)
+            return self._read(unit, extent, start, count)
         out = torch.empty(count, dtype=self.dtype(state))
         for held in self._held(spec, state, start, start + count):
-            out[held.start - start : held.stop - start] = self._read(unit, state, held.at, len(held))
+            out[held.start - start : held.stop - start] = self._read(unit, extent, held.at, len(held))
         assert self.assemble is not None
         self.assemble(spec, self._spec(state), start, out)
         return out
@@ -197,10 +190,10 @@ class Store:
         updates copy only what they train.
         """
         self.writes += 1
-        if state == WEIGHT and self.plan.options.max_staleness is not None:
-            self._write(unit, WEIGHT_BACK, start, values)
+        both = state == WEIGHT and self.plan.options.max_staleness is not None
         for held in self._held(self.plan.units[unit], state, start, start + values.numel()):
-            self._write(unit, state, held.at, values[held.start - start : held.stop - start])
+            for extent in (state, WEIGHT_BACK) if both else (state,):
+                self._write(unit, extent, held.at, values[held.start - start : held.stop - start])
 
     def holds(self, unit: UnitSpec, state: str, start: int, stop: int) -> bool:
         """Whether some of the elements [start, stop) of a unit's state are on this rank."""

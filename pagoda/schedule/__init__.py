@@ -11,7 +11,7 @@ A step, as the scheduler sees it:
     end_step()                           `step()`: which updates to make of the gradients
     ended(operation), failed(operation)  lanes (the executor's queues) report, at any time
 
-Six parts share the work, each in a file that states its invariants. They are made in this order, and each knows only
+Seven parts share the work, each in a file that states its invariants. They are made in this order, and each knows only
 those before it:
 
     order.py        when each unit is used next, by the trace of earlier steps, and by routers of experts
@@ -19,7 +19,8 @@ those before it:
     versions.py     which version of its weights each unit has, and which one compute needs
     leases.py       which weights are in reach of compute: FETCH, RECLAIM
     checkpoints.py  which states a checkpoint reads next, and which old ones are kept for it: SAVE
-    updates.py      which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO, READ_AHEAD
+    turns.py        after which steps asynchronous updates come, and which steps see them: PUBLISH
+    updates.py      which update runs next, and which version that makes: UPDATE, UNDO, READ_AHEAD
 
 `scheduler.py` joins them: it passes each event to the parts that it concerns, in a fixed order, and then lets each
 start what can start now ("pump"). State changes in events alone. What only the executor can know, whether a tensor

@@ -186,8 +186,10 @@ class Leases:
         return self._users[unit] > self._waiting.get(unit, 0)
 
     def in_use(self, unit: int) -> bool:
-        """Whether compute, or a FETCH, reads a unit's weights in their home; or compute uses a lease."""
-        return self.uses(unit) or self._versions.of[unit].version in self._fetching[unit]
+        """Whether compute uses a unit, or a FETCH reads what its next update overwrites: the newest weights in their
+        home, or, where updates are asynchronous, those before them."""
+        overwritten = self._versions.of[unit].newest - (self._plan.max_staleness is not None)
+        return self.uses(unit) or any(version <= overwritten for version in self._fetching[unit])
 
     def found(self, unit: int) -> bool | None:
         """What compute comes upon: True for weights that it can read, False where their update or fetch must come first
@@ -213,7 +215,6 @@ class Leases:
         for unit in [*self._waiting] if self._waiting else ():
             if self._versions.readable(unit) is not None and self._has_weights(unit):
                 del self._waiting[unit]
-                self._versions.of[unit].read = True
 
     def _has_weights(self, unit: int) -> bool:
         """Whether compute can read a unit's weights, as far as leases go."""
@@ -272,7 +273,7 @@ class Leases:
         self._owner[run.start] = lease
         self._filling += 1
         self._fetching[unit].append(version)
-        self._issue(Operation(Kind.FETCH, unit, run, version, self._versions.awaited(unit), about=lease))
+        self._issue(Operation(Kind.FETCH, unit, run, version, self._versions.awaited(unit, version), about=lease))
         if self._plan.ranks_fetch_alike:
             self._note_idle(unit)
         return True

@@ -27,8 +27,9 @@ class Kind(StrEnum):
     """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order; and
     `old_states_kept` before these, if it keeps them."""
     PUBLISH = "publish"
-    """Make the newest weights of a unit those that are read, at once. Only asynchronous updates need it. It is not
-    reported."""
+    """From now on compute reads another extent of a unit's weights, the one that the UPDATE of `steps` writes, or has
+    written. Only asynchronous updates need it. In the middle of a step that is drained, the extent stays the same. It
+    is not reported."""
     READ_AHEAD = "read_ahead"
     """A unit is likely to be updated next: read its states into buffers that nothing else needs. The executor may drop
     them at any time, and must before anything but an update writes the states. It is not reported."""
@@ -55,9 +56,10 @@ class Operation:
     """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
     steps: tuple[int, ...] = ()
     """The steps whose gradients an UPDATE applies, oldest first, or the step of an OFFLOAD, SPILL or RELOAD. Of a FETCH
-    of a version that is yet to come, where ranks must agree: the step whose update it waits for."""
+    or PUBLISH of a version that is yet to come, where ranks must agree: the step whose update it waits for."""
     home: int = 0
-    """Which of the unit's homes for gradients, where it has some."""
+    """Which of the unit's homes for gradients, where it has some. Of an UPDATE or PUBLISH: which extent of the weights,
+    where updates are asynchronous."""
     undoable: bool = False
     """An UPDATE keeps what it changes, as an UNDO may have to bring that back."""
     about: Any = None
@@ -107,7 +109,7 @@ class SchedulePlan:
     during_backward: bool = False
     """Units are updated as soon as backward is through with them, because nothing will be clipped."""
     max_staleness: int | None = None
-    """How many steps the weights that a step reads may lack. None: updates are synchronous."""
+    """How many steps the weights that a step reads lack at most. None: updates are synchronous."""
     ranks_fetch_alike: bool = False
     """Whether several ranks must fetch the same leases in the same order. Then only what compute does decides on
     fetches, and not when operations end."""

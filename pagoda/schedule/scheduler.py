@@ -46,7 +46,7 @@ class Scheduler:
         self.updates.undo(unit)
         self.leases.access(unit)
         self.leases.expect(announced)
-        self.updates.wanted(unit)
+        self.updates.wanted(unit, recorded)
         self._pump()
 
     def expect(self, units: Sequence[int]) -> None:

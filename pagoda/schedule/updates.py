@@ -12,8 +12,8 @@ An update in place destroys what it reads. So it waits while compute uses the un
 checkpoint has read the unit or the old states can be kept for it. A speculative one keeps the old states, so that an
 UNDO can bring them back; the plan has room for that.
 
-An asynchronous update does not overwrite the weights that are read: it writes the newest ones beside them, and PUBLISH
-makes them those that are read once nothing of this step has read the old ones.
+An asynchronous update does not overwrite the weights that are read: it writes an extent beside theirs. `turns.py` says
+when.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from pagoda.schedule.gradients import Gradients, Record
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.turns import Turns
 from pagoda.schedule.versions import Update, UpdateState, Versions
 
 MOST_ADMITTED = 2
@@ -80,7 +81,9 @@ class Updates:
         self._pending = 0
         """Updates that are queued or under way."""
         self._draining = False
-        """Nothing is to be left. An update may then start before the weights of the last one are published."""
+        """Nothing is to be left."""
+        self._turns = Turns(plan, versions, leases, self._queue, issue)
+        """Of asynchronous updates."""
 
     # --- updates that `step()` asks for ---
 
@@ -89,15 +92,12 @@ class Updates:
         weights = self._versions.of[record.unit]
         weights.asking = None
         weights.due += 1
-        if not self._asynchronous:
-            self._leases.changed(record.unit)
-        if weights.update is None:
-            self._queue(Update(record.unit, [record]))
+        if self._asynchronous:
+            weights.lag += 1
+            weights.open.append(record)
             return
-        weights.later.append(record)
-        if self._asynchronous and weights.update.state is UpdateState.QUEUED:
-            weights.update.records += weights.later
-            weights.later.clear()
+        self._leases.changed(record.unit)
+        self._queue(Update(record.unit, [record]))
 
     def stands(self, unit: int) -> bool:
         """`step()` asks for the update of a unit that a speculative one has begun; False if there is none."""
@@ -119,14 +119,12 @@ class Updates:
     def end_step(self, clipped: bool) -> None:
         """`step()` has said what it updates."""
         self._calm = 0 if clipped else self._calm + 1
+        self._turns.end_step()
         self.step_over()
 
     def step_over(self) -> None:
         """The step has ended, or was dropped: what has begun for good stands."""
         self._early.clear()
-        for unit, weights in enumerate(self._versions.of) if self._asynchronous else ():
-            weights.read = False
-            self._publish(unit)
 
     # --- early updates ---
 
@@ -214,7 +212,7 @@ class Updates:
         """An UNDO has ended: the states are as before the update."""
         weights = self._versions.of[update.unit]
         if update.has_written:
-            weights.newest = weights.version = weights.version - len(update.records)
+            weights.newest -= len(update.records)
         self._over(update)
 
     def _may_speculate(self, unit: int) -> bool:
@@ -250,11 +248,8 @@ class Updates:
     def weights_written(self, update: Update) -> None:
         """It has written the new weights."""
         update.has_written = True
-        weights = self._versions.of[update.unit]
-        weights.newest += len(update.records)
-        if not self._asynchronous:
-            weights.version = weights.newest
-            self._leases.changes = True
+        self._versions.of[update.unit].newest += len(update.records)
+        self._leases.changes = True
 
     def ended(self, update: Update) -> None:
         """It has written every state."""
@@ -303,17 +298,19 @@ class Updates:
         return not self.checkpoint.left and all(weights.guess is None for weights in self._versions.of)
 
     def drain(self, draining: bool) -> None:
-        """Begin or cease to drain. Meanwhile nothing is speculative, and updates do not wait for PUBLISH."""
+        """Begin or cease to drain. Meanwhile nothing is speculative."""
         self._draining, self._ahead, self._may_read_ahead = draining, -1, False
         if draining:
+            self._turns.drain()
             self.undo_all()
             self._retry_all()
 
     def restored(self) -> None:
         """Every state has been replaced, whatever has become of updates. Nothing is under way."""
         for weights in self._versions.of:
+            asked = [record for update in weights.later for record in update.records]
             of_unit = [] if weights.update is None else weights.update.records
-            for record in (*of_unit, *weights.later):
+            for record in (*of_unit, *asked, *weights.open):
                 self._gradients.used(record, last=True)
         self._versions.restored()
         for queue in self._queues:
@@ -321,20 +318,22 @@ class Updates:
         self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
         self._early.clear()
         self._admitted, self._pending, self._ahead = [0, 0], 0, -1
+        self._turns.restored()
 
     # --- decisions ---
 
-    def wanted(self, unit: int) -> None:
-        """Compute begins to use a unit: its update comes first."""
+    def wanted(self, unit: int, in_step: bool) -> None:
+        """Compute begins to use a unit, `in_step` as a part of a step: its update comes first."""
         self._may_read_ahead = True
+        if in_step:
+            self._turns.begin_step()
         update = self._versions.of[unit].update
         if update is not None:
             update.urgent = True
         self.retry(unit)
 
     def retry(self, unit: int) -> None:
-        """Something that an update of a unit, or the PUBLISH of one, may have waited for has come about."""
-        self._publish(unit)
+        """Something that an update of a unit may have waited for has come about."""
         update = self._versions.of[unit].update
         if update is not None and update.state is UpdateState.QUEUED:
             self._push(update)
@@ -366,25 +365,19 @@ class Updates:
             self._ahead = unit
             self._issue(Operation(Kind.READ_AHEAD, unit))
 
-    def _publish(self, unit: int) -> None:
-        """Make the newest weights those that are read, if nothing of this step has read others."""
-        weights = self._versions.of[unit]
-        updating = weights.update is not None and weights.update.state in (UpdateState.LOADING, UpdateState.RUNNING)
-        if weights.newest == weights.version or weights.read or updating or self._leases.in_use(unit):
-            return
-        self._leases.changed(unit)
-        self._issue(Operation(Kind.PUBLISH, unit, version=weights.newest))
-        weights.version = weights.newest
-        self._leases.changes = True
-
     def _retry_all(self) -> None:
         for unit in range(len(self._versions.of)):
             self.retry(unit)
 
     def _queue(self, update: Update) -> None:
-        self._versions.of[update.unit].update = update
+        """Have an update begin, after those before it."""
+        weights = self._versions.of[update.unit]
         update.state = UpdateState.QUEUED
         self._pending += 1
+        if weights.update is not None:
+            weights.later.append(update)
+            return
+        weights.update = update
         self._push(update)
 
     def _push(self, update: Update) -> None:
@@ -393,11 +386,8 @@ class Updates:
 
     def _admit(self, update: Update) -> None:
         """Begin an update, unless it has to wait; `retry` then comes when that may have changed."""
-        unit, weights = update.unit, self._versions.of[update.unit]
-        if self._asynchronous:
-            if weights.newest != weights.version and not self._draining:
-                return
-        elif self._leases.in_use(unit):
+        unit = update.unit
+        if self._leases.in_use(unit):
             return
         if not all(record.arrived for record in update.records):
             return
@@ -433,7 +423,10 @@ class Updates:
             self._before, self._ahead = update.unit, -1
         steps = tuple(record.step for record in update.records)
         version, undoable = self._versions.of[update.unit].newest + len(steps), update.speculative
-        self._issue(Operation(Kind.UPDATE, update.unit, update.keeps, version, steps, undoable=undoable, about=update))
+        operation = Operation(
+            Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, about=update
+        )
+        self._issue(operation)
 
     def _release(self, update: Update) -> None:
         """An update makes room for another one."""
@@ -449,8 +442,6 @@ class Updates:
         if self.checkpoint.retry(unit):
             self._retry_all()
         if weights.later:
-            records, weights.later = weights.later, []
-            weights.later = [] if self._asynchronous else records[1:]
-            self._queue(Update(unit, records if self._asynchronous else records[:1]))
+            weights.update = weights.later.pop(0)
+            self._push(weights.update)
         self._leases.changes = True
-        self._publish(unit)

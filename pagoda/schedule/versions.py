@@ -42,6 +42,8 @@ class Update:
     """Whether it has read its gradient for the last time."""
     has_written: bool = False
     """Whether it has written the new weights."""
+    extent: int = 0
+    """Which extent of the weights it writes: see `Weights.front`."""
     withdrawn: bool = False
     """It is to be undone as soon as it has ended."""
 
@@ -50,27 +52,29 @@ class Update:
 class Weights:
     """The versions of one unit's weights."""
 
-    version: int = 0
-    """Of the weights that are read."""
     newest: int = 0
-    """Of the newest weights; above `version` while they wait for PUBLISH."""
+    """Of the weights that the latest update has written."""
     due: int = 0
     """Steps that have asked for an update."""
+    lag: int = 0
+    """How many of these accesses do not see yet: only with asynchronous updates."""
     update: Update | None = None
     """The one that is queued or under way."""
     asking: Update | None = None
     """An early one that is not queued yet."""
     guess: Update | None = None
     """A speculative one, in any state, until it stands or is undone."""
-    later: list[Record] = field(default_factory=list)
-    """Gradients of steps after `update`, which wait for it to end."""
-    read: bool = False
-    """Whether this step has read the weights: then all of it must read this version."""
+    later: list[Update] = field(default_factory=list)
+    """Those that wait for it to end."""
+    open: list[Record] = field(default_factory=list)
+    """Gradients that an asynchronous update is to apply together with those of steps to come."""
+    front: int = 0
+    """Which extent accesses read, of the two that weights have where updates are asynchronous: 0 or 1."""
 
     @property
-    def lag(self) -> int:
-        """How many steps the weights that are read lack, of those that `step()` has asked for."""
-        return self.due - self.version
+    def version(self) -> int:
+        """The version that accesses read."""
+        return self.due - self.lag
 
 
 class Versions:
@@ -78,33 +82,37 @@ class Versions:
 
     def __init__(self, plan: SchedulePlan) -> None:
         self._plan = plan
+        self.of = [Weights() for _ in plan.units]
+        """By unit."""
         self.restored()
 
     def restored(self) -> None:
-        """Every state has been replaced."""
-        self.of = [Weights() for _ in self._plan.units]
-        """By unit."""
+        """Every state has been replaced, in all extents."""
+        self.of = [Weights(front=weights.front) for weights in self.of]
         self.failed = False
         """Whether an update has failed: states are damaged, until all are `restored`."""
 
     def readable(self, unit: int) -> int | None:
         """The version of a unit's weights that can be read now; None where something must come first."""
         weights = self.of[unit]
-        if self.failed or weights.guess is not None or weights.lag > (self._plan.max_staleness or 0):
+        if self.failed or weights.guess is not None or weights.newest < weights.version:
             return None
         return weights.version
 
     def fetchable(self, unit: int) -> int | None:
         """The version of a unit's weights that a FETCH can be issued for. Where ranks must agree on fetches, that does
         not depend on whether its update has ended: the FETCH waits for that."""
-        return self.of[unit].due if self._plan.ranks_fetch_alike else self.readable(unit)
+        return self.of[unit].version if self._plan.ranks_fetch_alike else self.readable(unit)
 
-    def awaited(self, unit: int) -> tuple[int, ...]:
-        """The step whose gradient makes the version that a FETCH is issued for, if that is yet to come."""
+    def awaited(self, unit: int, version: int) -> tuple[int, ...]:
+        """The step whose gradient makes a version of a unit's weights, where ranks must agree and it is yet to come."""
         weights = self.of[unit]
-        if not self._plan.ranks_fetch_alike or weights.version == weights.due or weights.update is None:
+        missing = version - weights.newest
+        if not self._plan.ranks_fetch_alike or missing <= 0 or weights.update is None:
             return ()
-        return ((weights.later or weights.update.records)[-1].step,)
+        begun = [] if weights.update.has_written else [weights.update]
+        records = [record for update in (*begun, *weights.later) for record in update.records]
+        return (records[missing - 1].step,)
 
     def settled(self, unit: int) -> int | None:
         """The version of a unit's states; None while they change."""

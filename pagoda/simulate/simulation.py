@@ -32,7 +32,7 @@ under way."""
 _STEADY = 1e-4
 """Relative difference below which two steps took equally long."""
 _SWEEPS = 4
-"""With asynchronous updates: sweeps of `max_staleness` + 1 steps that are measured, after half as many to warm up."""
+"""With asynchronous updates: sweeps of `max_staleness` steps that are measured, after half as many to warm up."""
 _IN_BACKWARD = 0.75
 """Of a parameter's bookkeeping: there its lease is asked for once more, and its gradient comes."""
 
@@ -99,7 +99,7 @@ class Simulation:
     def run(self) -> Timeline:
         """The last of as many steps as it takes until two are equally long; or several, where steps differ for good."""
         most_stale = self._plan.options.max_staleness
-        steps = self._until_steady() if most_stale is None else self._several_sweeps(most_stale + 1)
+        steps = self._until_steady() if most_stale is None else self._several_sweeps(max(1, most_stale))
         step_s = fmean(step.seconds for step in steps)
         stall_s = {lane: fmean(step.stall_s[lane] for step in steps) for lane in self._stalling}
         shown = min(steps, key=lambda step: abs(step.seconds - step_s))

@@ -309,7 +309,7 @@ def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
         accumulation_steps=1 if announced else None,
         update=pagoda.Updates(
             "async" if case["update"] == "async" else "sync",
-            max_staleness=0 if case["update"] == "async" else 1,
+            max_staleness=2,
             speculate=True if case["update"] == "speculate" else None,
         ),
         tiles={"batch": pagoda.Tiles(batch_tiles=2), "layers": pagoda.Tiles(tile_limit="16KiB")}.get(case["tiles"]),

@@ -57,7 +57,12 @@ RULES: dict[str, Any] = {
 def recipe_of(said: dict[str, Any]) -> Recipe:
     """A recipe, whose rule is said by name."""
     rule = RULES[said["rule"]]() if "rule" in said else None
-    return Recipe(**{**said, "rule": rule})
+    return Recipe(**{**{name: value for name, value in said.items() if name != "late"}, "rule": rule})
+
+
+def updates_of(said: dict[str, Any]) -> pagoda.Updates:
+    """How a recipe is updated: asynchronously, if it says how late."""
+    return pagoda.Updates("async", max_staleness=said["late"]) if "late" in said else pagoda.Updates()
 
 
 def rule_of(recipe: Recipe) -> pagoda.optim.Rule:
@@ -75,7 +80,7 @@ def warm_up() -> None:
         train_saved(Path(folder), {"model": "llama", "steps": 1}, saves=[f"{folder}/step-1"])
 
 
-def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> pagoda.Memory:
+def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh, late: int | None = None) -> pagoda.Memory:
     """Budgets by name: everything in RAM; moments on SSD; everything on SSD, in the least RAM there can be; the same in
     a memory of its own for compute."""
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB"}
@@ -85,7 +90,7 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> 
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     root, states = describe(model, trained), rule_of(recipe).states(recipe.precision)
     announced = recipe.accumulation if recipe.announced else None
-    options = Options(PAGE, 64 << 10, announced, recipe.clip is not None, keep_checkpoints=0)
+    options = Options(PAGE, 64 << 10, announced, recipe.clip is not None, keep_checkpoints=0, max_staleness=late)
     ranks = mesh.ranks if mesh.size > 1 else None
     layout = make_plan(root, states, Budgets(1 << 40), options, ranks).layout
     device = None
@@ -111,10 +116,11 @@ def wrapped(
 ) -> tuple[nn.Module, Any]:
     """A model of the zoo, wrapped by every rank."""
     mesh = pagoda.open_mesh(stage=stage, replicas=replicas)
+    late = options.get("update", pagoda.Updates()).staleness
     return pagoda.wrap(
         recipe.build(),
         rule_of(recipe),
-        memory=replace(memory_of(kind, out, recipe, mesh), ssd_checkpoints=kept),
+        memory=replace(memory_of(kind, out, recipe, mesh, late), ssd_checkpoints=kept),
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
@@ -187,7 +193,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a model and give back everything that it leaves behind; each step has a micro-batch a rank by default."""
     made = recipe_of(recipe)
-    model, optimizer = wrapped(made, kind, out, stage, replicas)
+    model, optimizer = wrapped(made, kind, out, stage, replicas, update=updates_of(recipe))
     outcome = Outcome()
     take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), **departures)
     plan = pagoda.plan_of(model)
@@ -422,6 +428,17 @@ def read_alone(out: Path) -> None:
     if place()[0] == 0:
         model.state_dict()
     take_steps(made, model, optimizer, Outcome(), place()[1], range(1, 2))
+
+
+def evaluate_late_weights(out: Path, together: bool) -> None:
+    """Rank 0, or both, evaluate between steps of asynchronous training; on rank 1 the next step would begin."""
+    made = Recipe("llama")
+    model, optimizer = wrapped(made, "ram", out, 3, update=pagoda.Updates("async"))
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    if together or place()[0] == 0:
+        evaluate(model, batch(made.model, torch.Generator().manual_seed(1)))
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1, 3))
+    optimizer.close()
 
 
 def different_settings(out: Path) -> None:

@@ -46,6 +46,17 @@ def test_what_needs_every_rank_is_refused_where_one_asks_alone(ranks: RankServer
         assert "rank 1 is at optimizer.step()" in error
 
 
+def test_asynchronous_training_is_evaluated_by_all_ranks_or_refuses(ranks: RankServer, tmp_path: Path) -> None:
+    """An evaluation between steps applies the updates that lag: if one rank did, gathers would mix two versions."""
+    ranks.run("evaluate_late_weights", 2, tmp_path / "together", together=True)
+    (tmp_path / "alone").mkdir()
+    status = ranks.ask("evaluate_late_weights", 2, tmp_path / "alone", arguments={"together": False})
+    said = "".join(path.read_text() for path in (tmp_path / "alone").glob("error-*.txt"))
+    assert status == [1, 1]
+    assert "each of these needs all ranks" in said
+    assert "asynchronous updates, which an evaluation between steps does too" in said
+
+
 def test_ranks_with_other_settings_are_refused_before_the_first_step(ranks: RankServer, tmp_path: Path) -> None:
     for error in errors_of(ranks, "different_settings", 2, tmp_path):
         assert "ConfigError: Ranks have different optimizer: rank 1" in error

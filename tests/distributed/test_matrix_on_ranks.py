@@ -61,6 +61,7 @@ def possible(case: Case) -> bool:
         ranks_of(case) > MOST_RANKS
         or (place == "ram" and activations == "offload")  # nowhere to go
         or (case.get("rule") == "adafactor" and case.get("experts") == 2)  # a stack would be cut
+        or (case.get("rule") == "adafactor" and update == "async" and place in ("ssd", "arena-ssd"))  # weights in RAM
         or (case.get("partition") and (case.get("tensor") == 1 or activations in ("keep", "offload")))
         or (update == "announced" and case.get("clip", None) is not None)
         or (update == "speculate" and "clip" in case and case["clip"] is None)
@@ -87,7 +88,8 @@ def trained(ranks: RankServer, model: str, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(map(str, case.values())))
 def test_no_two_settings_change_a_bit_on_ranks(case: Case, trained: Any) -> None:
-    expected, found = (trained(json.dumps(each)) for each in (case | PLAIN, case))
+    plain = PLAIN | ({"update": "async"} if case["update"] == "async" else {})  # which weights are read changes bits
+    expected, found = (trained(json.dumps(each)) for each in (case | plain, case))
     for before, after in zip(expected, found, strict=True):
         assert after["losses"] == before["losses"]
         assert after["norms"] == before["norms"]

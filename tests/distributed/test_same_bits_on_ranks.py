@@ -64,7 +64,34 @@ CASES: dict[str, Case] = {
     "a class of torch, in an arena": (2, {"rule": "adagrad"}, {"kind": "arena"}),
     "a class of torch, stage 1": (2, {"rule": "adagrad"}, {"stage": 1}),
 }
+LATE: dict[str, Case] = {
+    f"{count} ranks, stage {stage}, {kind}, {late} late": (
+        count,
+        {"precision": "bf16" if count == 2 else "fp32", "steps": 7, "late": late},
+        {"stage": stage, "kind": kind},
+    )
+    for count, late, stage, kind in (
+        (2, 1, 3, "ssd"),
+        (2, 2, 3, "arena-ssd"),
+        (4, 3, 3, "ram"),
+        (2, 1, 2, "moments-ssd"),
+        (2, 2, 1, "ram"),
+        (4, 2, 2, "arena"),
+        (2, 2, 1, "moments-ssd"),
+    )
+}
+CASES |= {
+    **LATE,
+    "frozen and checkpointed, on ssd, 2 late": (
+        2,
+        {"frozen": True, "checkpointing": True, "steps": 6, "late": 2},
+        {"kind": "ssd"},
+    ),
+    "adafactor, stage 2, 2 late": (2, {"rule": "adafactor", "steps": 6, "late": 2}, {"stage": 2}),
+}
 QUICK = (
+    "2 ranks, stage 3, ssd, 1 late",
+    "2 ranks, stage 1, ram, 2 late",
     "2 ranks, stage 1",
     "2 ranks, stage 2",
     "2 ranks, stage 3",

@@ -90,7 +90,7 @@ class Compute(Machine):
         home, truth = self.homes[unit], self.truths[unit]
         version, fetch = home.weights, None
         if not self.plan.units[unit].lease_frames:
-            home.readers += 1
+            home.readers[home.front] += 1
             self.holds[unit] += 1
         else:
             fetch = next((op for op in self.leases.values() if op.unit == unit and self.is_current(op)), None)
@@ -101,12 +101,8 @@ class Compute(Machine):
             require(contents == {(unit, version, home.edition)}, f"the lease of unit {unit} holds {contents}")
             self.references[fetch] += 1
             self.used_now[fetch] += 1
-        if self.plan.max_staleness is None:
-            require(version == truth.asked, f"unit {unit} is read at version {version}, not {truth.asked}")
-        else:
-            require(version >= truth.asked - self.plan.max_staleness, f"unit {unit} is read at {version}: too old")
-            require(truth.read in (None, version), f"unit {unit} is read at {truth.read} and {version} in one step")
-            truth.read = version
+        require(version == truth.shown, f"unit {unit} is read at version {version}, not {truth.shown}")
+        require(truth.asked - version <= (self.plan.max_staleness or 0), f"unit {unit} is read at {version}: too old")
         return version, fetch
 
     def record(self, access: Access, recorded: bool) -> None:
@@ -117,7 +113,7 @@ class Compute(Machine):
     def release(self, unit: int, found: Found) -> None:
         self.check_intact(unit, found)
         if found[1] is None:
-            self.homes[unit].readers -= 1
+            self.homes[unit].readers[self.homes[unit].front] -= 1
         else:
             self.used_now[found[1]] -= 1
         self.drop_reference(unit, found)

@@ -87,9 +87,7 @@ class Machine(Memory):
             self.scheduler.gradient_used(op)
         else:
             home, truth = self.homes[op.unit], self.truths[op.unit]
-            home.newest = op.version
-            if self.plan.max_staleness is None:
-                home.weights = op.version
+            home.newest = home.extents[op.home] = op.version
             truth.applied += op.steps
             self.scheduler.weights_written(op)
 
@@ -99,13 +97,14 @@ class Machine(Memory):
         self.lanes[self.lane(op)].remove(op)
         del self.stages[op]
         home, truth, (step,) = self.homes[op.unit], self.truths[op.unit], op.steps
-        home.weights = home.newest = home.states = op.version - 1
+        home.extents[0] = home.newest = home.states = op.version - 1
         home.undo = None
         if op.run is not None and not self.kept(op):
             self.give_back(op.unit)
         truth.consumed.discard(step)
         if self.plan.during_backward:
             truth.asked -= step < self.steps
+            truth.shown = truth.asked
             truth.passes.pop(step, None)
             if self.checkpoint is not None and self.checkpoint[op.unit] >= op.version:
                 self.checkpoint[op.unit] -= 1
@@ -126,10 +125,11 @@ class Machine(Memory):
             self.answer(op)
             return
         if op.kind is Kind.FETCH:
-            require(home.weights == op.version, f"unit {op.unit} was changed to {home.weights} while it was fetched")
+            now = home.extents[self.read_from[op]]
+            require(now == op.version, f"unit {op.unit} was changed to {now} while it was fetched")
             if not self.stages.pop(op):
                 self.fill(op)
-            home.readers -= 1
+            home.readers[self.read_from[op]] -= 1
             del self.readings[op]
         elif op.kind in (Kind.OFFLOAD, Kind.SPILL, Kind.RELOAD):
             self.end_move(op, (op.unit, op.steps[0]))
@@ -141,7 +141,7 @@ class Machine(Memory):
             truth = self.truths[op.unit]
             truth.consumed -= {*truth.applied[home.undo :]}
             del truth.applied[home.undo :]
-            home.weights = home.newest = home.states = home.undo
+            home.extents[0] = home.newest = home.states = home.undo
             home.undo = None
         elif op.kind is Kind.SAVE:
             version, edition = self.readings.pop(op)
@@ -175,7 +175,7 @@ class Machine(Memory):
             self.fail_update(op)
             return
         if op.kind is Kind.FETCH:
-            home.readers -= 1
+            home.readers[self.read_from[op]] -= 1
             del self.stages[op], self.readings[op]
         elif op.kind is Kind.OFFLOAD:
             self.queued[op.unit, op.steps[0]].popleft()
@@ -193,8 +193,8 @@ class Machine(Memory):
     def fail_update(self, op: Operation) -> None:
         """It may have changed anything. One that is not known to stand is undone."""
         home, truth = self.homes[op.unit], self.truths[op.unit]
-        if self.stages.pop(op) < 2 and self.plan.max_staleness is None:
-            home.weights = TORN
+        if self.stages.pop(op) < 2:
+            home.extents[op.home] = TORN
         home.newest = home.states = TORN
         step = op.steps[-1]
         stands = self.plan.during_backward or (step < self.steps and truth.used_rules[step] == truth.rules.get(step))

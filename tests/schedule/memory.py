@@ -42,10 +42,12 @@ def require(holds: bool, message: str) -> None:
 class Home:
     """What a unit's home holds."""
 
-    weights: int = 0
-    """Version of the weights that are read."""
+    extents: list[int] = field(default_factory=lambda: [0, 0])
+    """Versions of the weights in both extents. Only asynchronous updates use the second."""
+    front: int = 0
+    """Which of them is read."""
     newest: int = 0
-    """Version of the newest weights, which asynchronous updates write beside them."""
+    """Version of the newest weights."""
     states: int = 0
     """Version of the other states."""
     edition: int = 0
@@ -54,9 +56,14 @@ class Home:
     """Version of the states that the reserve keeps for a checkpoint."""
     undo: int | None = None
     """Version of the states that an undo brings back."""
-    readers: int = 0
-    """Operations that read the weights now, and compute that does."""
+    readers: Counter[int] = field(default_factory=Counter)
+    """By extent: operations that read the weights now, and compute that does."""
     state_readers: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Version of the weights that are read."""
+        return self.extents[self.front]
 
 
 @dataclass
@@ -69,8 +76,10 @@ class Truth:
     """Steps whose gradients the newest weights contain."""
     passes: dict[int, Counter[int]] = field(default_factory=dict)
     """step -> the passes whose gradients autograd has made."""
-    read: int | None = None
-    """Version that this step has read."""
+    closed: int = 0
+    """Of the steps that have asked, those whose update an asynchronous machine has begun, or is about to."""
+    shown: int = 0
+    """Version that accesses must read."""
     rules: dict[int, str] = field(default_factory=dict)
     """step -> the clipping and hyperparameters that `step()` has asked for."""
     used_rules: dict[int, str] = field(default_factory=dict)
@@ -122,6 +131,8 @@ class Memory:
         """(UPDATE, step) -> the gradient that it found."""
         self.readings: dict[Operation, tuple[int, int]] = {}
         """FETCH or SAVE -> (version, edition) that it reads."""
+        self.read_from: dict[Operation, int] = {}
+        """FETCH -> the extent that it reads."""
         self.held: dict[Operation, None] = {}
         """Reclaims that were answered: still held."""
         self.ahead: tuple[int, int, int] | None = None
@@ -189,8 +200,8 @@ class Memory:
             home.state_readers += op.run is None
             self.readings[op] = self.kept_or_now(op, home), home.edition
         elif op.kind is Kind.UNDO:
-            require(home.undo is not None and not home.readers, "UNDO of weights that somebody reads")
-            home.weights = home.newest = home.states = TORN
+            require(home.undo is not None and not home.readers.total(), "UNDO of weights that somebody reads")
+            home.extents[0] = home.newest = home.states = TORN
         elif op.kind is Kind.SPILL:
             needed = self.lost or self.scheduler.versions.failed or self.needed(op.unit, op.steps[0])
             require(self.plan.spills, "SPILL where SSD has no room")
@@ -206,6 +217,7 @@ class Memory:
         assert op.run is not None
         self.leases[op.run.start] = op
         self.references[op] = 0
+        self.read_from[op] = self.homes[op.unit].front
 
     def has_begun(self, op: Operation) -> bool:
         return op in self.stages or self.begin_fetch(op)
@@ -213,15 +225,16 @@ class Memory:
     def begin_fetch(self, op: Operation) -> bool:
         """Begin to read the weights; False if they are not there yet, which may be only where ranks agree."""
         home = self.homes[op.unit]
-        if self.plan.ranks_fetch_alike and home.weights < op.version:
-            require(bool(op.steps), f"FETCH of version {op.version} of unit {op.unit} names no update to wait for")
+        held, wanted = home.extents[self.read_from[op]], op.version
+        if self.plan.ranks_fetch_alike and held < wanted:
+            require(bool(op.steps), f"FETCH of version {wanted} of unit {op.unit} names no update to wait for")
             return False
-        require(home.weights == op.version, f"FETCH of version {op.version}, but the home has {home.weights}")
-        named = self.truths[op.unit].applied[-1:] if op.steps else [*op.steps]
+        require(held == wanted, f"FETCH of version {wanted}, but the home has {held}")
+        named = self.truths[op.unit].applied[wanted - 1 : wanted] if op.steps else [*op.steps]
         require(named == [*op.steps], f"FETCH of unit {op.unit} waits for {op.steps}, but {named} made its version")
-        self.readings[op] = home.weights, home.edition
+        self.readings[op] = held, home.edition
         self.stages[op] = 0
-        home.readers += 1
+        home.readers[self.read_from[op]] += 1
         return True
 
     def take_buffer(self, op: Operation) -> None:
@@ -260,8 +273,7 @@ class Memory:
         require(len(others) <= MOST_ADMITTED, f"{len(others)} updates in one lane")
         require(home.states == home.newest == op.version - len(op.steps), f"UPDATE on {home} to {op.version}")
         require(not home.state_readers, "UPDATE of states that a checkpoint reads")
-        if self.plan.max_staleness is None:
-            require(not home.readers, f"UPDATE of unit {op.unit}, which somebody reads")
+        require(not home.readers[op.home], f"UPDATE of unit {op.unit}, which somebody reads")
         if self.plan.units[op.unit].updater == 0 and self.ahead is not None:
             stale = self.ahead[0] == op.unit and self.ahead[1:] != (home.states, home.edition)
             require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
@@ -278,9 +290,7 @@ class Memory:
             self.updated[step].add(op.unit)
         early = self.plan.during_backward or self.plan.units[op.unit].speculated
         require(truth.asked >= op.version or early, "an update that nobody has asked for")
-        if self.plan.max_staleness is None:
-            home.weights = TORN
-        home.newest = home.states = TORN
+        home.extents[op.home] = home.newest = home.states = TORN
         self.stages[op] = 0
 
     def keep(self, op: Operation, home: Home) -> None:
@@ -305,10 +315,8 @@ class Memory:
             require(self.gradients.get(key) == self.truths[unit].passes[step], f"{key} is {self.gradients.get(key)}")
 
     def publish(self, op: Operation) -> None:
-        home = self.homes[op.unit]
-        require(not home.readers, f"PUBLISH of unit {op.unit}, which somebody reads")
-        require(op.version == home.newest, f"PUBLISH of version {op.version} of unit {op.unit}: {home}")
-        home.weights = home.newest
+        """The extent may be one that is yet to be written: then nobody reads it before."""
+        self.homes[op.unit].front = op.home
 
     def read_ahead(self, op: Operation) -> None:
         """It must be worth it, and what is read must still be so when the update begins."""

@@ -42,7 +42,7 @@ class Rules:
     def draw(rng: random.Random) -> "Rules":
         count = rng.randint(1, 7)
         mode = rng.choice(["clipped", "clipped", "during backward", "asynchronous"])
-        agreed = mode != "asynchronous" and rng.random() < 0.25
+        agreed = rng.random() < 0.25
         speculates = mode == "clipped" and not agreed and rng.random() < 0.5
         layers = rng.sample(range(count), count)
         experts: dict[int, tuple[int, ...]] = {}
@@ -67,7 +67,7 @@ class Rules:
             spills=spills,
             reserve_pages=rng.randint(0, 6),
             during_backward=mode == "during backward",
-            max_staleness=rng.randint(0, 2) if mode == "asynchronous" else None,
+            max_staleness=rng.randint(0, 3) if mode == "asynchronous" else None,
             ranks_fetch_alike=agreed,
         )
         return Rules(

@@ -37,6 +37,8 @@ class World(Compute):
         self.recorded_before: list[Access] | None = None
         """The same of the step before."""
         self.trace = [*self.plan.trace.accesses[:-1]]
+        self.turn = 0
+        """Steps since the last drain."""
 
     # --- the step ---
 
@@ -67,6 +69,7 @@ class World(Compute):
         changed = [unit for unit in units if decided_late and rng.random() < 0.1]
         self.note("step", self.steps, "skipped" * skipped, "clipped" * clipped, changed)
         self.decide(stand=self.begun() if skipped else units, otherwise=units if clipped else changed)
+        self.turn_over()
         self.scheduler.end_step(clipped, skipped, changed)
         self.check_trace()
         self.collect()
@@ -82,7 +85,6 @@ class World(Compute):
     def decide(self, stand: Collection[int], otherwise: Collection[int] = ()) -> None:
         """The step is over: of units that do not `stand`, it has changed nothing."""
         for unit, truth in enumerate(self.truths):
-            truth.read = None
             if self.steps in truth.passes and unit in stand:
                 truth.asked += 1
                 truth.rules[self.steps] = "otherwise" if unit in otherwise else "as guessed"
@@ -93,6 +95,17 @@ class World(Compute):
         self.steps += 1
         self.lost, self.dropped = False, frozenset()
 
+    def turn_over(self) -> None:
+        """A step is over: what the next one reads."""
+        most, self.turn = self.plan.max_staleness, self.turn + 1
+        for unit, truth in enumerate(self.truths):
+            if most:
+                truth.shown = truth.closed
+            if not most or (self.turn + unit) % most == 0:
+                truth.closed = truth.asked
+            if not most:
+                truth.shown = truth.asked
+
     def drop_gradients(self) -> None:
         self.note("drop gradients")
         begun = self.begun()
@@ -100,6 +113,9 @@ class World(Compute):
         self.scheduler.drop_gradients()
         self.wait(self.settled, "gradients to arrive")
         self.decide(stand=begun)
+        if self.plan.max_staleness is None:
+            for truth in self.truths:
+                truth.shown = truth.asked
 
     def check_trace(self) -> None:
         """A step that was like the one before is what the next ones are expected to be; another is not."""
@@ -120,7 +136,10 @@ class World(Compute):
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> None:
         self.note("drain")
         self.collect()
-        self.at_rest, self.ahead = True, None
+        self.at_rest, self.ahead, self.turn = True, None, 0
+        for truth in self.truths:
+            truth.closed = truth.asked
+            truth.shown = truth.shown if self.used_any and self.plan.max_staleness is not None else truth.asked
         self.scheduler.drain(True)
         try:
             self.until(lambda: self.scheduler.updates.drained, "updates to end")
@@ -156,7 +175,9 @@ class World(Compute):
         self.checkpoint = None
 
     def published(self) -> None:
-        self.until(lambda: all(home.weights == home.newest for home in self.homes), "weights to be published")
+        """Nothing to wait for: a drain shows what it has applied, unless a step has begun."""
+        for unit, home in enumerate(self.homes):
+            require(home.weights == self.truths[unit].shown, f"unit {unit} is drained, and shows {home.weights}")
 
     def overwrite(self) -> None:
         """The program writes weights in their home."""
@@ -172,8 +193,9 @@ class World(Compute):
         self.wait(lambda: self.scheduler.idle, "operations to end")
         self.note("restored")
         for unit, home in enumerate(self.homes):
-            require(home.readers == home.state_readers == 0, f"somebody reads unit {unit}, though nothing is under way")
-            self.homes[unit] = Home(edition=home.edition + 1)
+            readers = home.readers.total() + home.state_readers
+            require(not readers, f"somebody reads unit {unit}, though nothing is under way")
+            self.homes[unit] = Home(front=home.front, edition=home.edition + 1)
             self.truths[unit] = Truth()
         self.gradients.clear()
         self.on_ssd.clear()

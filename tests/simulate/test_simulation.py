@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -15,6 +16,7 @@ from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
@@ -238,6 +240,30 @@ def test_steps_share_a_pass_over_the_drive_as_far_as_weights_may_lag(max_stalene
     least = max(compute, sweep / (max_staleness + 1))
     assert step_s >= 0.9 * least  # gradients may wait when what is measured ends
     assert step_s <= 1.1 * (max(compute, sweep / max_staleness) if max_staleness else compute + sweep)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_ranks_too_steps_share_a_pass_over_the_drive(stage: Literal[1, 2, 3]) -> None:
+    """Each rank streams its slice; a step takes as long as an N-th of a pass."""
+    machine, ranks = replace(FAST, gpus_per_node=2, intra_node_bytes_per_s=figure(1e13)), Ranks(2, 2, stage)
+
+    def step_s(max_staleness: int | None) -> tuple[float, float]:
+        options = Options(page_bytes=4096, clipping=True, max_staleness=max_staleness)
+        budgets = Budgets(4096, ssd=LARGE)
+        while True:
+            try:
+                plan = make_plan(tower(12, 256), STATES["bf16"], budgets, options, ranks)
+                break
+            except BudgetError as error:
+                budgets = replace(budgets, host=error.needed_bytes or 0)
+        sweep = sum(2 * traffic.streamed for traffic in traffic_of(plan)) / 1e10
+        assert sweep > 0
+        return simulate(plan, machine, [0.0] * (len(plan.trace.accesses) - 1)).step_s, sweep
+
+    at_step, sweep = step_s(None)
+    late, sweep_late = step_s(3)
+    assert at_step >= 0.9 * sweep
+    assert sweep_late / 3 * 0.9 <= late <= at_step / 1.5
 
 
 def test_a_plan_with_ssd_needs_a_machine_whose_drive_is_known() -> None:

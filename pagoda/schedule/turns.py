@@ -1,0 +1,92 @@
+"""Asynchronous updates: after which steps a unit is updated, and which steps see that.
+
+With a bound of N steps, a unit is updated after every N-th step, by the gradients of these N steps, and PUBLISH shows
+that to accesses one step later. Units take turns, so each step updates about 1 / N of them. What a step reads does not
+depend on when updates end, so ranks agree on it without a message. A drain has everything applied, and shows it unless
+a step has begun.
+"""
+
+from collections.abc import Callable
+
+from pagoda.schedule.leases import Leases
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.versions import Update, Versions
+
+
+class Turns:
+    """Asks for asynchronous updates. Where updates are synchronous, it does nothing.
+
+    Invariants: accesses of one step see one version of a unit; an update writes the extent that no step reads.
+    """
+
+    def __init__(
+        self,
+        plan: SchedulePlan,
+        versions: Versions,
+        leases: Leases,
+        queue: Callable[[Update], None],
+        issue: Callable[[Operation], None],
+    ) -> None:
+        """`queue` has an update begin, after those of its unit before it."""
+        self._most = plan.max_staleness
+        self._versions = versions
+        self._leases = leases
+        self._queue = queue
+        self._issue = issue
+        self._turn = 0
+        """Steps since the last drain."""
+        self._step_begun = False
+        """Whether compute has used a unit since the last `step()`, as a part of a step."""
+
+    def begin_step(self) -> None:
+        """Compute uses a unit as a part of a step."""
+        self._step_begun = True
+
+    def end_step(self) -> None:
+        """`step()` has said what it updates."""
+        self._step_begun = False
+        self._turn += 1
+        most = self._most
+        for unit in range(len(self._versions.of)) if most is not None else ():
+            if most:
+                self._show(unit)
+            if not most or (self._turn + unit) % most == 0:
+                self._close(unit)
+            if not most:
+                self._show(unit)
+
+    def drain(self) -> None:
+        """Every gradient is to be applied. The turns begin anew."""
+        self._turn = 0
+        show = self._publish if self._step_begun else self._show
+        for unit, weights in enumerate(self._versions.of):
+            if weights.lag:
+                show(unit)
+                self._close(unit)
+                show(unit)
+
+    def restored(self) -> None:
+        """Every state has been replaced."""
+        self._turn = 0
+
+    def _close(self, unit: int) -> None:
+        """Ask for the update by all gradients of a unit that have come together."""
+        weights = self._versions.of[unit]
+        if weights.open:
+            records, weights.open = weights.open, []
+            self._queue(Update(unit, records, extent=1 - weights.front))
+
+    def _show(self, unit: int) -> None:
+        """From now on accesses see every update of a unit that has been asked for."""
+        weights = self._versions.of[unit]
+        if weights.lag != len(weights.open):
+            weights.lag = len(weights.open)
+            weights.front = 1 - weights.front
+            self._leases.changed(unit)
+            self._publish(unit)
+
+    def _publish(self, unit: int) -> None:
+        """Say which extent of a unit accesses read, and which update comes to it."""
+        weights = self._versions.of[unit]
+        steps = self._versions.awaited(unit, weights.due - len(weights.open))
+        self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, steps=steps, home=weights.front))
