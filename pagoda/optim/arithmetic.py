@@ -213,6 +213,7 @@ def _has_bit(bits: Any, at: Any) -> Any:
 def _map_value(place: Any) -> Any:
     # `place` is from 1 to below 256. The three steps of the contract ask for the three bits of its exponent, and bring
     # it to that of 128, which is exact. Maps are computed, not looked up: gathers are several times slower on a CPU.
+    # On one that looks bytes up in registers, `wide` takes the place of this.
     bits = bits_of(place)
     exponent = add(bits, 1 << 23)
     f = float_of(bit_or(bit_and(bits, 0x7FFFFF), 0x43000000))

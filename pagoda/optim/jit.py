@@ -5,8 +5,8 @@ Strict means no fast-math and no contraction: each operation rounds once, in the
 Integers are 32 bits, unsigned, and wrap. Numba would compute in 64 bits, which halves what a vector holds; so each
 operation is LLVM's own.
 
-Numba's disk cache notices changes in a kernel's own file only: if you change this file or `arithmetic`, touch the
-files of the kernels.
+Numba's disk cache compares the text of a kernel's own file only: if you change this file, `arithmetic` or `wide`,
+delete the folder's `__pycache__`.
 """
 
 from typing import Any
@@ -110,13 +110,11 @@ def _truncate_intrinsic(_context: Any, _value: Any) -> Any:
     return types.uint32(types.float32), codegen
 
 
-def _has_conversions() -> bool:
-    """Whether the CPU that Numba compiles for converts between fp16 and fp32."""
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return "+f16c" in features.split(",") or triple.startswith(("aarch64", "arm64"))
-
-
-HAS_CONVERSIONS = _has_conversions()
+_TRIPLE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
+HAS_CONVERSIONS: bool = "+f16c" in _FEATURES.split(",") or _TRIPLE.startswith(("aarch64", "arm64"))
+"""Whether the CPU that Numba compiles for converts between fp16 and fp32."""
+HAS_BYTE_LOOKUPS: bool = {"+avx512bw", "+avx512vbmi"}.issubset(_FEATURES.split(","))
+"""Whether it looks up bytes in registers."""
 extended = intrinsic(_extend_intrinsic)
 rounded_to_half = intrinsic(_truncate_intrinsic)
 

@@ -50,6 +50,7 @@ from pagoda.optim.elements import load, load_master, masters_at, store_master, v
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.jit import add, bit_and, on_stack, pointer, rounded, shift_right
 from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
+from pagoda.optim.wide import decode_groups, encode_groups
 
 UpdateKernel = Callable[..., None]
 """``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``, where noise is nothing,
@@ -106,16 +107,25 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int) -> UpdateKernel
 
 
 @part
-def _encode_block(values: Any, codes: Any, count: Any, top: Any, signed: Any) -> Any:
+def _decode_block(codes: Any, values: Any, scale: Any, signed: Any) -> None:
+    """Decode one block of exp_avg, which is `signed`, or exp_avg_sq, to as many fp32 values."""
+    done = decode_groups(codes.ctypes.data, values.ctypes.data, len(codes), scale, signed)
+    for i in range(done, len(codes)):
+        values[i] = decode(codes[i], signed) * scale
+
+
+@part
+def _encode_block(values: Any, codes: Any, top: Any, signed: Any) -> Any:
     """Encode one block of exp_avg, which is `signed`, or exp_avg_sq, whose largest magnitude has the bits `top`;
     returns its scale."""
     scale = scale_of(top)
     if scale > np.float32(0):
         inverse = np.float32(1) / scale
-        for i in range(count):
+        done = encode_groups(values.ctypes.data, codes.ctypes.data, len(codes), inverse, signed)
+        for i in range(done, len(codes)):
             codes[i] = encode(values[i], inverse, signed)
     else:
-        for i in range(count):
+        for i in range(len(codes)):
             codes[i] = np.uint8(0)
     return scale
 
@@ -153,17 +163,18 @@ def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
             grads = values_at(gradient + gradient_bytes * first, count)
             codes = carray(pointer(exp_avg + first, np.uint8), count)
             codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
+            _decode_block(codes, avg, scale[block], True)
+            _decode_block(codes_sq, avg_sq, scale_sq[block], False)
             top, top_sq = np.uint32(0), np.uint32(0)
             for i in range(count):
                 w, g = load_master(weights, masters, i), load(gradients, grads, i)
-                m, v = decode(codes[i], True) * scale[block], decode(codes_sq[i], False) * scale_sq[block]
-                w, m, v = adam_element(w, m, v, g, scalars, True)
+                w, m, v = adam_element(w, avg[i], avg_sq[i], g, scalars, True)
                 avg[i] = m
                 avg_sq[i] = v
                 top, top_sq = max(top, magnitude(m)), max(top_sq, magnitude(v))
                 store_master(weights, masters, i, w)
-            scale[block] = _encode_block(avg, codes, count, top, True)
-            scale_sq[block] = _encode_block(avg_sq, codes_sq, count, top_sq, False)
+            scale[block] = _encode_block(avg, codes, top, True)
+            scale_sq[block] = _encode_block(avg_sq, codes_sq, top_sq, False)
 
     return update
 
@@ -230,16 +241,18 @@ def encode_moment(values: int, codes: int, scales: int, n: int, signed: bool) ->
         top = np.uint32(0)
         for i in range(count):
             top = max(top, magnitude(value[i]))
-        scale[block] = _encode_block(value, code, count, top, signed)
+        scale[block] = _encode_block(value, code, top, signed)
 
 
 @kernel
 def decode_moment(codes: int, scales: int, values: int, n: int, signed: bool) -> None:
     """The reverse of `encode_moment`."""
     scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
-    code, value = carray(pointer(codes, np.uint8), n), carray(pointer(values, np.float32), n)
-    for i in range(n):
-        value[i] = decode(code[i], signed) * scale[i // BLOCK]
+    for block in range(len(scale)):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        value = carray(pointer(values + 4 * first, np.float32), count)
+        _decode_block(carray(pointer(codes + first, np.uint8), count), value, scale[block], signed)
 
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None) -> None:

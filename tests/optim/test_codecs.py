@@ -1,5 +1,9 @@
 """Codecs of moments: the error of each, and what must never be hidden."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import reference
 import torch
@@ -128,6 +132,39 @@ def test_each_element_gets_the_nearest_value_of_the_map(
     assert (error <= (0.0111 if signed else 0.0039) * scale).all()
     large = values.abs() > 1e-4 * scale
     assert (error[large] <= (0.28 if signed else 0.19) * values.double().abs()[large]).all()
+
+
+@either
+@pytest.mark.parametrize("n", [BLOCK, 40], ids=["whole blocks", "less than is encoded at a time"])
+def test_codes_change_where_the_contract_has_it(moment: str, n: int) -> None:
+    """At the least value that has a code, and at those beside it. In a block with 1, so that its scale is 1."""
+    signed = moment == "exp_avg"
+    codes, one = torch.arange(1, 128 if signed else 256), torch.ones(1)
+    low, high = torch.zeros(len(codes), dtype=torch.int32), one.view(torch.int32).expand(len(codes))
+    while (low < high).any():
+        middle = (low + high) // 2
+        has = reference.encode(torch.cat([middle.view(torch.float32), one]), signed)[0][:-1] >= codes
+        low, high = torch.where(has, low, middle + 1), torch.where(has, middle, high)
+    around = torch.cat([low + ulps for ulps in (-2, -1, 0, 1, 2)]).clamp(min=0).view(torch.float32)
+    for values in (torch.cat([part, one]) for part in (around.clamp(max=1)).split(n - 1)):
+        for sign in (1, -1) if signed else (1,):
+            ours, theirs = flat.encode_moment(moment, values * sign, "8bit"), reference.encode(values * sign, signed)
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(flat.decode_moment(moment, ours), reference.decode(*theirs, signed))
+
+
+def test_a_cpu_without_byte_lookups_gives_the_same_bits() -> None:
+    program = """
+from tests.optim.blocks import assert_same_states
+from tests.optim.make_vectors import load, load_gradient, update
+from pagoda.optim.jit import HAS_BYTE_LOOKUPS
+
+assert not HAS_BYTE_LOOKUPS
+states = load("adamw-8bit", "bf16", "before")
+update("adamw-8bit", "bf16", states, load_gradient("adamw-8bit", "bf16"))
+assert_same_states(states, load("adamw-8bit", "bf16", "after"))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "NUMBA_CPU_NAME": "generic"})
 
 
 @either

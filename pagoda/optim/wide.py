@@ -1,0 +1,248 @@
+"""The codec of 8-bit moments for CPUs that look bytes up in registers (AVX-512 VBMI): 64 elements at a time.
+
+`arithmetic` computes the maps, which any vector unit can do. A lookup takes a third of the instructions, but compilers
+do not make one of a loop. So this is LLVM's vectors, written out. All tables come from `arithmetic`, and the bits are
+the same.
+
+Decoding looks each of the four bytes of a value up by its code, and interleaves them.
+
+Encoding looks up which line of `codecs` gives the code of x. From `_LEAST` to 1, no two lines begin at values whose
+bits agree but for the last 24. So the upper bits say which line may begin here, and `carries` has what makes a sum with
+the bits of x carry into the bits above, where it has begun. The sum's upper bits are the number of the line. A line's
+last cell ends where the next line begins: hence the least with `_TOPS` times its offset.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from pagoda.jit import kernel, part
+from pagoda.optim.arithmetic import decode, encode
+from pagoda.optim.codecs import LINES
+from pagoda.optim.jit import HAS_BYTE_LOOKUPS, float_of
+
+WIDTH = 64
+"""Elements that are encoded or decoded at a time."""
+_LEAST = 2.0**-28
+"""Below it x has the code of what is just above zero, or of zero."""
+_TOPS = {True: 2.22, False: 2.245}
+"""By `signed`: times the offset of any line, it lies in the last cell of that line."""
+
+_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTES, _WORDS = ir.VectorType(_I8, WIDTH), ir.VectorType(_I16, WIDTH // 2)
+_INTS, _FLOATS = ir.VectorType(_I32, WIDTH // 4), ir.VectorType(_F32, WIDTH // 4)
+
+
+@kernel
+def _value_of(code: int, signed: bool) -> Any:
+    return decode(np.uint8(code), signed)
+
+
+@kernel
+def _code_of(bits: int, signed: bool) -> Any:
+    return encode(float_of(np.uint32(bits)), np.float32(1.0), signed)
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+def _first_with(code: int, signed: bool) -> int:
+    """The bits of the least x that has a code."""
+    low, high = 0, _bits(1.0)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _code_of(middle, signed) >= code else (middle + 1, high)
+    return low
+
+
+def _lines(signed: bool) -> tuple[list[int], list[float], list[float]]:
+    """(carries, slopes, offsets), each by the lowest four bits of an index. What is added to the code of exp_avg_sq is
+    one, so that it too begins with a power of two on each line."""
+    by, extra = (1, 0) if signed else (2, 1)
+    pieces = [(_first_with(by * 2**e - extra, signed), by * a, by * b) for e, (a, b) in enumerate(LINES)]
+    top = 127 if signed else 255
+    pieces = [(0, 0.0, 0.0), *pieces] if signed else [(0, *pieces[0][1:]), *pieces[1:]]
+    pieces.append((_first_with(top, signed), 0.0, float(top + extra)))
+    carries, slopes, offsets = [0] * 16, [0.0] * 16, [0.0] * 16
+    for index in range(_bits(_LEAST) >> 24, (_bits(1.0) >> 24) + 1):
+        end = (index + 1) << 24
+        begin_here = [start for start, _, _ in pieces if start >> 24 == index]
+        last = [line for start, *line in pieces if start < end][-1]
+        carries[index % 16] = end - begin_here[0] if begin_here else 1 << 24
+        slopes[(index + 1) % 16], offsets[(index + 1) % 16] = last
+    return carries, slopes, offsets
+
+
+# LLVM's vectors. `b` is the builder.
+
+
+def _constant(element: ir.Type, values: Sequence[float]) -> ir.Constant:
+    kind = float if element is _F32 else int
+    return ir.Constant(ir.VectorType(element, len(values)), [ir.Constant(element, kind(value)) for value in values])
+
+
+def _all(element: ir.Type, value: float) -> ir.Constant:
+    return _constant(element, [value] * (8 * WIDTH // element.width if element is not _F32 else WIDTH // 4))
+
+
+def _call(b: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+    name = f"llvm.x86.avx512.{name}.512"
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), arguments)
+
+
+def _at(b: ir.IRBuilder, address: ir.Value, vector: ir.Type, index: int = 0) -> ir.Value:
+    return b.inttoptr(b.add(address, ir.Constant(_I64, WIDTH * index)), ir.PointerType(vector))
+
+
+def _shuffled(b: ir.IRBuilder, one: ir.Value, other: ir.Value, places: Sequence[int]) -> ir.Value:
+    return b.shuffle_vector(one, other, _constant(_I32, places))
+
+
+def _spread(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    first = b.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_I32, 0))
+    return _shuffled(b, first, first, [0] * _FLOATS.count)
+
+
+def _by_lanes(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Bytes whose 128-bit lanes have changed places with their 32-bit parts."""
+    parts = b.bitcast(value, _INTS)
+    return b.bitcast(_shuffled(b, parts, parts, [4 * lane + part for part in range(4) for lane in range(4)]), _BYTES)
+
+
+def _interleaved(b: ir.IRBuilder, low: ir.Value, high: ir.Value, vector: ir.Type) -> list[ir.Value]:
+    """Elements of twice the size from the halves of each, in two vectors, lane by lane."""
+    count = low.type.count
+    lane, half = count // 4, count // 8
+    places = [[lane * n + k + h for n in range(4) for k in range(half) for h in (0, count)]]
+    places.append([place + half for place in places[0]])
+    return [b.bitcast(_shuffled(b, low, high, of_half), vector) for of_half in places]
+
+
+def _packed(b: ir.IRBuilder, name: str, vector: ir.Type, values: Sequence[ir.Value]) -> list[ir.Value]:
+    """Pairs of vectors as one of elements half as large, lane by lane."""
+    return [_call(b, name, vector, *values[i : i + 2]) for i in range(0, len(values), 2)]
+
+
+def _least(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    return b.select(b.icmp_signed("<", one, other), one, other)
+
+
+def _most(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    return b.select(b.icmp_signed(">", one, other), one, other)
+
+
+def _decode(b: ir.IRBuilder, codes: ir.Value, values: ir.Value, scale: ir.Value, signed: bool) -> None:
+    """Values, at an address, of the codes at another."""
+    scales = _spread(b, scale)
+    table = [_bits(_value_of(code, signed)) for code in range(256)]
+    code = _by_lanes(b, b.load(_at(b, codes, _BYTES), align=1))
+    is_high = b.icmp_signed("<", code, _all(_I8, 0))
+    planes = []
+    for plane in range(4):
+        quarters = [
+            _constant(_I8, [bits >> 8 * plane & 0xFF for bits in table[at : at + WIDTH]]) for at in range(0, 256, WIDTH)
+        ]
+        byte = _call(b, "vpermi2var.qi", _BYTES, quarters[0], code, quarters[1])
+        if not signed:
+            byte = b.select(is_high, _call(b, "vpermi2var.qi", _BYTES, quarters[2], code, quarters[3]), byte)
+        elif plane == 3:
+            byte = b.or_(byte, b.and_(code, _all(_I8, 0x80)))
+        planes.append(byte)
+    halves = [_interleaved(b, planes[i], planes[i + 1], _WORDS) for i in (0, 2)]
+    whole = [value for low, high in zip(*halves, strict=True) for value in _interleaved(b, low, high, _FLOATS)]
+    for index, value in enumerate(whole):
+        b.store(b.fmul(value, scales), _at(b, values, _FLOATS, index), align=1)
+
+
+def _encode(b: ir.IRBuilder, values: ir.Value, codes: ir.Value, inverse: ir.Value, signed: bool) -> None:
+    """Codes, at an address, of the values at another; `inverse` is 1 over their scale."""
+    steps, a, o = _lines(signed)
+    carries, slopes, offsets = _constant(_I32, steps), _constant(_F32, a), _constant(_F32, o)
+    inverses = _spread(b, inverse)
+    to_top = _bits(_TOPS[signed] * LINES[0][1]) - _bits(LINES[0][1])
+    shift, least = _all(_I32, 24), _all(_I32, _bits(_LEAST))
+    # Each operation on all vectors: so the CPU finds work while one waits for its operands.
+    raw = [b.load(_at(b, values, _INTS, index), align=1) for index in range(4)]
+    magnitudes = [b.and_(bits, _all(_I32, 0x7FFFFFFF)) for bits in raw]
+    x = [b.bitcast(b.fmul(b.bitcast(value, _FLOATS), inverses), _INTS) for value in magnitudes]
+    bits = [_most(b, value, least) for value in x]
+    carry = [_call(b, "permvar.si", _INTS, carries, b.lshr(value, shift)) for value in bits]
+    line = [b.lshr(b.add(value, added), shift) for value, added in zip(bits, carry, strict=True)]
+    offset = [_call(b, "permvar.sf", _FLOATS, offsets, index) for index in line]
+    slope = [_call(b, "permvar.sf", _FLOATS, slopes, index) for index in line]
+    rise = [b.fmul(b.bitcast(value, _FLOATS), by) for value, by in zip(bits, slope, strict=True)]
+    u = [b.bitcast(b.fadd(value, start), _INTS) for value, start in zip(rise, offset, strict=True)]
+    top = [b.add(b.bitcast(start, _INTS), _all(_I32, to_top)) for start in offset]
+    u = [_least(b, value, most) for value, most in zip(u, top, strict=True)]
+    words = _packed(b, "packssdw", _WORDS, [b.fptosi(b.bitcast(value, _FLOATS), _INTS) for value in u])
+    if not signed:
+        one = _all(_I16, 1)
+        words = [_most(b, b.sub(value, one), one) for value in words]
+        zeros = _packed(b, "packssdw", _WORDS, x)  # 0 only where x is
+        words = [_least(b, value, zero) for value, zero in zip(words, zeros, strict=True)]
+    (code,) = _packed(b, "packuswb", _BYTES, words)
+    code = _by_lanes(b, code)
+    if signed:
+        negative = [b.icmp_signed("<", value, _all(_I32, 0)) for value in raw]
+        while len(negative) > 1:
+            both = range(2 * negative[0].type.count)
+            negative = [_shuffled(b, negative[i], negative[i + 1], both) for i in range(0, len(negative), 2)]
+        code = b.select(negative[0], b.or_(code, _all(_I8, 0x80)), code)
+    b.store(code, _at(b, codes, _BYTES), align=1)
+
+
+def _intrinsic(write: Callable[..., None], signed: bool) -> Any:
+    """What `write` writes, as a function of two addresses and a factor."""
+
+    def typed(_context: Any, _source: Any, _target: Any, _factor: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            write(builder, *args, signed)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.float32), codegen
+
+    return intrinsic(typed)
+
+
+_decode_signed, _decode_unsigned = _intrinsic(_decode, True), _intrinsic(_decode, False)
+_encode_signed, _encode_unsigned = _intrinsic(_encode, True), _intrinsic(_encode, False)
+
+
+@part
+def _decode_groups(codes: Any, values: Any, n: Any, scale: Any, signed: Any) -> Any:
+    """Decode the first of `n` codes at an address to fp32 at another; returns how many: all but less than `WIDTH`. Of
+    exp_avg, which is `signed`, or exp_avg_sq."""
+    done = n - n % WIDTH
+    for i in range(0, done, WIDTH):
+        if signed:
+            _decode_signed(codes + i, values + 4 * i, scale)
+        else:
+            _decode_unsigned(codes + i, values + 4 * i, scale)
+    return done
+
+
+@part
+def _encode_groups(values: Any, codes: Any, n: Any, inverse: Any, signed: Any) -> Any:
+    """The reverse; `inverse` is 1 over the scale."""
+    done = n - n % WIDTH
+    for i in range(0, done, WIDTH):
+        if signed:
+            _encode_signed(values + 4 * i, codes + i, inverse)
+        else:
+            _encode_unsigned(values + 4 * i, codes + i, inverse)
+    return done
+
+
+@part
+def _none(_source: Any, _target: Any, _n: Any, _factor: Any, _signed: Any) -> Any:
+    return 0
+
+
+decode_groups = _decode_groups if HAS_BYTE_LOOKUPS else _none
+encode_groups = _encode_groups if HAS_BYTE_LOOKUPS else _none
