@@ -56,7 +56,6 @@ def test_more_tokens_a_step_hide_more_copies() -> None:
     )
     assert many.flop_per_s > 1.2 * few.flop_per_s
     assert many.hit_rate > few.hit_rate
-    assert 4 * many.step_s < 32 * few.step_s
 
 
 def test_the_page_has_the_cheapest_experiment_as_the_script_writes_it_and_the_plots() -> None:

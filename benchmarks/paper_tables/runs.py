@@ -201,5 +201,5 @@ def _described(config: PlanConfig, shape: PaperShape, part: PaperShape) -> Model
         vocab=shape.vocab,
         measurable=False,
         top_k=shape.top_k,
-        exchanged=exchanged_elements(part, config.tokens, experts),
+        exchanged=exchanged_elements(root, config.tokens * shape.top_k * shape.hidden, experts),
     )
