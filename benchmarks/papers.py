@@ -1,17 +1,23 @@
-"""The papers' tables beside what Pagoda's planner and simulator give: `python benchmarks/papers.py` writes
-docs/papers.md.
+"""The papers' tables and experiments beside what Pagoda's planner and simulator give: `python benchmarks/papers.py`
+writes docs/papers.md, docs/papers/experiments.md and its plots. `python benchmarks/papers.py tables` writes the first
+page only, `experiments` the other.
 
-Nothing is measured here: the same code gives the same text on every machine, and a test compares it with the file.
+Nothing is measured here: the same code gives the same text on every machine, and a test compares it with the files.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from paper_tables.claims import claim_table
+from paper_tables.drawing import draw
 from paper_tables.efficiency import efficiency_table, overlap_table
+from paper_tables.experiments import EXPERIMENTS, Plot, sections
 from paper_tables.memory import memory_table
 
-PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "papers.md"
+EXPERIMENTS_PAGE = DOCS / "papers" / "experiments.md"
 
 INTRODUCTION = """\
 # The papers' tables, from Pagoda's planner
@@ -19,6 +25,7 @@ INTRODUCTION = """\
 Written by `python benchmarks/papers.py`; a test compares this file with what that writes. Nothing here was run: the
 papers' figures are theirs, and Pagoda's come from the planner that the runtime executes and from the simulator, which
 the scheduler drives, on machines as `pagoda/simulate/machines.py` describes them, each figure there with its source.
+[The papers' experiments](papers/experiments.md) have a page of their own.
 """
 
 MEMORY = """
@@ -56,9 +63,9 @@ about 96 times the layers, sequences of 1,024), T5s of hidden 8,192. Assumptions
 
 - Every rank is data parallel, ZeRO stage 3, and updates units during backward: one micro-batch, no clipping. Clipping
   adds 2 bytes a parameter for gradients. ZeRO's 170B and the 1T and 32T of ZeRO-Infinity used model parallelism too.
-- A plan has leases and collective buffers on the GPU and homes in RAM and on SSD. The *closed form* is what would fit
-  if the rest of GPU memory were home to state, at 12 bytes a parameter: alone, or beside RAM and SSD. No plan does
-  that yet.
+- A plan has leases and collective buffers on the GPU, and homes in RAM and on SSD; what does not fit there has its home
+  on the GPU too, as far as whole units fit. The *closed form* is what would fit if all the rest of GPU memory were home
+  to state, at 12 bytes a parameter: alone, or beside RAM and SSD.
 - Units are modules of at most 512 MiB of weights.
 - Pages may use nine tenths of RAM and of drives, split evenly over a node's ranks, and all of a GPU's memory but 1 GiB
   and the activations: ZeRO-Infinity's formulas with a checkpoint each layer, 2 * tokens * hidden * layers, and
@@ -75,6 +82,34 @@ about 96 times the layers, sequences of 1,024), T5s of hidden 8,192. Assumptions
 """
 
 
+EXPERIMENTS_INTRODUCTION = """\
+# The papers' experiments, simulated
+
+Written by `python benchmarks/papers.py`; a test compares this file with what that writes. [The papers'
+tables](../papers.md) are on another page.
+
+**Nothing here was run.** The papers' figures were measured; Pagoda's are simulated, on machines of the same kind. The
+simulator has no latencies, no imbalance, and lets a GPU compute at the rate that it reaches while all its data is there
+(`reached` in `pagoda/simulate/machines.py`: 70 TFLOP/s of a V100, 187 of an A100). So a ratio above 1 says that copies,
+updates and collectives end under compute where the paper's did not. It does not say that a run would reach that rate.
+
+Each case is planned and simulated as `pagoda plan` does it, with these settings:
+
+- AdamW in bf16 with fp32 moments, ZeRO stage 3, one micro-batch, all ranks data parallel, and clipping: 14 bytes a
+  parameter, gradients included.
+- Layers are recomputed. If their inputs do not fit the GPU, they are copied to RAM or to drives and back
+  ("activations copied"); these copies are counted.
+- Pages may use nine tenths of RAM and of drives. Of the GPU, what 1 GiB for CUDA and the activations leave. The
+  planner decides what is home to a unit: GPU, RAM or drive.
+- The plan is the fastest of a short search (splits of memory, GPU memory as a home, updates on the GPU), with units of
+  at most 512 MiB, or a matrix. Of shapes with many units, a part of the layers is planned, with the same part of every
+  tier; activations are those of all layers.
+- Matrices of more than 512 MiB are cut in tiles.
+- TFLOP/s count four forward passes, recomputation included, attention as a full square.
+- Where `d2h` binds on several nodes, compute waits for gradients, which are reduced between nodes before they leave.
+"""
+
+
 def page() -> str:
     """The text of docs/papers.md."""
     parts = [INTRODUCTION, MEMORY, *_lines(memory_table()), EFFICIENCY, *_lines(efficiency_table())]
@@ -82,9 +117,22 @@ def page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def experiments_page() -> tuple[str, list[Plot]]:
+    """The text of docs/papers/experiments.md, and its plots."""
+    made = [experiment() for experiment in EXPERIMENTS]
+    return "\n".join([EXPERIMENTS_INTRODUCTION.rstrip(), *sections(made)]).rstrip() + "\n", [e.plot for e in made]
+
+
 def _lines(table: Iterator[str]) -> list[str]:
     return ["\n".join(table)]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    wanted = sys.argv[1:] or ["tables", "experiments"]
+    if "tables" in wanted:
+        PAGE.write_text(page())
+    if "experiments" in wanted:
+        text, plots = experiments_page()
+        EXPERIMENTS_PAGE.write_text(text)
+        for plot in plots:
+            draw(plot, DOCS / "images")

@@ -1,11 +1,15 @@
 """The page of the papers' tables is what the code gives, and its formulas are the papers'."""
 
+import re
+
 import pytest
 
 import papers
 from pagoda.models.papers import PAPER_SHAPES
 from paper_tables.efficiency import efficiency, simulated_efficiency
+from paper_tables.experiments import sections, ten_cache
 from paper_tables.memory import pagoda_bytes, zero_bytes
+from paper_tables.runs import Setup, fits, run
 
 
 @pytest.mark.parametrize(
@@ -38,3 +42,29 @@ def test_without_overlap_the_simulator_agrees_with_zero_infinitys_formula_and_ov
 @pytest.mark.slow
 def test_the_page_is_what_the_script_writes() -> None:
     assert papers.PAGE.read_text() == papers.page(), "run `python benchmarks/papers.py` and look at what changed"
+
+
+def test_with_gpu_memory_alone_every_unit_but_one_lives_there() -> None:
+    made = run(PAPER_SHAPES["gpt-60b"], Setup(machine="v100-32g", nodes=4, gpu_alone=True))
+    assert len(made.plan.placement.resident) == len(made.plan.units) - 1
+    assert not fits(PAPER_SHAPES["gpt-60b"], Setup(machine="v100-32g", nodes=1, gpu_alone=True))
+
+
+def test_more_tokens_a_step_hide_more_copies() -> None:
+    few, many = (
+        run(PAPER_SHAPES["gpt-6b"], Setup(machine="a100-40g", gpus=1, batch=batch, ram_gib=128)) for batch in (1, 32)
+    )
+    assert many.flop_per_s > 1.2 * few.flop_per_s
+    assert many.hit_rate > few.hit_rate
+
+
+def test_the_page_has_the_cheapest_experiment_as_the_script_writes_it_and_the_plots() -> None:
+    text = papers.EXPERIMENTS_PAGE.read_text()
+    assert "\n".join(sections([ten_cache()])) in text, "run `python benchmarks/papers.py experiments` and look"
+    assert all((papers.DOCS / "papers" / name).exists() for name in re.findall(r"\((\S+\.png)\)", text))
+
+
+@pytest.mark.slow
+def test_the_page_of_experiments_is_what_the_script_writes() -> None:
+    text, _ = papers.experiments_page()
+    assert papers.EXPERIMENTS_PAGE.read_text() == text, "run `python benchmarks/papers.py experiments` and look"

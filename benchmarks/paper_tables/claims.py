@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_shape
 from paper_tables.common import count, gigabytes
-from paper_tables.largest import Setting, forecast, largest, t5_shape, with_device_homes
+from paper_tables.largest import Setting, fits, forecast, largest, t5_shape, with_device_homes
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def claim_table() -> Iterator[str]:
     for claim in CLAIMS:
         setting = claim.setting
         if claim.named is None:
-            shape = largest(claim.family, setting)
+            shape = largest(claim.family, partial(fits, setting=setting))
             size = f"{count(shape.params)} ({shape.name})"
             closed = [count(params) for params in with_device_homes(shape, setting)]
         else:

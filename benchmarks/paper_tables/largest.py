@@ -12,6 +12,7 @@ from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import exchanged_elements
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.plan.collective import reduce_pages
+from pagoda.plan.layout import Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
@@ -130,14 +131,19 @@ def plan_of(shape: PaperShape, setting: Setting) -> tuple[Plan, PaperShape, int,
     chosen = setting.batch * shape.seq_len * part.top_k * part.hidden
     exchanges = {module: 2 * n for module, n in exchanged_elements(root, chosen, setting.experts).items()}
     if times > 1:
-        # What passes the GPU is the same for a part of the layers; what lives there is a part, as in RAM and on SSD.
         layout = make_plan(root, STATES, ROOMY, OPTIONS, setting.ranks, exchanges).layout
-        passing = (layout.lease_pages(DEFAULT_SPLIT.leases_ahead) + reduce_pages(layout)) * layout.page_bytes
-        assert budgets.device is not None
-        device = passing + int(max(0, budgets.device - passing) / times)
-        ssd = None if budgets.ssd is None else int(budgets.ssd / times)
-        budgets = Budgets(int(budgets.host / times), min(device, budgets.device), ssd)
+        budgets = budgets_of_part(layout, budgets, times)
     return make_plan(root, STATES, budgets, OPTIONS, setting.ranks, exchanges), part, tiles, times
+
+
+def budgets_of_part(layout: Layout, budgets: Budgets, times: float) -> Budgets:
+    """What a part of the layers may use, of which there are so many. What passes the GPU is the same for a part; what
+    lives there is a part, as in RAM and on SSD."""
+    passing = (layout.lease_pages(DEFAULT_SPLIT.leases_ahead) + reduce_pages(layout)) * layout.page_bytes
+    assert budgets.device is not None
+    device = passing + int(max(0, budgets.device - passing) / times)
+    ssd = None if budgets.ssd is None else int(budgets.ssd / times)
+    return Budgets(int(budgets.host / times), min(device, budgets.device), ssd)
 
 
 def forecast(shape: PaperShape, setting: Setting) -> Result:
@@ -159,14 +165,14 @@ def fits(shape: PaperShape, setting: Setting) -> bool:
     return True
 
 
-def largest(family: Callable[[float], PaperShape], setting: Setting) -> PaperShape:
+def largest(family: Callable[[float], PaperShape], fits: Callable[[PaperShape], bool]) -> PaperShape:
     """The largest shape of a family, by parameters, that fits: to 1%."""
     low, high = 1e9, 2e9
-    while fits(family(high), setting):
+    while fits(family(high)):
         low, high = high, 2 * high
     while high / low > 1.01:
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if fits(family(middle), setting) else (low, middle)
+        low, high = (middle, high) if fits(family(middle)) else (low, middle)
     return family(low)
 
 
@@ -180,8 +186,7 @@ def t5_shape(params: float) -> PaperShape:
 
 def with_device_homes(shape: PaperShape, setting: Setting) -> tuple[float, float]:
     """Parameters that would fit if GPU memory that leases leave free were home to state: (in it alone, with the other
-    tiers). A closed form, because no plan of several ranks has homes on the device: 12 bytes a parameter, and four
-    units, tiled, for leases and collective buffers."""
+    tiers). A closed form: 12 bytes a parameter, and four units, tiled, for leases and collective buffers."""
     budgets = budgets_of(setting, shape)
     unit = 2 * max(shape.ffn, shape.vocab) * shape.hidden / tiles_of(shape)
     alone = max(0.0, (budgets.device or 0) - 4 * unit)

@@ -98,6 +98,7 @@ class PagePool:
         stretch: deque[tuple[int, int, bool]] = deque()
         ceiling: deque[tuple[float, int]] = deque()  # (price, start), prices falling: [0] is the highest
         frames = evicted = 0
+        last_start = self.first + self.frames - count
         best: list[Run] | None = None
         best_cost = (float("inf"), self.frames + 1)
         for tile in self._tiles():
@@ -105,6 +106,8 @@ class PagePool:
             if not is_free:
                 cost = price(Run(start, size))
                 if cost is None:
+                    if start + size > last_start:
+                        break  # what follows is too short
                     stretch.clear()
                     ceiling.clear()
                     frames = evicted = 0

@@ -81,7 +81,7 @@ class Chosen:
     """
 
     def __init__(self) -> None:
-        self._coming: dict[int, int] = {}
+        self.coming: dict[int, int] = {}
         """unit -> its place among those that are coming, from 1 on."""
         self._with: dict[int, Sequence[int]] = {}
         """unit -> those that were chosen with it, it included, when it was last chosen."""
@@ -89,7 +89,7 @@ class Chosen:
 
     def announce(self, units: Sequence[int]) -> None:
         """A router has chosen."""
-        self._coming = _places(units)
+        self.coming = _places(units)
         self._with.update((unit, units) for unit in units)
 
     def used(self, unit: int, backward: bool) -> bool:
@@ -98,23 +98,19 @@ class Chosen:
         if unit == self._using or not self._with:
             return False
         self._using = unit
-        if unit in self._coming:
-            units = [*self._coming]
-            self._coming = _places(units[units.index(unit) + 1 :])
+        if unit in self.coming:
+            units = [*self.coming]
+            self.coming = _places(units[units.index(unit) + 1 :])
         elif backward and (chosen := self._with.get(unit)) is not None:
-            self._coming = _places(chosen[: chosen.index(unit)][::-1])
+            self.coming = _places(chosen[: chosen.index(unit)][::-1])
             return True
         else:
-            self._coming = {}
+            self.coming = {}
         return False
 
     def units(self) -> Sequence[int]:
         """Those that are coming, in order."""
-        return [*self._coming]
-
-    def place(self, unit: int) -> int | None:
-        """The place of a unit among those that are coming, from 1 on; None if it is none of them."""
-        return self._coming.get(unit)
+        return [*self.coming]
 
 
 def _places(units: Sequence[int]) -> dict[int, int]:

@@ -38,15 +38,19 @@ class Frames:
 
     def free(self, run: Run) -> None:
         """Give a run back."""
-        index = run.start // self._slab
+        index = self.slab_of(run)
         at = bisect_left(self._by_room, (self._slabs[index].largest_free, index))
         self._slabs[index].free(run)
         self._moved(at, index)
         self.in_use -= run.count
 
-    def window(self, near: Run, count: int, price: Callable[[Run], float | None]) -> list[Run] | None:
-        """Which runs of the slab of `near` to free, at the least price, so that `count` frames adjoin; None if none."""
-        return self._slabs[near.start // self._slab].cheapest_window(count, price)
+    def slab_of(self, run: Run) -> int:
+        """The number of the slab that a run is in."""
+        return run.start // self._slab
+
+    def window(self, slab: int, count: int, price: Callable[[Run], float | None]) -> list[Run] | None:
+        """Which runs of a slab to free, at the least price, so that `count` frames adjoin; None if none."""
+        return self._slabs[slab].cheapest_window(count, price)
 
     def _moved(self, at: int, index: int) -> None:
         """A slab, found at this place of `_by_room`, has another longest free run."""

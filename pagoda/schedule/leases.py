@@ -255,7 +255,7 @@ class Leases:
         return inf if self._updated_before(unit, use) else use
 
     def _updated_before(self, unit: int, use: float) -> bool:
-        return use > self._order.step and self._plan.units[unit].trained
+        return self._plan.units[unit].trained and use > self._order.step
 
     def _fetch(self, unit: int, wanted: bool) -> bool:
         """Start the FETCH of a unit that lacks one, if its weights can be read; False only if there are no frames for
@@ -286,7 +286,8 @@ class Leases:
             useful = self._useful(lease.unit)
             return None if not self._may_end(lease) or useful <= needed_at else -useful
 
-        tried: list[int] = []
+        tried: list[tuple[int, float]] = []
+        slabs: set[int] = set()
         victims: list[Run] | None = None
         while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
             if (first := self._idle.first()) is None:
@@ -301,10 +302,12 @@ class Leases:
                 break
             else:
                 self._idle.remove(unit)
-                tried.append(unit)
-                victims = self.frames.window(lease.run, count, price)
-        for unit in tried:
-            self._note_idle(unit)
+                tried.append((unit, first[0]))
+                if (slab := self.frames.slab_of(lease.run)) not in slabs:
+                    slabs.add(slab)
+                    victims = self.frames.window(slab, count, price)
+        for unit, time in tried:
+            self._idle.put(unit, time)
         for run in victims or ():
             self._end(self._owner[run.start])
 

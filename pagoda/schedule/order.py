@@ -105,13 +105,14 @@ class Order:
 
     def next_use(self, unit: int) -> float:
         """Time of the next access of a unit; infinite if nothing says that it is used again."""
-        if (place := self._chosen.place(unit)) is not None:
-            return self.now + place / (self._units + 1)
+        now = self._start + self._cursor.position
+        if (coming := self._chosen.coming) and unit in coming:
+            return now + coming[unit] / (self._units + 1)
         use = self._next_uses[unit]
-        if use <= self.now:
-            use = self._next_uses[unit] = self.now + self._uses.after(self._stand_in[unit], self._cursor.position)
+        if use <= now:
+            use = self._next_uses[unit] = now + self._uses.after(self._stand_in[unit], self._cursor.position)
         return use
 
     def counted_on(self, unit: int) -> bool:
         """Whether a unit will be used, as far as is known; of experts that the last step did not use, it is not."""
-        return self._chosen.place(unit) is not None or self._steadiness.counts_on(unit)
+        return unit in self._chosen.coming or self._steadiness.counts_on(unit)
