@@ -46,6 +46,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.RANKS: {"mesh": mesh(2)},
     Feature.TENSOR: {"mesh": mesh(1, tensor_parallel=2)},
     Feature.EXPERTS: {"mesh": mesh(2, expert_parallel=2)},
+    Feature.PIPELINE: {"mesh": mesh(1, pipeline_parallel=2)},
 }
 
 

@@ -24,6 +24,7 @@ class Feature(StrEnum):
     RANKS = "several ranks"
     TENSOR = "tensor_parallel"
     EXPERTS = "expert_parallel"
+    PIPELINE = "pipeline_parallel"
 
 
 F = Feature
@@ -31,6 +32,7 @@ ON_DEVICE = (F.DEVICE_UPDATES, F.DEVICE_HOMES)
 
 _NO_KERNEL = "a GPU has no kernel for that"
 _OWN_PACE = "each rank would lag by its own amount, so a step would use weights of different steps"
+_OF_STAGE = "each stage would lag by its own amount, so a step would use weights of different steps"
 _LATE = "another rank may still need a unit's old weights, or add to its gradient"
 _PARTS = "tensor-parallel ranks have parts of parameters"
 REFUSED: Mapping[frozenset[Feature], str] = {
@@ -46,6 +48,7 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.ASYNC, F.DEVICE_HOMES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
         (F.ASYNC, F.RANKS, _OWN_PACE),
+        (F.ASYNC, F.PIPELINE, _OF_STAGE),
         (F.SPECULATE, F.RANKS, _LATE),
         (F.EIGHT_BIT, F.TENSOR, "blocks of quantized moments would depend on how tensors are divided"),
         (F.TILES, F.TENSOR, "tensor parallelism has divided the layers already"),
@@ -73,6 +76,7 @@ def features(
         F.RANKS: ranks is not None and ranks.count > 1,
         F.TENSOR: ranks is not None and ranks.tensor_parallel > 1,
         F.EXPERTS: ranks is not None and ranks.expert_parallel > 1,
+        F.PIPELINE: ranks is not None and ranks.pipeline_parallel > 1,
     }
     return frozenset(feature for feature, is_used in used.items() if is_used)
 

@@ -81,6 +81,10 @@ class GraphMemory:
         self._refusals: dict[Bucket, str] = {}
         self._bucket: Bucket = ()
         self._growth = 1.0
+        self._forwards = 0
+        """Of this step, so far."""
+        self._at_once = 1
+        """Most graphs of forwards that waited for their backward at once: they share what there is room for."""
         self._peak = ActivationBytes()
         """The largest that any forward was planned with."""
         self._trace = self._new_trace()
@@ -103,7 +107,12 @@ class GraphMemory:
 
         Raises BudgetError where one with inputs as large has shown that it cannot keep to the budget.
         """
+        self._forwards += 1
         self._learn()
+        at_once = self._forwards - len(self.packing.backwards)
+        if at_once > self._at_once:
+            self._at_once = at_once
+            self._plans.clear()
         shapes = [tensor.shape for tensor in _tensors(inputs)]
         self._bucket = bucket_of(shapes)
         self._growth = growth(shapes)
@@ -135,6 +144,8 @@ class GraphMemory:
         """Close a step, and make a plan of what it has shown; returns the most that its graphs kept."""
         self._learn(ended=True)
         self._trace = self._new_trace()
+        self._forwards = 0
+        self.packing.backwards.clear()
         kept = self._saved.peak_bytes
         self._saved.start_step()
         self._offloader.settle()
@@ -171,10 +182,10 @@ class GraphMemory:
         if self._bucket in self._plans or not (self._trace.complete or (ended and self._trace.begun)):
             return
         sizes = self._trace.sizes(self._page_bytes)
-        room = self._room(sizes)
+        room, of_all = self._room(sizes), sizes.scaled(self._at_once)
         if self._fixed is None:
-            plan = choose(sizes.scaled(self._growth), room)
-            needed = peak_of(sizes, plan.policies, room.host).kept
+            plan = choose(of_all.scaled(self._growth), room)
+            needed = peak_of(of_all, plan.policies, room.host).kept
             if self._options.activations_limited and needed > room.kept:
                 self._refusals[self._bucket] = (
                     f"Activations do not fit: for inputs of shapes {', '.join(map(str, self._bucket))} graphs keep "
@@ -183,7 +194,7 @@ class GraphMemory:
                 )
         else:
             policies = (self._fixed,) * len(sizes.blocks)
-            plan = ActivationPlan(policies, peak_of(sizes, policies, room.host), sizes)
+            plan = ActivationPlan(policies, peak_of(of_all, policies, room.host), sizes)
         if len(self._plans) == _MOST_BUCKETS:
             del self._plans[next(iter(self._plans))]
         self._plans[self._bucket] = plan

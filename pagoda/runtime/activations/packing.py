@@ -89,6 +89,8 @@ class Packing:
         """The hooks that are active, outermost first, each after what packs for them."""
         self._placeholders: dict[int, str] = {}
         self._buffers: frozenset[int] = frozenset()
+        self.backwards: set[int] = set()
+        """Those that have run since this was last cleared, as autograd numbers them."""
 
     def register(self, units: list[LiveUnit]) -> None:
         """Learn the placeholders, so that saving one names the parameter that was used in the wrong place."""
@@ -116,7 +118,7 @@ class Packing:
         pack: Callable[[torch.Tensor], Any] = self._pack
         unpack: Callable[[Any], torch.Tensor] = self._unpack
         if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
-            pack, unpack = partial(self._pack_in_checkpoint, top[0], note), partial(_unpack_in_checkpoint, top[1])
+            pack, unpack = partial(self._pack_in_checkpoint, top[0], note), partial(self._unpack_in_checkpoint, top[1])
         elif top is not None:
             pack = partial(self._pack_inside, top)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -195,8 +197,14 @@ class Packing:
         return pack(reference or tensor)
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
+        self.backwards.add(torch._C._current_graph_task_id())
         self._offloader.read_ahead()
         return packed()
+
+    def _unpack_in_checkpoint(self, unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
+        self.backwards.add(torch._C._current_graph_task_id())
+        found: Any = unpack(held)
+        return found.unpack() if isinstance(found, WeightReference) else found
 
     def _reference(self, tensor: torch.Tensor) -> WeightReference | None:
         """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
@@ -217,11 +225,6 @@ class Packing:
         if not _plain(tensor) or tensor.untyped_storage()._cdata in self._buffers:
             return None
         return self._saved.find(tensor)
-
-
-def _unpack_in_checkpoint(unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
-    found: Any = unpack(held)
-    return found.unpack() if isinstance(found, WeightReference) else found
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))
