@@ -265,6 +265,12 @@ class _Wrapping:
             make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
             plan = agreed_plan(transport, make, root)
         _check_extents(self._rule, plan)
+        if plan.layout.expert_units and mesh.ranks.pipeline_parallel > 1 and mesh.ranks.count > 1:
+            raise ConfigError(
+                "Several ranks of a stage cannot share experts: they use different ones, and a rank that waits for "
+                "another stage cannot take part in what they need. Give each stage one rank, or leave out "
+                "pipeline_parallel."
+            )
         if options.activations != "auto":
             return plan
         budget = self._memory.activation_bytes

@@ -32,7 +32,7 @@ class KeptPages:
         if engine.store.ssd is None and engine.links.stages is None:
             return cls({}, {})
         paged = {unit.index: paged_unit(engine, unit) for unit in engine.units}
-        stage, room = engine.links.mesh.stage, _has_room(engine, replaces)
+        stage, room = engine.links.mesh.pipeline_stage, _has_room(engine, replaces)
         mine = [
             (
                 (stage, unit.index),

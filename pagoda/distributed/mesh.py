@@ -15,10 +15,10 @@ REPLICATE, SHARD = "replicate", "shard"
 """Dimensions of the mesh of dense weights: whole copies of the state, and the slices of one copy."""
 TENSOR = "tensor"
 """Its third dimension: the parts of the parameters that tensor-parallel ranks have."""
-STAGE = "stage"
+PIPELINE = "pipeline"
 """The first dimension of the whole mesh: the stages of a pipeline, each with layers of its own."""
 _DIMENSIONS = {
-    **dict.fromkeys((STAGE, "pp"), STAGE),
+    **dict.fromkeys((PIPELINE, "pp"), PIPELINE),
     **dict.fromkeys((REPLICATE, "dp_replicate"), REPLICATE),
     **dict.fromkeys((SHARD, "dp_shard", "dp"), SHARD),
     **dict.fromkeys((TENSOR, "tp"), TENSOR),
@@ -45,12 +45,14 @@ class Mesh:
 
     def __init__(self, world: World, ranks: Ranks) -> None:
         """`world` has all processes."""
-        self.stage, place = divmod(world.rank, ranks.count)
+        self.pipeline_stage, place = divmod(world.rank, ranks.count)
         """Which stage of the pipeline this rank is of, from 0."""
         self.everyone = world
         self.world = replace(world, rank=place, size=ranks.count, first=world.rank - place)
         """The ranks of this stage."""
-        self.peers = replace(world, rank=self.stage, size=ranks.pipeline_parallel, first=place, apart=ranks.count)
+        self.peers = replace(
+            world, rank=self.pipeline_stage, size=ranks.pipeline_parallel, first=place, apart=ranks.count
+        )
         """The ranks at this one's place in every stage."""
         self.ranks = ranks
         self.lane: OnAllRanks | None = None
@@ -77,8 +79,8 @@ class Mesh:
 
     @cached_property
     def whole(self) -> DeviceMesh:
-        """The grid (STAGE, REPLICATE, SHARD, TENSOR); every rank has to ask for it at the same point."""
-        ranks, names = self.ranks, (STAGE, REPLICATE, SHARD, TENSOR)
+        """The grid (PIPELINE, REPLICATE, SHARD, TENSOR); every rank has to ask for it at the same point."""
+        ranks, names = self.ranks, (PIPELINE, REPLICATE, SHARD, TENSOR)
         shape = (ranks.pipeline_parallel, ranks.replicas, ranks.sharers(expert=False), ranks.tensor_parallel)
         return init_device_mesh(computes_on(self.everyone), shape, mesh_dim_names=names)
 
@@ -90,7 +92,7 @@ class Mesh:
     @property
     def pipeline(self) -> dist.ProcessGroup:
         """One rank of each stage, this one among them, for torch's `PipelineStage`."""
-        return self.whole.get_group(STAGE)
+        return self.whole.get_group(PIPELINE)
 
     @property
     def tensor_index(self) -> int:
@@ -109,7 +111,7 @@ class Mesh:
         it at the same point."""
         each = self.ranks.expert_parallel
         shape = (self.ranks.pipeline_parallel, self.ranks.data_parallel // each, each, self.ranks.tensor_parallel)
-        names = (STAGE, EXPERT_SHARD, EXPERT, TENSOR)
+        names = (PIPELINE, EXPERT_SHARD, EXPERT, TENSOR)
         return init_device_mesh("cpu", shape, mesh_dim_names=names)[EXPERT_SHARD, EXPERT]
 
     @property
@@ -183,15 +185,15 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     kinds = [_DIMENSIONS.get(name) for name in mesh.mesh_dim_names or ()]
-    ordered = [kind for kind in (STAGE, REPLICATE, SHARD, TENSOR) if kind in kinds]
+    ordered = [kind for kind in (PIPELINE, REPLICATE, SHARD, TENSOR) if kind in kinds]
     if kinds != ordered or mesh.mesh.flatten().tolist() != list(range(launched().size)):
         raise ConfigError(
-            f"wrap cannot use {mesh}: it takes a mesh of all ranks in order, whose dimensions are some of stage (or "
+            f"wrap cannot use {mesh}: it takes a mesh of all ranks in order, whose dimensions are some of pipeline (or "
             "pp), replicate, shard (or dp) and tensor (or tp), in this order. pagoda.open_mesh makes one."
         )
     sizes = dict(zip(ordered, mesh.shape, strict=True))
     return open_mesh(
         replicas=sizes.get(REPLICATE, 1),
         tensor_parallel=sizes.get(TENSOR, 1),
-        pipeline_parallel=sizes.get(STAGE, 1),
+        pipeline_parallel=sizes.get(PIPELINE, 1),
     )

@@ -1,6 +1,6 @@
 """The stages of a pipeline: each trains layers of its own, and together they are one model, with one norm."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
@@ -99,17 +99,12 @@ class Stages:
 
     def check_names(self, names: Collection[str]) -> None:
         """Raises ConfigError where two stages use one name, as checkpoints know parameters and buffers by name."""
-        said = self.announce("the names of parameters", [*names])
-        for stage, others in enumerate(said):
-            shared = _first_shared(names, others) if stage != self._mesh.stage else None
+        mine = self._mesh.pipeline_stage
+        for stage, others in enumerate(self.announce("the names of parameters", [*names])):
+            shared = next((name for name in others if name in names and stage != mine), None)
             if shared is not None:
                 raise ConfigError(
-                    f"Stages {self._mesh.stage} and {stage} both have {shared!r}. A checkpoint is one of the whole "
-                    "model, so give each stage the names that its layers have there: delete other layers from the "
-                    "whole model, or put a stage's layers into an nn.ModuleDict under their numbers. Stages cannot "
-                    "tie a parameter."
+                    f"Stages {mine} and {stage} both have {shared!r}. A checkpoint is one of the whole model, so give "
+                    "each stage the names that its layers have there: delete other layers from the whole model, or put "
+                    "a stage's layers into an nn.ModuleDict under their numbers. Stages cannot tie a parameter."
                 )
-
-
-def _first_shared(names: Collection[str], others: Iterable[str]) -> str | None:
-    return next((name for name in others if name in names), None)

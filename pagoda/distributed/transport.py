@@ -37,7 +37,7 @@ def new_groups(world: World, parts: Iterable[Sequence[int]], **settings: Any) ->
     """
     parts, reach = list(parts), world.size * world.apart
     found: list[Any] = []
-    for block in range(0, dist.get_world_size(), reach):
+    for block in range(0, dist.get_world_size() if parts else 0, reach):
         for first in range(block, block + world.apart):
             numbers = ([first + rank * world.apart for rank in ranks] for ranks in parts)
             made = [dist.new_group(each, **settings) for each in numbers]

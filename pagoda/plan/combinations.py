@@ -49,6 +49,7 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
         (F.ASYNC, F.RANKS, _OWN_PACE),
         (F.ASYNC, F.PIPELINE, _OF_STAGE),
+        (F.EXPERTS, F.PIPELINE, "a rank that waits for another stage cannot take part in what others' experts need"),
         (F.SPECULATE, F.RANKS, _LATE),
         (F.EIGHT_BIT, F.TENSOR, "blocks of quantized moments would depend on how tensors are divided"),
         (F.TILES, F.TENSOR, "tensor parallelism has divided the layers already"),

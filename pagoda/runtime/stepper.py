@@ -103,7 +103,7 @@ class Stepper:
         if grad.layout is not torch.strided:
             raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
         if self.scaler.active and not self.scaler.used and self._stages is None:  # only the last stage has the loss
-            raise _not_scaled(unit.name(slot))
+            raise _not_scaled(repr(unit.name(slot)))
         if accumulate and (unit.index, slot) in self._factors:
             raise UsageError(
                 f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, torch's clip_grad_norm_ "
@@ -460,6 +460,6 @@ class Stepper:
 
 def _not_scaled(what: str) -> UsageError:
     return UsageError(
-        f"{what!r} received the gradient of a loss that was not scaled: with precision='fp16', call "
+        f"{what} received the gradient of a loss that was not scaled: with precision='fp16', call "
         "optimizer.scale(loss).backward()."
     )

@@ -1,17 +1,25 @@
 """Models whose layers are the stages of a pipeline, run by torch's schedules: scenarios of a rank."""
 
+import io
+import os
+import runpy
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from zoo import BATCH, LENGTH, VOCABULARY, Outcome, take_step
 
 import pagoda
+from pagoda.models import build_model
 
 PAGE, WIDTH, BLOCKS, MICRO_BATCHES = 4096, 64, 8, 4
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -63,7 +71,7 @@ def build(mesh: pagoda.Mesh, schedule: str) -> tuple[nn.Module, list[Part]]:
     """What this rank wraps, and its parts, of which there are two where stages are interleaved."""
     chunks = 2 if schedule == "interleaved" else 1
     size = BLOCKS // (mesh.ranks.pipeline_parallel * chunks)
-    first = [(chunk * mesh.ranks.pipeline_parallel + mesh.stage) * size for chunk in range(chunks)]
+    first = [(chunk * mesh.ranks.pipeline_parallel + mesh.pipeline_stage) * size for chunk in range(chunks)]
     parts = [Part(range(start, start + size)) for start in first]
     if mesh.ranks.tensor_parallel > 1:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
@@ -78,10 +86,13 @@ def wrapped(
     lr: float = 1e-2,
     divided: dict[str, Any] | None = None,
     guess: bool = False,
+    by_torch: bool = False,
     **settings: Any,
 ) -> tuple[nn.Module, list[Part], Any, pagoda.Mesh]:
-    """A stage in pages: in RAM, or with the least memory that takes it. With `guess`, updates are speculative."""
+    """A stage in pages: in RAM, or with the least memory that takes it. With `guess`, updates are speculative;
+    `by_torch`, torch's mesh says what is divided."""
     mesh = pagoda.open_mesh(**(divided or {}))
+    given = init_device_mesh("cpu", (2, mesh.size), mesh_dim_names=("pp", "dp")) if by_torch else mesh
     model, parts = build(mesh, schedule)
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB"}
     if "ssd" in kind:
@@ -94,7 +105,7 @@ def wrapped(
                 model,
                 pagoda.AdamW(lr=lr, weight_decay=0.1),
                 memory=pagoda.Memory(**sizes),
-                mesh=mesh,
+                mesh=given,
                 update=pagoda.Updates(speculate=True if guess else None),
                 **settings,
             )
@@ -110,7 +121,9 @@ def schedule_of(
     """torch's schedule over this rank's parts."""
     count = mesh.ranks.pipeline_parallel
     stages = [
-        PipelineStage(part, chunk * count + mesh.stage, count * len(parts), torch.device("cpu"), group=mesh.pipeline)
+        PipelineStage(
+            part, chunk * count + mesh.pipeline_stage, count * len(parts), torch.device("cpu"), group=mesh.pipeline
+        )
         for chunk, part in enumerate(parts)
     ]
     of = stages if name == "interleaved" else stages[0]
@@ -140,7 +153,7 @@ def take_steps(
         of_part = loss_of(logits, labels) * (torch.nan if step == spoil else 1)
         return optimizer.scale(of_part if scale_grads else of_part / MICRO_BATCHES)  # type: ignore[no-any-return]
 
-    last = mesh.stage == mesh.ranks.pipeline_parallel - 1
+    last = mesh.pipeline_stage == mesh.ranks.pipeline_parallel - 1
     schedule = schedule_of(name, parts, mesh, loss, scale_grads)
     for step in range(steps.stop):
         ids = data_of(generator, mesh)
@@ -148,7 +161,7 @@ def take_steps(
             continue
         losses: list[torch.Tensor] = []
         scale = optimizer._engine.stepper.scaler.scale
-        given = (ids,) if mesh.stage == 0 else ()
+        given = (ids,) if mesh.pipeline_stage == 0 else ()
         schedule.step(*given, **({"target": ids, "losses": losses} if last else {}))
         outcome.losses += [each.item() / scale for each in losses]
         take_step(optimizer, outcome)
@@ -180,7 +193,7 @@ def train_pipeline(
     outcome = take_steps(schedule, parts, optimizer, mesh, range(steps), scale_grads)
     plan = pagoda.plan_of(model)
     result = {
-        "stage": mesh.stage,
+        "stage": mesh.pipeline_stage,
         "losses": outcome.losses,
         "norms": outcome.norms,
         "faults": outcome.faults,
@@ -212,21 +225,36 @@ def train_alone(out: Path, groups: int = 1, steps: int = 3, lr: float = 1e-2, **
     return result
 
 
-def save_pipeline(out: Path, directory: str, schedule: str = "1f1b", **settings: Any) -> dict[str, Any]:
+def save_pipeline(
+    out: Path, directory: str, schedule: str = "1f1b", way: str = "checkpoint", **settings: Any
+) -> dict[str, Any]:
     """Train two steps, save, and go on for one; what was saved, and the losses after it."""
     model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
     take_steps(schedule, parts, optimizer, mesh, range(2))
     saved = state_of(model, optimizer)
-    optimizer.save_checkpoint(directory, {"step": 2}, wait=True)
+    if way == "checkpoint":
+        optimizer.save_checkpoint(directory, {"step": 2}, wait=True)
+    else:
+        dcp.save(stateful(model, optimizer), checkpoint_id=directory)
     after = take_steps(schedule, parts, optimizer, mesh, range(2, 3))
     optimizer.close()
     return {"losses": after.losses, "norms": after.norms, **saved}
 
 
-def resume_pipeline(out: Path, directory: str, schedule: str = "1f1b", **settings: Any) -> dict[str, Any]:
+def stateful(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+
+
+def resume_pipeline(
+    out: Path, directory: str, schedule: str = "1f1b", way: str = "checkpoint", **settings: Any
+) -> dict[str, Any]:
     """Load what `save_pipeline` has saved, and take the step after it."""
     model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
-    extra = optimizer.load_checkpoint(directory)
+    extra = {"step": 2}
+    if way == "checkpoint":
+        extra = optimizer.load_checkpoint(directory)
+    else:
+        dcp.load(stateful(model, optimizer), checkpoint_id=directory)
     loaded = state_of(model, optimizer)
     after = take_steps(schedule, parts, optimizer, mesh, range(2, 3)) if mesh.everyone.size > 1 else Outcome()
     optimizer.close()
@@ -238,7 +266,7 @@ def not_finite(out: Path) -> dict[str, Any]:
     model, parts, optimizer, mesh = wrapped(out, divided={"pipeline_parallel": 2})
     before = model.state_dict()
     spoiling: Any = None
-    if mesh.stage == 1:
+    if mesh.pipeline_stage == 1:
         spoiling = parts[0].blocks["7"].up.weight.register_hook(lambda grad: grad * torch.nan)
     try:
         take_steps("1f1b", parts, optimizer, mesh, range(1))
@@ -272,19 +300,44 @@ def refuse_pipelines(out: Path) -> dict[str, str]:
         return pagoda.wrap(model, pagoda.AdamW(lr=lr), memory=memory, mesh=mesh, **settings)
 
     refused("names", lambda: wrap(nn.Linear(4, 4)))
-    refused("settings", lambda: wrap(lr=1e-2 * (1 + mesh.stage)))
-    refused("memory", lambda: wrap(host=PAGE if mesh.stage == 1 else "64MiB"))
+    refused("settings", lambda: wrap(lr=1e-2 * (1 + mesh.pipeline_stage)))
+    refused("memory", lambda: wrap(host=PAGE if mesh.pipeline_stage == 1 else "64MiB"))
     model, parts, optimizer, mesh = wrapped(out, divided={"pipeline_parallel": 2})
 
     def torchs_clipping() -> None:
         schedule = schedule_of("1f1b", parts, mesh, loss_of, scale_grads=True)
         ids = data_of(torch.Generator().manual_seed(1), mesh)
-        schedule.step(*((ids,) if mesh.stage == 0 else ()), **({"target": ids} if mesh.stage == 1 else {}))
+        schedule.step(
+            *((ids,) if mesh.pipeline_stage == 0 else ()), **({"target": ids} if mesh.pipeline_stage == 1 else {})
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
     refused("clipping", torchs_clipping)
     optimizer.zero_grad()
-    refused("points", lambda: optimizer.step() if mesh.stage == 0 else optimizer.save_checkpoint(out / "never"))
+    refused(
+        "points", lambda: optimizer.step() if mesh.pipeline_stage == 0 else optimizer.save_checkpoint(out / "never")
+    )
     optimizer.close()
     return said
+
+
+def share_experts(out: Path, name: str) -> str:
+    """The error of two ranks of a stage that would share a mixture of experts."""
+    mesh = pagoda.open_mesh(pipeline_parallel=2)
+    model = nn.ModuleDict({f"of-stage-{mesh.pipeline_stage}": build_model(name, seq_len=LENGTH)})
+    try:
+        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="1GiB"), mesh=mesh)
+    except pagoda.ConfigError as error:
+        return str(error)
+    return "wrapped"
+
+
+def run_example(out: Path, name: str, words: list[str]) -> str:
+    """Run a script of `examples/` in a directory; what it prints."""
+    shown = io.StringIO()
+    os.chdir(out)
+    sys.argv = [name, *words]
+    with redirect_stdout(shown):
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / f"{name}.py"), run_name="__main__")
+    return shown.getvalue()

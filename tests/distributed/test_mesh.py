@@ -76,11 +76,11 @@ def test_a_stage_is_a_grid_of_consecutive_ranks_that_count_from_0(tensor: int) -
     grid = [Mesh(World(rank, 12, rank, 12), ranks) for rank in range(12)]
     for rank, place in enumerate(grid):
         alike = Mesh(World(rank % 4, 4, rank % 4, 4), Ranks(4 // tensor, 4, tensor_parallel=tensor))
-        assert (place.stage, place.rank, place.size) == (rank // 4, rank % 4, 4)
+        assert (place.pipeline_stage, place.rank, place.size) == (rank // 4, rank % 4, 4)
         assert (place.sharers(), place.copies(), place.family()) == (alike.sharers(), alike.copies(), alike.family())
-        assert place.world.number(place.rank) == place.peers.number(place.stage) == rank
+        assert place.world.number(place.rank) == place.peers.number(place.pipeline_stage) == rank
         assert [place.peers.number(stage) for stage in range(3)] == [rank % 4, rank % 4 + 4, rank % 4 + 8]
-        assert place.tensor_ranks == tuple(4 * place.stage + part for part in alike.tensor_ranks)
+        assert place.tensor_ranks == tuple(4 * place.pipeline_stage + part for part in alike.tensor_ranks)
 
 
 def layout_of(stage: int, ranks: int, frozen: int) -> tuple[Layout, UnitSpec]:

@@ -1,12 +1,15 @@
 """Pipelines of torch's schedules train in pages with the bits that they have in RAM, and one rank has."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.tiny import write_mixture
 
 from .conftest import RankServer
 
@@ -112,7 +115,8 @@ def test_several_ranks_of_a_stage_divide_its_state(
     shared = {"precision": "fp32", "clip_grad_norm": CLIP}
     settings = {"schedule": schedule, "divided": {"pipeline_parallel": 2, **divided}, **shared}
     kind = "ssd" if divided.get("stage", 3) == 3 else "arena"
-    in_ram = ranks.run("train_pipeline", 4, tmp_path / "ram", **settings)
+    by_torch = divided == {}
+    in_ram = ranks.run("train_pipeline", 4, tmp_path / "ram", by_torch=by_torch, **settings)
     on_ssd = ranks.run("train_pipeline", 4, tmp_path / "ssd", kind=kind, scale_grads=False, **settings)
     assert_same_bits(on_ssd, in_ram)
     if kind == "ssd":
@@ -142,12 +146,23 @@ def test_gradients_that_the_schedule_scales_are_those_of_a_divided_loss(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "count"), [("1f1b", 2), ("interleaved", 2), pytest.param("1f1b", 4, marks=pytest.mark.slow)]
+    ("schedule", "count", "way"),
+    [
+        ("1f1b", 2, "checkpoint"),
+        ("interleaved", 2, "checkpoint"),
+        pytest.param("1f1b", 4, "checkpoint", marks=pytest.mark.slow),
+        pytest.param("1f1b", 2, "dcp", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_of_a_pipeline_resumes_with_the_same_bits(
-    schedule: str, count: int, ranks: RankServer, tmp_path: Path
+    schedule: str, count: int, way: str, ranks: RankServer, tmp_path: Path
 ) -> None:
-    shared = {"directory": str(tmp_path / "step-2"), "divided": {"pipeline_parallel": 2}, "clip_grad_norm": CLIP}
+    shared = {
+        "way": way,
+        "directory": str(tmp_path / "step-2"),
+        "divided": {"pipeline_parallel": 2},
+        "clip_grad_norm": CLIP,
+    }
     saved = ranks.run("save_pipeline", count, tmp_path / "save", schedule=schedule, kind="ssd", **shared)
     for place, kind in (("save", "ssd"), ("ram", "ram")):
         resumed = ranks.run("resume_pipeline", count, tmp_path / place, schedule=schedule, kind=kind, **shared)
@@ -177,3 +192,21 @@ def test_what_stages_cannot_do_is_refused_on_each_of_them(ranks: RankServer, tmp
         assert stage == 1 or "Stage 1 cannot hold its share" in said["memory"]
         assert "Stages have multiplied their gradients by different numbers" in said["clipping"]
         assert "stage 0 is at optimizer.step(), stage 1 is at the buffers of a checkpoint" in said["points"]
+
+
+@pytest.mark.slow
+def test_several_ranks_of_a_stage_do_not_share_experts(ranks: RankServer, tmp_path: Path) -> None:
+    name = write_mixture("mixtral-15m", tmp_path / "model")
+    for said in ranks.run("share_experts", 4, tmp_path, name=name):
+        assert "Several ranks of a stage cannot share experts" in said
+
+
+def test_the_example_learns_and_resumes(ranks: RankServer, tmp_path: Path) -> None:
+    def losses(*words: str) -> list[float]:
+        printed = ranks.run("run_example", 2, tmp_path, name="pipeline", words=words)
+        assert not printed[0], "the first stage has no loss"
+        return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed[1])]
+
+    first = losses("20")
+    assert first[-1] < 0.8 * first[0]
+    assert len(losses("21")) == 1

@@ -1,5 +1,6 @@
 """GraphMemory: what becomes of each block's activations, as asked or as forwards before have shown to be best."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from pagoda.runtime.activations.packing import Packing
 from pagoda.runtime.activations.partition import Partitioner
 from pagoda.runtime.activations.places import open_places
 from pagoda.runtime.activations.recompute import flat, run_recomputed
-from pagoda.runtime.activations.saved import SavedStorage, SavedStorages
+from pagoda.runtime.activations.saved import Graph, SavedStorage, SavedStorages
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.leases import Leases
@@ -81,10 +82,10 @@ class GraphMemory:
         self._refusals: dict[Bucket, str] = {}
         self._bucket: Bucket = ()
         self._growth = 1.0
-        self._forwards = 0
-        """Of this step, so far."""
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        """Of forwards whose backward is to come."""
         self._at_once = 1
-        """Most graphs of forwards that waited for their backward at once: they share what there is room for."""
+        """Most of them so far: they share what there is room for."""
         self._peak = ActivationBytes()
         """The largest that any forward was planned with."""
         self._trace = self._new_trace()
@@ -107,11 +108,11 @@ class GraphMemory:
 
         Raises BudgetError where one with inputs as large has shown that it cannot keep to the budget.
         """
-        self._forwards += 1
         self._learn()
-        at_once = self._forwards - len(self.packing.backwards)
-        if at_once > self._at_once:
-            self._at_once = at_once
+        self.packing.graph = Graph()
+        self._graphs.add(self.packing.graph)
+        if len(self._graphs) > self._at_once:
+            self._at_once = len(self._graphs)
             self._plans.clear()
         shapes = [tensor.shape for tensor in _tensors(inputs)]
         self._bucket = bucket_of(shapes)
@@ -138,14 +139,13 @@ class GraphMemory:
         with self.packing.in_block(len(trace.blocks), policy), trace.block(policy, given) as account:
             if not policy.recomputes:
                 return forward(*args, **kwargs)
+            account.graph = self.packing.graph
             return run_recomputed(block.module, forward, again, (args, kwargs), self.packing, account.save)
 
     def end_step(self) -> ActivationBytes:
         """Close a step, and make a plan of what it has shown; returns the most that its graphs kept."""
         self._learn(ended=True)
         self._trace = self._new_trace()
-        self._forwards = 0
-        self.packing.backwards.clear()
         kept = self._saved.peak_bytes
         self._saved.start_step()
         self._offloader.settle()

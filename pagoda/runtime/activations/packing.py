@@ -14,7 +14,7 @@ from pagoda.plan.activations import Policy
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.offload import Offloader
 from pagoda.runtime.activations.partition import Partitioner
-from pagoda.runtime.activations.saved import Packed, SavedStorage, SavedStorages, View, kept, moved
+from pagoda.runtime.activations.saved import Graph, Packed, SavedStorage, SavedStorages, View, kept, moved
 from pagoda.runtime.hidden import hidden_class, outside_use
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.unit import LiveUnit, ShownParameter
@@ -31,11 +31,12 @@ class WeightReference:
     A checkpoint of torch's takes it for a tensor: it asks for shape, dtype, device and whether a gradient is required.
     """
 
-    __slots__ = ("_accesses", "_form", "_unit", "_version", "_view", "device", "dtype", "shape")
+    __slots__ = ("_accesses", "_form", "_graph", "_unit", "_version", "_view", "device", "dtype", "shape")
 
     requires_grad = False
 
-    def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor) -> None:
+    def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor, graph: Graph) -> None:
+        self._graph = graph
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self._view, self._form = View(local(tensor)), Form.of(tensor)
         self._accesses = accesses
@@ -85,12 +86,12 @@ class Packing:
         self._note = note
         self.policy: Policy | None = None
         """That of the block whose forward runs; None outside blocks."""
+        self.graph = Graph()
+        """That of the latest forward of the model."""
         self._entered: list[tuple[Callable[[torch.Tensor], Any], Any]] = []
         """The hooks that are active, outermost first, each after what packs for them."""
         self._placeholders: dict[int, str] = {}
         self._buffers: frozenset[int] = frozenset()
-        self.backwards: set[int] = set()
-        """Those that have run since this was last cleared, as autograd numbers them."""
 
     def register(self, units: list[LiveUnit]) -> None:
         """Learn the placeholders, so that saving one names the parameter that was used in the wrong place."""
@@ -118,7 +119,7 @@ class Packing:
         pack: Callable[[torch.Tensor], Any] = self._pack
         unpack: Callable[[Any], torch.Tensor] = self._unpack
         if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
-            pack, unpack = partial(self._pack_in_checkpoint, top[0], note), partial(self._unpack_in_checkpoint, top[1])
+            pack, unpack = partial(self._pack_in_checkpoint, top[0], note), partial(_unpack_in_checkpoint, top[1])
         elif top is not None:
             pack = partial(self._pack_inside, top)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -197,14 +198,8 @@ class Packing:
         return pack(reference or tensor)
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
-        self.backwards.add(torch._C._current_graph_task_id())
         self._offloader.read_ahead()
         return packed()
-
-    def _unpack_in_checkpoint(self, unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
-        self.backwards.add(torch._C._current_graph_task_id())
-        found: Any = unpack(held)
-        return found.unpack() if isinstance(found, WeightReference) else found
 
     def _reference(self, tensor: torch.Tensor) -> WeightReference | None:
         """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
@@ -214,7 +209,7 @@ class Packing:
         address = mine.untyped_storage()._cdata
         lease = self._leases.find(address)
         if lease is not None:
-            return WeightReference(self._accesses, lease.unit, tensor)
+            return WeightReference(self._accesses, lease.unit, tensor, self.graph)
         name = self._placeholders.get(address)
         if name is not None:
             raise UsageError(outside_use(name))
@@ -225,6 +220,11 @@ class Packing:
         if not _plain(tensor) or tensor.untyped_storage()._cdata in self._buffers:
             return None
         return self._saved.find(tensor)
+
+
+def _unpack_in_checkpoint(unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
+    found: Any = unpack(held)
+    return found.unpack() if isinstance(found, WeightReference) else found
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))
