@@ -21,7 +21,10 @@ from zoo import BATCH, LENGTH, VOCABULARY, Outcome, take_step
 import pagoda
 from pagoda.models import build_model
 
+from .divided import CASE_RULES
+
 PAGE, WIDTH, BLOCKS, MICRO_BATCHES = 4096, 64, 8, 4
+RULES = {**CASE_RULES, "muon": pagoda.Muon(lr=1e-2)}
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
@@ -79,18 +82,31 @@ def build(mesh: pagoda.Mesh, schedule: str) -> tuple[nn.Module, list[Part]]:
     return (parts[0] if chunks == 1 else nn.ModuleList(parts)), parts
 
 
+def settings_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """What `wrap` is given for some settings that are said by name."""
+    given = {**settings}
+    given["optimizer"] = RULES[given.pop("rule", "adamw")]
+    if (tiles := given.pop("tiles", None)) is not None:
+        given["tiles"] = pagoda.Tiles(**tiles)
+    if (gradients := given.pop("gradients", None)) is not None:
+        given["precision"] = pagoda.MixedPrecision(given["precision"], gradients)
+    if given.pop("guess", False):
+        given["update"] = pagoda.Updates(speculate=True)
+    if given.pop("partition", False):
+        given["activations"] = pagoda.Activations(given["activations"], partition_activations=True)
+    return given
+
+
 def wrapped(
     out: Path,
     schedule: str = "1f1b",
     kind: str = "ram",
-    lr: float = 1e-2,
     divided: dict[str, Any] | None = None,
-    guess: bool = False,
     by_torch: bool = False,
     **settings: Any,
 ) -> tuple[nn.Module, list[Part], Any, pagoda.Mesh]:
-    """A stage in pages: in RAM, or with the least memory that takes it. With `guess`, updates are speculative;
-    `by_torch`, torch's mesh says what is divided."""
+    """A stage in pages: in RAM, or with the least memory that takes it; or updated in a memory of its own, or living
+    there. `by_torch`, torch's mesh says what is divided."""
     mesh = pagoda.open_mesh(**(divided or {}))
     given = init_device_mesh("cpu", (2, mesh.size), mesh_dim_names=("pp", "dp")) if by_torch else mesh
     model, parts = build(mesh, schedule)
@@ -99,16 +115,12 @@ def wrapped(
         sizes |= {"host": PAGE, "ssd": f"{out}:64MiB"}
     if "arena" in kind:
         sizes["device"] = "cpu:64KiB"
+    if "on-device" in kind:
+        home = float(kind.startswith("home"))
+        sizes |= {"device": "cpu:4MiB", "split": pagoda.Split(device_home_share=home, device_update_share=1 - home)}
     while True:
         try:
-            _, optimizer = pagoda.wrap(
-                model,
-                pagoda.AdamW(lr=lr, weight_decay=0.1),
-                memory=pagoda.Memory(**sizes),
-                mesh=given,
-                update=pagoda.Updates(speculate=True if guess else None),
-                **settings,
-            )
+            _, optimizer = pagoda.wrap(model, memory=pagoda.Memory(**sizes), mesh=given, **settings_of(settings))
             return model, parts, optimizer, mesh
         except pagoda.BudgetError as refused:  # what is enough says the refusal, of the stage that lacks it
             if refused.needed_bytes is not None:
@@ -207,11 +219,11 @@ def train_pipeline(
     return result
 
 
-def train_alone(out: Path, groups: int = 1, steps: int = 3, lr: float = 1e-2, **settings: Any) -> dict[str, Any]:
+def train_alone(out: Path, groups: int = 1, steps: int = 3, **settings: Any) -> dict[str, Any]:
     """Train the whole model on one rank, in RAM, on the micro-batches of so many pipelines."""
     model = Part(range(BLOCKS))
     memory = pagoda.Memory(host="64MiB", page_size=PAGE, unit_limit="64KiB")
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=lr, weight_decay=0.1), memory=memory, **settings)
+    model, optimizer = pagoda.wrap(model, memory=memory, **settings_of(settings))
     generator, outcome = torch.Generator().manual_seed(1), Outcome()
     for _ in range(steps):
         ids = torch.randint(VOCABULARY, (groups, MICRO_BATCHES * BATCH, LENGTH), generator=generator)

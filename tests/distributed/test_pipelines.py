@@ -75,18 +75,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SLOW = {"gpipe, updates during backward", "1f1b, activations as there is room", "interleaved, activations in ram"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "adafactor": {"rule": "adafactor", "kind": "ssd"},
+    "muon": {"rule": "muon", "kind": "ssd"},
+    "moments in 8 bits": {"rule": "adamw-8bit", "kind": "ssd"},
+    "gradients in fp32": {"precision": "bf16", "gradients": "fp32", "kind": "ssd"},
+    "layers in tiles": {"tiles": {"tile_limit": "8KiB"}, "kind": "ssd"},
+    "batches in tiles": {"tiles": {"batch_tiles": 2}, "kind": "arena"},
+    "updated on the device": {"kind": "updated-on-device"},
+    "at home on the device": {"kind": "home-on-device"},
+}
+CASES |= {name: ("1f1b", {"clip_grad_norm": CLIP, **settings}) for name, settings in FEATURES.items()}
+SLOW |= FEATURES.keys()
+OF_ARITHMETIC = ("clip_grad_norm", "precision", "rule", "gradients", "tiles")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 def test_two_stages_have_the_bits_of_one_rank(name: str, ranks: RankServer, alone: Any, tmp_path: Path) -> None:
     schedule, settings = CASES[name]
     results = ranks.run("train_pipeline", 2, tmp_path, schedule=schedule, divided={"pipeline_parallel": 2}, **settings)
-    shared = {key: value for key, value in settings.items() if key in ("clip_grad_norm", "precision")}
+    shared = {key: value for key, value in settings.items() if key in OF_ARITHMETIC}
     assert_same_bits(results, [alone(**shared)])
     if "clip_grad_norm" in settings:
         assert all(norm > 2 * CLIP for norm in results[0]["norms"])
     if settings["kind"] == "ssd":
-        assert all({"weight", "exp_avg"} <= result["lines"]["ssd"].keys() for result in results)
+        assert all("weight" in result["lines"]["ssd"] for result in results)
 
 
 def close(results: list[Result], expected: Result) -> None:
@@ -123,6 +136,16 @@ def test_several_ranks_of_a_stage_divide_its_state(
         assert all({"weight", "exp_avg"} <= result["lines"]["ssd"].keys() for result in on_ssd)
     assert all(norm > 2 * CLIP for norm in in_ram[0]["norms"])
     close(in_ram, alone(groups=groups, **shared))
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_of_a_stage_divide_activations(ranks: RankServer, tmp_path: Path) -> None:
+    divided = {"pipeline_parallel": 2, "tensor_parallel": 2}
+    settings = {"divided": divided, "clip_grad_norm": CLIP, "activations": "recompute"}
+    whole = ranks.run("train_pipeline", 4, tmp_path / "whole", **settings)
+    partitioned = ranks.run("train_pipeline", 4, tmp_path / "divided", partition=True, **settings)
+    assert_same_bits(partitioned, whole)
+    assert all(after["kept"] < before["kept"] for before, after in zip(whole, partitioned, strict=True))
 
 
 @pytest.mark.slow

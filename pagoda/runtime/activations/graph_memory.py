@@ -84,8 +84,8 @@ class GraphMemory:
         self._growth = 1.0
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         """Of forwards whose backward is to come."""
-        self._at_once = 1
-        """Most of them so far: they share what there is room for."""
+        self._at_once = self._most = 1
+        """Most of them in a step, as far as is known, and in this one so far. They share what there is room for."""
         self._peak = ActivationBytes()
         """The largest that any forward was planned with."""
         self._trace = self._new_trace()
@@ -111,9 +111,8 @@ class GraphMemory:
         self._learn()
         self.packing.graph = Graph()
         self._graphs.add(self.packing.graph)
-        if len(self._graphs) > self._at_once:
-            self._at_once = len(self._graphs)
-            self._plans.clear()
+        self._most = max(self._most, len(self._graphs))
+        self._share(max(self._most, self._at_once))
         shapes = [tensor.shape for tensor in _tensors(inputs)]
         self._bucket = bucket_of(shapes)
         self._growth = growth(shapes)
@@ -145,6 +144,8 @@ class GraphMemory:
     def end_step(self) -> ActivationBytes:
         """Close a step, and make a plan of what it has shown; returns the most that its graphs kept."""
         self._learn(ended=True)
+        self._share(self._most)
+        self._most = 1
         self._trace = self._new_trace()
         kept = self._saved.peak_bytes
         self._saved.start_step()
@@ -162,6 +163,13 @@ class GraphMemory:
         """A graph saves a storage."""
         if not _in_backward():
             self._trace.save(storage)
+
+    def _share(self, graphs: int) -> None:
+        """So many graphs at once share the room from now on."""
+        if graphs != self._at_once:
+            self._at_once = graphs
+            self._plans.clear()
+            self._refusals.clear()
 
     def _next_policy(self) -> Policy:
         """The policy of the next block of the forward."""
