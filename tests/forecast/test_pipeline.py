@@ -13,14 +13,14 @@ from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.pipeline import forecast_pipeline, stage_of
 from pagoda.plan.ranks import Ranks
 
-from .machines import SMALL
+from .machines import SMALL, figure
 
 
 def described(name: str) -> ModelDescription:
     return describe_model(name, batch_size=1, seq_len=64)
 
 
-@pytest.mark.parametrize(("name", "tied"), [("gpt-6x64", True), ("qwen3-moe-15m", False)])
+@pytest.mark.parametrize(("name", "tied"), [("gpt-6x64", True), ("llama-8b", False)])
 def test_stages_have_the_whole_model_together(name: str, tied: bool) -> None:
     whole = described(name)
     stages = [stage_of(whole, stage, 2) for stage in range(2)]
@@ -46,7 +46,8 @@ def config(micro_batches: int, **settings: object) -> PlanConfig:
 
 @pytest.mark.parametrize("ranks", [3, 6])
 def test_a_step_is_that_of_the_slowest_stage_and_the_bubble(ranks: int) -> None:
-    machine = Machine(SMALL.with_gpus(ranks), here=False, ranks=Ranks(ranks // 3, ranks, pipeline_parallel=3))
+    hardware = replace(SMALL, intra_node_bytes_per_s=figure(1e10)).with_gpus(ranks)
+    machine = Machine(hardware, here=False, ranks=Ranks(ranks // 3, ranks, pipeline_parallel=3))
     steps = []
     for micro_batches in (2, 8):
         made = forecast_pipeline(config(micro_batches, pipeline_parallel=3), machine)
