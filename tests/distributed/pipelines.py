@@ -29,7 +29,7 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "inte
 
 
 class Block(nn.Module):
-    """A layer with parts, and a buffer that counts its forwards."""
+    """A layer with parts, and a buffer in which the model counts its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,6 @@ class Block(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training and torch.is_grad_enabled():
-            self.calls += 1
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
@@ -62,6 +60,7 @@ class Part(nn.Module):
         if self.embed is not None:
             x = self.embed(x)
         for block in self.blocks.values():
+            block.calls += 1
             x = block(x)
         return x if self.head is None else self.head(x)
 
