@@ -1,11 +1,10 @@
 """Runs scenarios in groups of forked processes: a program for tests, which imports everything once.
 
 It says "ready", then reads one request a line from stdin, as JSON: "ranks" (one is a process that torchrun has not
-started), "scenario" (a name in `scenarios`, `divided` or
-`pipelines`, or "module:name"), "arguments", "out" (a directory),
-"timeout_s" and "environment". Each rank calls the scenario, and what it returns goes to `rank-R.pt`; an error goes to
-`error-R.txt`. The answer is a line: {"status": each rank's exit status, minus the signal, or null if it was still
-running}.
+started), "scenario" (a name in `scenarios`, `divided` or `pipelines`, or "module:name"), "arguments", "out" (a
+directory), "timeout_s" and "environment". Each rank calls the scenario, and what it returns goes to `rank-R.pt`; an
+error goes to `error-R.txt`. The answer is a line: {"status": each rank's exit status, minus the signal, or null if it
+was still running}.
 
 With "restarts", the ranks are those of torchrun's own agent, which starts all of them anew that often when one fails;
 the file `agent` has its process, and the answer its status alone.
