@@ -33,6 +33,7 @@ from pagoda.config.training import (
 from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
 from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype, check_quantized
 from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
+from pagoda.distributed.stages import Links
 from pagoda.distributed.start import (
     FromFirst,
     agreed_plan,
@@ -41,7 +42,6 @@ from pagoda.distributed.start import (
     on_any_rank,
 )
 from pagoda.distributed.tensors import check_tensor_parallel, divided_in
-from pagoda.distributed.transport import Transport
 from pagoda.errors import ConfigError, UsageError
 from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import MANIFEST
@@ -132,6 +132,10 @@ def wrap(
     those of the whole model. `step`, `clip_grad_norm_`, `gathered`, `state_dict` and checkpoints need every rank, at
     the same point of the program.
 
+    With `pagoda.open_mesh(pipeline_parallel=N)`, each rank wraps the layers of its stage, under the names that they
+    have in the whole model, and torch's `torch.distributed.pipelining` runs them. All of the above is about the ranks
+    of a stage; only the norm, clipping and checkpoints are those of the whole model.
+
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
     them, UsageError for a model wrapped already and for an argument that has moved.
@@ -167,8 +171,8 @@ class _Wrapping:
         options, tiled = Options.of(training, memory), training.tile_bytes is not None
         check_features(features(options, self._states, mesh.ranks, tiled))
         _check_activations(training, memory, model, mesh)
-        self._transport = Transport(mesh.world) if mesh.size > 1 else None
-        self._memory = memory if self._transport is None else memory_of_rank(memory, mesh.world)
+        self._links = Links.open(mesh)
+        self._memory = memory if mesh.everyone.size == 1 else memory_of_rank(memory, mesh.everyone)
 
     def wrapped(self, param_groups: ParamGroups | None, reserve: Reserve) -> PagedOptimizer:
         """The optimizer of the model, which is in pages then."""
@@ -194,6 +198,7 @@ class _Wrapping:
         )
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
         try:
+            self._check_stages(len(groups))
             engine = self._engine({*tiling.renamed(trained)}, device)
         except BaseException:
             tiling.undo()
@@ -212,7 +217,7 @@ class _Wrapping:
 
     def _engine(self, trained: set[str], device: Device) -> Engine:
         """What runs the plan. Raises BudgetError."""
-        plan = self._plan(trained, device.torch_device)
+        plan = self._plan_of_all(trained, device.torch_device)
         return Engine(
             plan,
             live_units(self._model, plan.units, self._states[0].dtype, device.torch_device),
@@ -223,14 +228,29 @@ class _Wrapping:
             os.environ.get("PAGODA_POISON", "") not in ("", "0"),
             device,
             LossScaler(self._training.scaling),
-            (self._mesh, self._transport) if self._transport is not None else None,
+            self._links,
         )
+
+    def _check_stages(self, groups: int) -> None:
+        """Raises ConfigError where the stages of a pipeline are not parts of one model with one optimizer."""
+        stages = self._links.stages
+        if stages is None:
+            return
+        settings = {"optimizer": self._rule, "precision": self._training.precision, "param_groups": groups}
+        clip = self._training.clip_grad_norm
+        check_equal(stages.transport, "stage", **settings, clip=clip, loss_scale=self._training.scaling)
+        stages.check_names(self._model.state_dict(keep_vars=True).keys())
+
+    def _plan_of_all(self, trained: set[str], device: torch.device) -> Plan:
+        """Where everything of this stage goes, once all stages know. Raises BudgetError, on all."""
+        stages = self._links.stages
+        return self._plan(trained, device) if stages is None else stages.agree(lambda: self._plan(trained, device))
 
     def _plan(self, trained: set[str], device: torch.device) -> Plan:
         """Where everything goes, which all ranks agree on. Raises BudgetError."""
         states, budgets = self._states, budgets_of(self._memory)
         root = describe(self._model, trained, states[0].dtype)
-        mesh, transport, options = self._mesh, self._transport, Options.of(self._training, self._memory)
+        mesh, transport, options = self._mesh, self._links.ranks, Options.of(self._training, self._memory)
         if transport is None:
             plan = make_plan(root, states, budgets, options)
         else:
@@ -246,6 +266,12 @@ class _Wrapping:
             make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
             plan = agreed_plan(transport, make, root)
         _check_extents(self._rule, plan)
+        if plan.layout.expert_units and mesh.ranks.pipeline_parallel > 1 and mesh.ranks.count > 1:
+            raise ConfigError(
+                "Several ranks of a stage cannot share experts: they use different ones, and a rank that waits for "
+                "another stage cannot take part in what they need. Give each stage one rank, or leave out "
+                "pipeline_parallel."
+            )
         if options.activations != "auto":
             return plan
         budget = self._memory.activation_bytes
@@ -255,7 +281,7 @@ class _Wrapping:
 
     def _move_in(self, engine: Engine, tiling: Tiling) -> None:
         """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
-        from_first = FromFirst(self._transport) if self._transport is not None else None
+        from_first = FromFirst(self._links.ranks) if self._links.ranks is not None else None
         with tiling.undone():
             Builder(self._model, engine, tiling, from_first).build(engine.units)
         if from_first is not None:

@@ -304,6 +304,18 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "simulate",
         ),
     },
+    "distributed/stages.py": {
+        "a stage clips by its own norm": (
+            "zip_longest(*(terms.square_sums for terms in said)",
+            "zip_longest(*(terms.square_sums for terms in (mine,))",
+            "distributed/test_pipelines.py",
+        ),
+        "a gradient that is not finite stops its own stage alone": (
+            "(terms.non_finite for terms in said if",
+            "(terms.non_finite for terms in (mine,) if",
+            "distributed/test_pipelines.py",
+        ),
+    },
 }
 """File -> what a mutant breaks -> the rest of it."""
 MUTANTS = tuple(Mutant(breaks, file, *change) for file, of in _CHANGES.items() for breaks, change in of.items())

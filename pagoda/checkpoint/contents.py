@@ -1,11 +1,11 @@
-"""Contents: what a checkpoint holds, by name: of one rank all, of several that divide experts what any of them has."""
+"""Contents: what a checkpoint holds, by name: of one rank all, of several what any of them has."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from pagoda.checkpoint.state import ParameterState, Place, all_states, said_by_ranks
+from pagoda.checkpoint.state import ParameterState, Place, all_states, said_by_everyone
 from pagoda.checkpoint.tensors import TensorSpec
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
@@ -55,7 +55,7 @@ class Contents:
             {parameter.stored_name: Stored.of(parameter) for parameter in parameters},
             [[names[name] for name in group["params"]] for group in groups],
         )
-        said: list[Contents] = said_by_ranks(engine, "the contents of a checkpoint", mine)
+        said: list[Contents] = said_by_everyone(engine, "the contents of a checkpoint", mine)
         stored: dict[str, Stored] = {}
         for each in said:
             for name, one in each.stored.items():

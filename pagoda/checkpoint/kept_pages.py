@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedUnit
-from pagoda.checkpoint.state import ParameterState, said_by_ranks
+from pagoda.checkpoint.state import ParameterState, said_by_everyone
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE, UNDO
 from pagoda.runtime.engine import Engine
@@ -29,13 +29,13 @@ class KeptPages:
         A state of a unit is kept where every rank that has some of it has that on SSD, and room to keep one more
         checkpoint's pages. So a tensor is either in pages or in a file, whatever homes each rank has for it.
         """
-        if engine.store.ssd is None:
+        if engine.store.ssd is None and engine.links.stages is None:
             return cls({}, {})
         paged = {unit.index: paged_unit(engine, unit) for unit in engine.units}
-        room = _has_room(engine, replaces)
+        stage, room = engine.links.mesh.pipeline_stage, _has_room(engine, replaces)
         mine = [
             (
-                unit.index,
+                (stage, unit.index),
                 state.name,
                 [name for name, _, _ in paged[unit.index].tensors(state.name)],
                 (room and state.name in paged[unit.index].extents)
@@ -44,16 +44,16 @@ class KeptPages:
             for unit in engine.units
             for state in engine.plan.layout.states
         ]
-        said = said_by_ranks(engine, "what a checkpoint keeps on SSD", mine)
-        copied = {(index, state) for each in said for index, state, _, can_stay in each if not can_stay}
+        said = said_by_everyone(engine, "what a checkpoint keeps on SSD", mine)
+        copied = {(at, state) for each in said for at, state, _, can_stay in each if not can_stay}
         names: dict[str, set[str]] = {}
         for each in said:
-            for index, state, held, _ in each:
-                if (index, state) not in copied:
+            for at, state, held, _ in each:
+                if (at, state) not in copied:
                     names.setdefault(state, set()).update(held)
         kept = {}
         for index, unit in paged.items():
-            extents = {state: run for state, run in unit.extents.items() if (index, state) not in copied}
+            extents = {state: run for state, run in unit.extents.items() if ((stage, index), state) not in copied}
             if extents:
                 spans = {state: unit.spans[state] for state in extents}
                 kept[index] = PagedUnit(unit.layout, extents, spans)
@@ -95,7 +95,8 @@ def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
     Spare slots for undoing updates are not for that: a deleted run may have left pages that take the other ones.
     """
     ssd, plan = engine.store.ssd, engine.plan
-    assert ssd is not None
+    if ssd is None:
+        return False
     state_pages = sum(plan.placement.pages(SSD, state.name) for state in plan.layout.states)
     wanted = plan.placement.pages(SSD, SPARE) >= state_pages > 0
     gone = {reference["commit"] for old in removables(replaces) for reference in old.references}

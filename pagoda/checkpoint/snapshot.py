@@ -19,7 +19,7 @@ from pagoda.checkpoint.paged import PAGED, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.state import ParameterState, said_by_ranks, unpaged
+from pagoda.checkpoint.state import ParameterState, said_by_everyone, unpaged
 from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
@@ -64,9 +64,9 @@ class Snapshot:
         saver.wait()
         check_absent(directory)
         buffers = dict(unpaged(self._model))
-        self._buffer_specs(buffers)
+        buffer_specs = self._buffer_specs(buffers)
         # What is replaced, and the new checkpoint's id, are as the first rank says.
-        said = said_by_ranks(self._engine, "save_checkpoint()", (rng_state(), list(replaces), new_checkpoint_id()))
+        said = said_by_everyone(self._engine, "save_checkpoint()", (rng_state(), list(replaces), new_checkpoint_id()))
         generators, (_, replaces, checkpoint_id) = [generator for generator, _, _ in said], said[0]
         contents = Contents.of(self._engine, groups)
         content = {
@@ -88,6 +88,7 @@ class Snapshot:
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
         specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
+        specs[BUFFERS] = buffer_specs
         extents = {unit: {state: Run(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept), extents)
         saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
@@ -103,14 +104,13 @@ class Snapshot:
         replaces: Sequence[Path],
     ) -> None:
         """On the saver's thread: fill the directory and commit it."""
-        rank_group = self._engine.rank_group
-        transport = rank_group.saver_transport if rank_group is not None else None
-        files = Files(directory, content["id"], {**specs, BUFFERS: self._buffer_specs(buffers)}, transport)
+        links = self._engine.links
+        files = Files(directory, content["id"], specs, links.saver)
         complete = False
         try:
             with files.open():
                 self._engine.saver.divide(partial(_write_pieces, capture, files))
-                for name, buffer in buffers.items() if files.first else ():
+                for name, buffer in buffers.items() if links.mesh.rank == 0 else ():
                     for start, count in chunks(buffer.numel()):
                         files.write(BUFFERS, name, start, tensor_bytes(buffer.reshape(-1)[start : start + count]))
                 content["hashes"] = files.finish()
@@ -165,13 +165,14 @@ class Snapshot:
         damaged, the optimizer is of no use until another checkpoint is loaded.
         """
         buffers = dict(unpaged(self._model))
+        buffer_specs = self._buffer_specs(buffers)
         contents = Contents.of(self._engine, groups)
         with Checkpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
             self._check_fits(checkpoint, contents, groups)
             adoptable = self._adoptable(checkpoint)
             for state in self._states:
                 checkpoint.check(state.name, contents.whole_specs(state))
-            checkpoint.check(BUFFERS, self._buffer_specs(buffers))
+            checkpoint.check(BUFFERS, buffer_specs)
             manifest = checkpoint.manifest
             with self._engine.replacing():
                 for unit in self._engine.units:
@@ -246,20 +247,22 @@ class Snapshot:
 
     def _restore_generators(self, manifest: dict[str, Any]) -> None:
         """Put the generators back; those of a rank that the writing run did not have stay as they are."""
-        rank_group = self._engine.rank_group
-        rank = rank_group.rank if rank_group is not None else 0
+        rank = self._engine.links.mesh.everyone.rank
         states = [manifest["rng"], *manifest["rank_rng"]]
         if rank < len(states):
             restore_rng(states[rank])
 
     def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
+        """Those of all stages; every rank asks for them at the same point."""
         for name, buffer in buffers.items():
             if buffer.layout is not torch.strided:
                 raise CheckpointError(
                     f"Buffer {name!r} is {buffer.layout}, which a checkpoint cannot hold. Register it with "
                     "persistent=False."
                 )
-        return [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+        mine = [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+        said = said_by_everyone(self._engine, "the buffers of a checkpoint", mine)
+        return [*{spec.name: spec for specs in said for spec in specs}.values()]
 
     def _check_fits(self, checkpoint: Checkpoint, contents: Contents, groups: list[NamedGroup]) -> None:
         """Everything the manifest says can be restored into this model and optimizer."""

@@ -3,6 +3,7 @@
 import pickle
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -370,10 +371,16 @@ def settle(states: Iterable[ParameterState]) -> None:
 
 
 def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """What each rank says, by rank; all say it at the same point of their program, `what` names it."""
+    """What each rank of this stage says, by rank; all say it at the same point of their program, `what` names it."""
     if engine.rank_group is None:
         return [mine]
     return [pickle.loads(said) for said in engine.rank_group.announce(what, pickle.dumps(mine))]
+
+
+def said_by_everyone(engine: Engine, what: str, mine: Any) -> list[Any]:
+    """As `said_by_ranks`, of all stages, one after another."""
+    of_stage, stages = said_by_ranks(engine, what, mine), engine.links.stages
+    return of_stage if stages is None else [*chain(*stages.announce(what, of_stage))]
 
 
 def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

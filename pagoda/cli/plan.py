@@ -31,8 +31,9 @@ def run(config: PlanConfig, console: Console) -> int:
     from pagoda.forecast.forecast import forecast
     from pagoda.forecast.largest import largest_model
     from pagoda.forecast.machine import find_machine_for
+    from pagoda.forecast.pipeline import forecast_pipeline
     from pagoda.forecast.record import as_lines
-    from pagoda.forecast.report import as_json, show
+    from pagoda.forecast.report import as_json, pipeline_table, show
 
     if config.plot is not None:
         check_plotting()
@@ -40,11 +41,14 @@ def run(config: PlanConfig, console: Console) -> int:
     searched = config.max_model
     if searched:
         config = replace(config, model=largest_model(config, machine), max_model=False)
-    made = forecast(config, machine)
+    pipeline = forecast_pipeline(config, machine) if config.pipeline_parallel > 1 else None
+    made = forecast(config, machine) if pipeline is None else pipeline.slowest
     advice = advise(made)
     if config.json:
-        print(as_lines(as_json(made, advice)), end="")
+        print(as_lines({**as_json(made, advice), "pipeline": pipeline and pipeline.as_json()}), end="")
     else:
+        if pipeline is not None:
+            console.print(pipeline_table(pipeline), highlight=False)
         show(made, advice, console)
         if searched and made.fits and made.machine.ranks is None:
             say(console, f"Train it: {_train_command(made, config)}")

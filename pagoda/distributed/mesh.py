@@ -1,6 +1,7 @@
 """The mesh: every rank as a place in a grid, and the ranks that hold the parts of one thing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 import torch.distributed as dist
@@ -14,7 +15,10 @@ REPLICATE, SHARD = "replicate", "shard"
 """Dimensions of the mesh of dense weights: whole copies of the state, and the slices of one copy."""
 TENSOR = "tensor"
 """Its third dimension: the parts of the parameters that tensor-parallel ranks have."""
+PIPELINE = "pipeline"
+"""The first dimension of the whole mesh: the stages of a pipeline, each with layers of its own."""
 _DIMENSIONS = {
+    **dict.fromkeys((PIPELINE, "pp"), PIPELINE),
     **dict.fromkeys((REPLICATE, "dp_replicate"), REPLICATE),
     **dict.fromkeys((SHARD, "dp_shard", "dp"), SHARD),
     **dict.fromkeys((TENSOR, "tp"), TENSOR),
@@ -35,10 +39,21 @@ class Mesh:
     Ranks that divide tensors are consecutive, and so are those of a replica, so that each lies inside a node where a
     node has as many. Along the slices, E ranks in a row have different experts, and those E apart share the state of
     the same ones.
+
+    Each stage of a pipeline has such a grid, of consecutive processes, and its ranks count from 0.
     """
 
     def __init__(self, world: World, ranks: Ranks) -> None:
-        self.world = world
+        """`world` has all processes."""
+        self.pipeline_stage, place = divmod(world.rank, ranks.count)
+        """Which stage of the pipeline this rank is of, from 0."""
+        self.everyone = world
+        self.world = replace(world, rank=place, size=ranks.count, first=world.rank - place)
+        """The ranks of this stage."""
+        self.peers = replace(
+            world, rank=self.pipeline_stage, size=ranks.pipeline_parallel, first=place, apart=ranks.count
+        )
+        """The ranks at this one's place in every stage."""
         self.ranks = ranks
         self.lane: OnAllRanks | None = None
         """What orders all collectives, while a model is wrapped."""
@@ -63,15 +78,21 @@ class Mesh:
         return self.world.size
 
     @cached_property
-    def dense(self) -> DeviceMesh:
-        """The grid (REPLICATE, SHARD, TENSOR); every rank has to ask for it at the same point."""
-        shape = (self.ranks.replicas, self.ranks.sharers(expert=False), self.ranks.tensor_parallel)
-        return init_device_mesh(computes_on(self.world), shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+    def whole(self) -> DeviceMesh:
+        """The grid (PIPELINE, REPLICATE, SHARD, TENSOR); every rank has to ask for it at the same point."""
+        ranks, names = self.ranks, (PIPELINE, REPLICATE, SHARD, TENSOR)
+        shape = (ranks.pipeline_parallel, ranks.replicas, ranks.sharers(expert=False), ranks.tensor_parallel)
+        return init_device_mesh(computes_on(self.everyone), shape, mesh_dim_names=names)
 
     @property
     def tensor(self) -> DeviceMesh:
         """The ranks that have the parts of this one's parameters, for torch's `parallelize_module`."""
-        return self.dense[TENSOR]
+        return self.whole[TENSOR]
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup:
+        """One rank of each stage, this one among them, for torch's `PipelineStage`."""
+        return self.whole.get_group(PIPELINE)
 
     @property
     def tensor_index(self) -> int:
@@ -80,17 +101,18 @@ class Mesh:
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
-        """The ranks that have the parts of this one's parameters, in order."""
+        """Torchrun's numbers for the ranks that have the parts of this one's parameters, in order."""
         first = self.rank - self.tensor_index
-        return tuple(range(first, first + self.ranks.tensor_parallel))
+        return tuple(self.world.number(first + part) for part in range(self.ranks.tensor_parallel))
 
     @cached_property
     def experts(self) -> DeviceMesh:
         """The grid (EXPERT_SHARD, EXPERT) of the ranks that have the same parts of tensors; every rank has to ask for
         it at the same point."""
         each = self.ranks.expert_parallel
-        shape = (self.ranks.data_parallel // each, each, self.ranks.tensor_parallel)
-        return init_device_mesh("cpu", shape, mesh_dim_names=(EXPERT_SHARD, EXPERT, TENSOR))[EXPERT_SHARD, EXPERT]
+        shape = (self.ranks.pipeline_parallel, self.ranks.data_parallel // each, each, self.ranks.tensor_parallel)
+        names = (PIPELINE, EXPERT_SHARD, EXPERT, TENSOR)
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)[EXPERT_SHARD, EXPERT]
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
@@ -130,21 +152,27 @@ def open_mesh(
     replicas: int = 1,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> Mesh:
     """The mesh of the processes that torchrun started, for `wrap(mesh=...)`; of one process without torchrun.
 
     `stage` is ZeRO's: what is divided over the ranks. `replicas` is the number of whole copies of the state (hybrid
     sharding), `expert_parallel` the number of ranks over which experts are divided. `tensor_parallel` consecutive ranks
     divide each parameter, as torch's `parallelize_module(model, mesh.tensor, ...)` says, and get the same batches; the
-    state of their parts is shared out over the ranks that have the same part. Every rank
-    calls it, equally.
+    state of their parts is shared out over the ranks that have the same part. `pipeline_parallel` is the number of
+    stages: equally many consecutive ranks wrap the layers of a stage, and divide its state. Every rank calls it,
+    equally.
 
     Raises ConfigError where the ranks cannot be divided like that.
     """
     world = launched()
-    if tensor_parallel < 1 or world.size % tensor_parallel:
-        raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide {world.size} ranks")
-    ranks = Ranks(world.size // tensor_parallel, world.local_size, stage, expert_parallel, replicas, tensor_parallel)
+    if pipeline_parallel < 1 or world.size % pipeline_parallel:
+        raise ConfigError(f"pipeline_parallel={pipeline_parallel} does not divide {world.size} ranks")
+    count = world.size // pipeline_parallel
+    if tensor_parallel < 1 or count % tensor_parallel:
+        raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide {count} ranks")
+    divided = (expert_parallel, replicas, tensor_parallel, pipeline_parallel)
+    ranks = Ranks(count // tensor_parallel, world.local_size, stage, *divided)
     join(world)
     return Mesh(world, ranks)
 
@@ -157,11 +185,15 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     kinds = [_DIMENSIONS.get(name) for name in mesh.mesh_dim_names or ()]
-    ordered = [kind for kind in (REPLICATE, SHARD, TENSOR) if kind in kinds]
+    ordered = [kind for kind in (PIPELINE, REPLICATE, SHARD, TENSOR) if kind in kinds]
     if kinds != ordered or mesh.mesh.flatten().tolist() != list(range(launched().size)):
         raise ConfigError(
-            f"wrap cannot use {mesh}: it takes a mesh of all ranks in order, whose dimensions are some of replicate, "
-            "shard (or dp) and tensor (or tp), in this order. pagoda.open_mesh makes one."
+            f"wrap cannot use {mesh}: it takes a mesh of all ranks in order, whose dimensions are some of pipeline (or "
+            "pp), replicate, shard (or dp) and tensor (or tp), in this order. pagoda.open_mesh makes one."
         )
     sizes = dict(zip(ordered, mesh.shape, strict=True))
-    return open_mesh(replicas=sizes.get(REPLICATE, 1), tensor_parallel=sizes.get(TENSOR, 1))
+    return open_mesh(
+        replicas=sizes.get(REPLICATE, 1),
+        tensor_parallel=sizes.get(TENSOR, 1),
+        pipeline_parallel=sizes.get(PIPELINE, 1),
+    )

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pagoda.distributed.transport import Transport
+from pagoda.distributed.transport import Transport, new_groups
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import PagodaError, RankError
 
@@ -32,7 +32,7 @@ class Service:
         """Every rank makes one at the same point."""
         self._transport = transport
         self._answer = answer
-        self._group = dist.new_group(backend="gloo", timeout=_EVER)
+        (self._group,) = new_groups(transport.world, [range(transport.size)], backend="gloo", timeout=_EVER)
         self._thread = threading.Thread(target=self._run, name="pagoda-service", daemon=True)
         self._thread.start()
 
@@ -62,7 +62,7 @@ class Service:
         """Have what `_reply` sends; returns why the rank refuses, if it does."""
 
         def receive(into: torch.Tensor) -> None:
-            work = dist.irecv(into.view(torch.uint8), src=rank, group=self._group, tag=_ANSWER)
+            work = dist.irecv(into.view(torch.uint8), group=self._group, tag=_ANSWER, group_src=rank)
             assert work is not None
             work.wait(timedelta(seconds=rank_timeout_s()))
 
@@ -84,11 +84,11 @@ class Service:
         with suppress(RuntimeError):  # a rank has ended, and so will all others
             while True:
                 request = torch.empty(2, dtype=torch.int64)
-                asking = dist.recv(request, src=None, group=self._group, tag=_REQUEST)
+                number = dist.recv(request, src=None, group=self._group, tag=_REQUEST)
                 unit, version = request.tolist()
                 if unit == _STOP:
                     return
-                self._reply(asking, unit, version)
+                self._reply(dist.get_group_rank(self._group, number), unit, version)
 
     def _reply(self, asking: int, unit: int, version: int) -> None:
         """Send messages, and before each, and behind the last, the length of a refusal: 0 if there is none."""
@@ -104,4 +104,4 @@ class Service:
             self._send(text, asking, _ANSWER)
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        dist.send(tensor.view(torch.uint8), dst=rank, group=self._group, tag=tag)
+        dist.send(tensor.view(torch.uint8), group=self._group, tag=tag, group_dst=rank)

@@ -16,6 +16,10 @@ from pagoda.plan.units import ModuleSpec
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _START = re.compile(r"start=\d+")
+_MUST_BE_EQUAL = {
+    "rank": "Every rank must wrap the same model with the same settings",
+    "stage": "Stages are parts of one model, which has one optimizer",
+}
 
 
 def least_budgets(transport: Transport, mine: Budgets) -> Budgets:
@@ -30,16 +34,17 @@ def least_budgets(transport: Transport, mine: Budgets) -> Budgets:
     return Budgets(min(each.host for each in by_rank), device, ssd)
 
 
-def check_equal(transport: Transport, **settings: object) -> None:
-    """Raises ConfigError, on every rank, naming the ranks whose settings read otherwise than rank 0's, and which."""
+def check_equal(transport: Transport, who: str = "rank", **settings: object) -> None:
+    """Raises ConfigError, on every rank, naming the ranks whose settings read otherwise than rank 0's, and which. `who`
+    is what is told apart."""
     readable = {name: _readable(value) for name, value in settings.items()}
     by_rank = transport.announce([hashlib.blake2b(text.encode()).digest() for text in readable.values()])
     for name, column in zip(readable, zip(*by_rank, strict=True), strict=True):
         others = [str(rank) for rank, value in enumerate(column) if value != column[0]]
         if others:
             raise ConfigError(
-                f"Ranks have different {name}: rank {', '.join(others)} not that of rank 0 (here: "
-                f"{readable[name]:.200}). Every rank must wrap the same model with the same settings."
+                f"{who.capitalize()}s have different {name}: {who} {', '.join(others)} not that of {who} 0 (here: "
+                f"{readable[name]:.200}). {_MUST_BE_EQUAL[who]}."
             )
 
 

@@ -29,8 +29,24 @@ Parcel = tuple[int, torch.Tensor]
 """A rank, and a contiguous tensor for it or from it."""
 
 
+def new_groups(world: World, parts: Iterable[Sequence[int]], **settings: Any) -> list[Any]:
+    """A process group for each of some parts of a world, which are ranks in it.
+
+    Every process of torchrun calls it at the same point, with the same parts of its own world: torch wants each of them
+    to know of all groups.
+    """
+    parts, reach = list(parts), world.size * world.apart
+    found: list[Any] = []
+    for block in range(0, dist.get_world_size() if parts else 0, reach):
+        for first in range(block, block + world.apart):
+            numbers = ([first + rank * world.apart for rank in ranks] for ranks in parts)
+            made = [dist.new_group(each, **settings) for each in numbers]
+            found = made if first == world.first else found
+    return found
+
+
 class Transport:
-    """All ranks, for one thread at a time. Bytes are sent as they are, whatever their dtype.
+    """The ranks of a world, for one thread at a time. Bytes are sent as they are, whatever their dtype.
 
     Every method raises RankError where another rank is gone, or silent for longer than the timeout.
     """
@@ -38,7 +54,8 @@ class Transport:
     def __init__(self, world: World) -> None:
         self.rank = world.rank
         self.size = world.size
-        self._group = dist.new_group(timeout=timedelta(seconds=rank_timeout_s()))
+        self.world = world
+        (self._group,) = new_groups(world, [range(world.size)], timeout=timedelta(seconds=rank_timeout_s()))
         self.broken = False
         """Whether a rank could not be reached."""
         self._processes: list[tuple[str, int]] = []
@@ -99,18 +116,18 @@ class Transport:
     def lost(self, rank: int | None, error: RuntimeError) -> RankError:
         """The error of a rank that could not be reached, one of all if it is None. It names those that have died on
         this host; else those that have not given up as this one has."""
-        self.broken = True
+        self.broken, me = True, self.world.number(self.rank)
         silent = self._ask_who_is_silent()
         deadline = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < deadline:
             dead = [r for r, (host, number) in enumerate(self._processes) if host == _host() and not lives(number)]
             if dead:
-                return RankError(f"Rank {self._names(dead)} has ended, so rank {self.rank} stops.")
+                return RankError(f"Rank {self._names(dead)} has ended, so rank {me} stops.")
             time.sleep(0.05)
         missing = [rank] if rank is not None else silent
         return RankError(
-            f"{f'Rank {self._names(missing)}' if missing else 'A rank'} is gone, or has not answered rank {self.rank} "
-            f"for {rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more): {error}"
+            f"{f'Rank {self._names(missing)}' if missing else 'A rank'} is gone, or has not answered rank {me} for "
+            f"{rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more): {error}"
         )
 
     def _ask_who_is_silent(self) -> list[int]:
@@ -120,9 +137,9 @@ class Transport:
         def ask() -> None:
             with suppress(RuntimeError):  # the store has gone with a rank
                 store = dist.PrefixStore("pagoda/given-up", _get_default_store())  # type: ignore[attr-defined]
-                store.set(str(self.rank), "")
+                store.set(str(self.world.number(self.rank)), "")
                 time.sleep(_SECONDS_TO_DIE / 2)
-                silent.extend(rank for rank in range(self.size) if not store.check([str(rank)]))
+                silent.extend(rank for rank in range(self.size) if not store.check([str(self.world.number(rank))]))
 
         threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # a store may be silent, too
         return silent
@@ -130,8 +147,8 @@ class Transport:
     def _names(self, ranks: Iterable[int]) -> str:
         processes = self._processes or [("", 0)] * self.size
         return ", ".join(
-            f"{rank} (process {number} on {host.partition('/')[0]})" if host else str(rank)
-            for rank, (host, number) in ((rank, processes[rank]) for rank in ranks)
+            f"{rank} (process {process} on {host.partition('/')[0]})" if host else str(rank)
+            for rank, (host, process) in ((self.world.number(rank), processes[rank]) for rank in ranks)
         )
 
 
@@ -139,8 +156,8 @@ class Group:
     """Some ranks, which run the same collectives in the same order, one at a time."""
 
     def __init__(self, transport: Transport, members: Callable[[int], tuple[int, ...]]) -> None:
-        """`members` gives the ranks of the group that a rank is in, in order. Every rank of the world calls it at the
-        same point, with functions that agree."""
+        """`members` gives the ranks of the group that a rank is in, in order. Every rank calls it at the same point,
+        with functions that agree."""
         self.ranks = members(transport.rank)
         self.place = self.ranks.index(transport.rank)
         """This rank's among `ranks`."""
@@ -149,12 +166,9 @@ class Group:
         """Collectives so far."""
         self.sent_bytes = 0
         """What this rank had for the others, counted once for each of those that got it."""
-        for ranks in sorted({members(rank) for rank in range(transport.size)}):
-            if len(ranks) == 1:
-                continue
-            group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=rank_timeout_s()))
-            if ranks == self.ranks:
-                self._group = group
+        parts = sorted({ranks for rank in range(transport.size) if len(ranks := members(rank)) > 1})
+        groups = new_groups(transport.world, parts, timeout=timedelta(seconds=rank_timeout_s()))
+        self._group = dict(zip(parts, groups, strict=True)).get(self.ranks)
 
     def gather(self, whole: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
         """Complete `whole`, of which each rank has the elements [start, stop) that `spans` says, by place.
@@ -175,8 +189,8 @@ class Group:
         def broadcasts() -> None:
             parts = [raw[start * size : stop * size] for start, stop in spans]
             works = [
-                dist.broadcast(part, src=rank, group=self._group, async_op=True)
-                for rank, part in zip(self.ranks, parts, strict=True)
+                dist.broadcast(part, group=self._group, async_op=True, group_src=place)
+                for place, part in enumerate(parts)
                 if part.numel()
             ]
             for work in works:

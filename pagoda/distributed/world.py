@@ -16,13 +16,22 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among those that torchrun started; one of one without it."""
+    """This process among some of those that torchrun started, by default all; one of one without it."""
 
     rank: int = 0
+    """This process's place among them."""
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     """Processes on this node, of consecutive ranks."""
+    first: int = 0
+    """Torchrun's number for the first of them."""
+    apart: int = 1
+    """How far their numbers are apart."""
+
+    def number(self, rank: int) -> int:
+        """Torchrun's number for one of them."""
+        return self.first + rank * self.apart
 
     @property
     def nodes(self) -> int:

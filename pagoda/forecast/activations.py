@@ -46,12 +46,15 @@ class ActivationEstimate:
     gradients: int
     """Two of the largest parameter's gradient: the one autograd makes, and the one on its way to its extent. Or all of
     a layer's, which layers that run in tiles add up first, if that is more."""
+    at_once: int = 1
+    """Forwards whose layers keep something at once."""
 
     def with_policies(self, saved: SavedBlocks) -> "ActivationEstimate":
         """The same where each layer has a policy of its own."""
         blocks = list(zip(saved.sizes.blocks, saved.policies, strict=True))
-        kept = sum(block.kept(policy) for block, policy in blocks)
-        return replace(self, saved=kept, offloaded=sum(block.away(policy) for block, policy in blocks))
+        kept = self.at_once * sum(block.kept(policy) for block, policy in blocks)
+        away = self.at_once * sum(block.away(policy) for block, policy in blocks)
+        return replace(self, saved=kept, offloaded=away)
 
     @property
     def total(self) -> int:
@@ -86,7 +89,7 @@ def estimate_activations(
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
     again = recomputes(mode)
     inputs = itemsize * tokens * described.hidden
-    saved = described.layers * (inputs if again else _layer(described, tokens, itemsize))
+    saved = described.at_once * described.layers * (inputs if again else _layer(described, tokens, itemsize))
     offloads = mode in ("offload", "recompute+offload")
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, described.ffn))
     if chunked_loss is None:
@@ -99,6 +102,7 @@ def estimate_activations(
         working=_layer(described, running, itemsize) if again else 0,
         logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
         gradients=itemsize * max(2 * largest, tiled_layer),
+        at_once=described.at_once,
     )
 
 

@@ -37,6 +37,9 @@ class PlanConfig(Run):
     gpus_per_node: int | None = None
     """GPUs in use on each node, or processes if the CPU computes. By default all that the hardware has. Each has its
     own batches, and all of them divide the state."""
+    pipeline_parallel: int = 1
+    """Stages of a pipeline, which have equally many ranks each, and a part of the layers. A step has
+    --accumulation-steps micro-batches."""
     batch_size: int = 1
     seq_len: int = 1024
     json: bool = False
@@ -48,6 +51,9 @@ class PlanConfig(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("nodes", self.nodes, 1)
+        require_count("pipeline_parallel", self.pipeline_parallel, 1)
+        if self.max_model and self.pipeline_parallel > 1:
+            raise ConfigError("--max-model searches without a pipeline: name the model of one in --model")
         if self.gpus_per_node is not None:
             require_count("gpus_per_node", self.gpus_per_node, 1)
         require(self.tokens < _MOST_TOKENS, "batch_size", self.batch_size, "smaller, or seq_len: too many tokens")

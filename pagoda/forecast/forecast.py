@@ -94,8 +94,10 @@ class Forecast:
         return {tier: dict(lines) for tier, lines in self.plan.bytes.items() if lines}
 
 
-def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Forecast:
-    """Plan `config.model` on `machine`. What does not fit is part of the answer, not an error.
+def forecast(
+    config: PlanConfig, machine: Machine, measure: bool = True, described: ModelDescription | None = None
+) -> Forecast:
+    """Plan `config.model` on `machine`, or what is `described`. What does not fit is part of the answer, not an error.
 
     With `measure`, the plan's step is timed with compute that is measured, where this machine's processors compute. The
     plan is the same without, as in a run, which has no time to measure.
@@ -104,7 +106,7 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
     """
     options = Options.of(config, config.memory)
     check_features(features(options, config.states, machine.ranks, config.tile_limit is not None))
-    described = describe_configured(config)
+    described = described or describe_configured(config)
     config, chosen = resolve_auto(config, machine, described)
     made = Forecast(config, machine, described, activations_of(config, described), (), chosen)
     try:

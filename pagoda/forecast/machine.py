@@ -62,12 +62,18 @@ def find_machine_for(config: PlanConfig) -> Machine:
         )
     per_node = hardware.gpus_per_node
     count = config.nodes * per_node
-    for flag, groups in (("--expert-parallel", config.expert_parallel), ("--replicas", config.replicas)):
-        if count % groups:
-            raise ConfigError(f"{flag} is {groups}, which does not divide the ranks, of which there are {count}")
+    stages = config.pipeline_parallel
+    for flag, groups, among in (
+        ("--pipeline-parallel", stages, count),
+        ("--expert-parallel", config.expert_parallel, count // stages),
+        ("--replicas", config.replicas, count // stages),
+    ):
+        if among % groups:
+            raise ConfigError(f"{flag} is {groups}, which does not divide the ranks, of which there are {among}")
     ranks = None
     if count > 1:
-        ranks = Ranks(count, per_node, config.zero_stage, config.expert_parallel, config.replicas)
+        degrees = (config.zero_stage, config.expert_parallel, config.replicas)
+        ranks = Ranks(count // stages, per_node, *degrees, pipeline_parallel=stages)
     return Machine(hardware, config.hardware == AUTO, ranks)
 
 

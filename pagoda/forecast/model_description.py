@@ -40,6 +40,8 @@ class ModelDescription:
     """Of a mixture of experts, how many see each token."""
     exchanged: Mapping[str, int] = field(default_factory=dict)
     """Module that holds a block's experts -> elements of tokens that a rank sends to others' in one forward pass."""
+    at_once: int = 1
+    """Forwards whose activations wait for their backward at once: several in a stage of a pipeline."""
 
 
 def describe_configured(config: PlanConfig, count_flops: bool = True) -> ModelDescription:

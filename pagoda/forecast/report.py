@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagoda.forecast.forecast import Forecast
+from pagoda.forecast.pipeline import PipelineForecast
 from pagoda.forecast.record import plan_record, timeline_record
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
@@ -75,6 +76,27 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "units": plan.get("units", []),
         "timeline": timeline_record(timeline) if timeline else None,
     }
+
+
+def pipeline_table(pipeline: PipelineForecast) -> RenderableType:
+    """A row per stage, and what the pipeline comes to; the slowest stage is for `show`."""
+    said, table = pipeline.as_json(), Table()
+    tiers = list(dict.fromkeys(tier for stage in said["stages"] for tier in stage["bytes"]))
+    for name in ("stage", "parameters", *tiers, "step"):
+        table.add_column(name, justify="right")
+    for number, stage in enumerate(said["stages"]):
+        cells = (format_bytes(stage["bytes"][tier]) if tier in stage["bytes"] else "-" for tier in tiers)
+        step = format_seconds(stage["step_s"]) if stage["fits"] else "does not fit"
+        table.add_row(str(number), f"{stage['params'] / 1e6:,.1f} M", *cells, step)
+    slowest = f"stage {said['slowest']}"
+    if said["step_s"] is None:
+        return Group(table, Text(f"The pipeline does not fit: see {slowest}.", style="bold red"))
+    text = (
+        f"The pipeline's step takes {format_seconds(said['step_s'])}, {said['tokens_per_s']:,.1f} tokens/s: that of "
+        f"{slowest}, the slowest, and {said['bubble']:.0%} in which stages wait for micro-batches. What they send each "
+        f"other is not counted. Below is {slowest}."
+    )
+    return Group(table, Text(text))
 
 
 def show(forecast: Forecast, advice: Sequence[str], console: Console) -> None:

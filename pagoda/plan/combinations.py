@@ -24,6 +24,7 @@ class Feature(StrEnum):
     RANKS = "several ranks"
     TENSOR = "tensor_parallel"
     EXPERTS = "expert_parallel"
+    PIPELINE = "pipeline_parallel"
 
 
 F = Feature
@@ -44,6 +45,7 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.ASYNC, F.DEVICE_UPDATES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.DEVICE_HOMES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
+        (F.EXPERTS, F.PIPELINE, "a rank that waits for another stage cannot take part in what others' experts need"),
         (F.SPECULATE, F.RANKS, _LATE),
         (F.EIGHT_BIT, F.TENSOR, "blocks of quantized moments would depend on how tensors are divided"),
         (F.TILES, F.TENSOR, "tensor parallelism has divided the layers already"),
@@ -71,6 +73,7 @@ def features(
         F.RANKS: ranks is not None and ranks.count > 1,
         F.TENSOR: ranks is not None and ranks.tensor_parallel > 1,
         F.EXPERTS: ranks is not None and ranks.expert_parallel > 1,
+        F.PIPELINE: ranks is not None and ranks.pipeline_parallel > 1,
     }
     return frozenset(feature for feature, is_used in used.items() if is_used)
 

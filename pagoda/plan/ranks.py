@@ -10,7 +10,7 @@ Stage = Literal[1, 2, 3]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A group of data-parallel ranks that share out the training state as ZeRO does (arXiv 1910.02054).
+    """Data-parallel ranks that share out the training state as ZeRO does (arXiv 1910.02054).
 
     Stage 1 divides what only the update needs, stage 2 gradients too, stage 3 weights too. Every extent that is
     divided is cut in equal slices, one a rank, so that every rank's link to host RAM and every rank's part of the
@@ -31,12 +31,15 @@ class Ranks:
     tensor_parallel: int = 1
     """Consecutive ranks that compute on the same sequences, each with its part of the parameters. A rank shares out
     the state of its parts with those ranks of other groups that have the same ones."""
+    pipeline_parallel: int = 1
+    """Stages, each of `count` consecutive ranks with layers of its own. All else here is about one of them."""
 
     def __post_init__(self) -> None:
-        counts = (self.data_parallel, self.per_node, self.expert_parallel, self.replicas, self.tensor_parallel)
-        if min(counts) < 1:
+        degrees = (self.expert_parallel, self.replicas, self.tensor_parallel, self.pipeline_parallel)
+        if min(self.data_parallel, self.per_node, *degrees) < 1:
             raise ConfigError(
-                "data_parallel, per_node, expert_parallel, replicas and tensor_parallel must be at least 1"
+                "data_parallel, per_node, expert_parallel, replicas, tensor_parallel and pipeline_parallel must be at "
+                "least 1"
             )
         if self.stage not in (1, 2, 3):
             raise ConfigError(f"there is no ZeRO stage {self.stage}; the stages are 1, 2 and 3")
@@ -51,7 +54,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """Ranks in all."""
+        """Ranks of a stage, which are all where there is no pipeline."""
         return self.data_parallel * self.tensor_parallel
 
     @property

@@ -15,6 +15,7 @@ from pagoda.config.training import Precision
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.shards import Shards
+from pagoda.distributed.stages import Links
 from pagoda.distributed.transport import Transport
 from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
@@ -79,20 +80,22 @@ class Engine:
         poison: bool,
         device: Device,
         scaler: LossScaler,
-        ranks: tuple[Mesh, Transport] | None = None,
+        links: Links,
     ) -> None:
-        """`ranks` are this process's place among several, and how it talks to the others."""
+        """`links` are this process's place among several, and how it talks to the others."""
         self.units = units
         self.stats = StepStats()
         self.timeline: Timeline | None = None
         """The last step that was recorded."""
-        self._meter = Meter(LANES if ranks is None else (*LANES, COLLECTIVE))
+        self.links = links
+        mesh = links.mesh
+        self._meter = Meter(LANES if links.ranks is None else (*LANES, COLLECTIVE))
         self._step = 0
         self._speculations = 0, 0
         """Updates before `step()` that stood and that were undone, until the last step."""
         self.device = device
         self.ssd_directories = tuple(directories)
-        shards = Shards(plan.layout, ranks[0] if ranks is not None else None)
+        shards = Shards(plan.layout, mesh)
         self.store = Store(plan, directories, poison, device, shards)
         elementwise = isinstance(rule, ElementwiseRule)
         on_cpu = device.torch_device.type == "cpu"
@@ -115,7 +118,7 @@ class Engine:
         )
         self.leases = Leases(self.store, units, device, Fetcher(self.store, self._lanes, device))
         feeders = open_feeders(self.store, self._lanes, rule, precision, device)
-        self.scheduler = open_scheduler(plan, None if ranks is None else ranks[0].rank)
+        self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
         self.plan = plan
         """The plan followed now."""
         self._follow_trace()
@@ -125,8 +128,8 @@ class Engine:
         self.damage = self._executor.damage
         self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
         self.accesses.owner = self
-        self.rank_group = None if ranks is None else self._join(*ranks)
-        """The dealings with other ranks, where there are any."""
+        self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
+        """The dealings with other ranks of this stage, where there are any."""
         self.graphs = GraphMemory(
             self.leases,
             self.accesses,
@@ -136,7 +139,7 @@ class Engine:
             device,
             self._meter.stalled,
             poison,
-            ranks[0].tensor.get_group() if ranks is not None and plan.options.partition_activations else None,
+            mesh.tensor.get_group() if plan.options.partition_activations else None,
         )
         self.graphs.packing.register(units)
         self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
@@ -152,6 +155,7 @@ class Engine:
             self._meter.stalled,
             scaler,
             self.rank_group,
+            links.stages,
         )
         self._forks = forks()
         self._threads = Threads(self._lanes, feeders, self.saver, self.rank_group)

@@ -77,8 +77,6 @@ class RankGroup:
         if buffers is not None:
             early = store.plan.options.update_during_backward
             self._reducer = Reducer(self.collectives, gradients, buffers, device, copies, driver, stalled, early)
-        self.saver_transport = Transport(mesh.world)
-        """For the thread that writes checkpoints."""
         store.assemble = self._assemble
 
     @property

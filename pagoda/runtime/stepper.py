@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from pagoda.distributed.stages import Stages, StepTerms
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.plan.ops import HOST
@@ -51,6 +52,7 @@ class Stepper:
         stalled: Callable[[str, float], None],
         scaler: LossScaler,
         rank_group: RankGroup | None,
+        stages: Stages | None,
     ) -> None:
         """`stalled` accounts for what was waited for."""
         self._units = units
@@ -64,6 +66,7 @@ class Stepper:
         self._stalled = stalled
         self.scaler = scaler
         self._rank_group = rank_group
+        self._stages = stages
         self._arrivals = gradients if rank_group is None else rank_group.arrivals
         """Where gradients go from autograd."""
         if rank_group is not None:
@@ -99,11 +102,8 @@ class Stepper:
             )
         if grad.layout is not torch.strided:
             raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
-        if self.scaler.active and not self.scaler.used:
-            raise UsageError(
-                f"{unit.name(slot)!r} received the gradient of a loss that was not scaled: with precision='fp16', call "
-                "optimizer.scale(loss).backward()."
-            )
+        if self.scaler.active and not self.scaler.used and self._stages is None:  # only the last stage has the loss
+            raise _not_scaled(repr(unit.name(slot)))
         if accumulate and (unit.index, slot) in self._factors:
             raise UsageError(
                 f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, torch's clip_grad_norm_ "
@@ -235,6 +235,12 @@ class Stepper:
                 _, slot, unit = min(bad, key=lambda each: each[0])
                 first = unit.name(slot)
             square_sums = self._square_sums(terms.values())
+        if self._stages is not None:
+            factors = frozenset(self._factor(record.unit, slot) for record, slot in self._shown())
+            mine = StepTerms(square_sums, first, factors, self.scaler.used)
+            square_sums, first, _, is_scaled = self._stages.all_terms(asked_by, mine)
+            if self.scaler.active and any(square_sums) and not is_scaled:
+                raise _not_scaled("The last stage")
         if first is not None:
             raise non_finite_error(first)
         return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
@@ -295,7 +301,7 @@ class Stepper:
         relative = [factor / largest for factor in factors]
         norm = total
         if any(abs(each) != 1.0 for each in relative):
-            if self._rank_group is not None:
+            if self._rank_group is not None or self._stages is not None:
                 raise UsageError(
                     "On several ranks, the norm of gradients that were multiplied by different numbers is not known: "
                     "leave out wrap(clip_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
@@ -341,7 +347,7 @@ class Stepper:
                 "that is a number."
             )
         self._queue_updates(hypers, clipped=any(factor != 1.0 for factor in factors))
-        if self._norm_terms:
+        if norms.total is not None:
             self.scaler.end_step(skipped=False)
         self._clear_step()
         return norms
@@ -450,3 +456,10 @@ class Stepper:
         unit.version += bool(record.segments)
         self._executor.latest[unit.index] = record
         self._executor.share(record)
+
+
+def _not_scaled(what: str) -> UsageError:
+    return UsageError(
+        f"{what} received the gradient of a loss that was not scaled: with precision='fp16', call "
+        "optimizer.scale(loss).backward()."
+    )

@@ -29,7 +29,7 @@ OF_A_RUN = {
     # Not planned.
     "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
 }  # fmt: skip
-OF_A_MACHINE = {"hardware", "nodes", "gpus_per_node", "max_model", "json", "plot"}
+OF_A_MACHINE = {"hardware", "nodes", "gpus_per_node", "pipeline_parallel", "max_model", "json", "plot"}
 COMMANDS = {"train": TrainRequest, "plan": PlanConfig}
 
 

@@ -90,6 +90,7 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         (("--model", "gpt2", "--hardware", "h100", "--memory.host", "lots"), "memory.host"),
         (("--model", "gpt2", "--hardware", "rtx4090", "--nodes", "2"), "--nodes is 2"),
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "0"), "batch_size is 0"),
+        (("--model", "gpt2", "--hardware", "h100", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
         (("--model", "gpt2", "--hardware", "h100", "--memory.page-size", "3"), "memory.page_size is 3"),
         (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "tile_limit is '1'"),

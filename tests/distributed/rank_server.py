@@ -1,10 +1,10 @@
 """Runs scenarios in groups of forked processes: a program for tests, which imports everything once.
 
 It says "ready", then reads one request a line from stdin, as JSON: "ranks" (one is a process that torchrun has not
-started), "scenario" (a name in `scenarios` or `divided`, or "module:name"), "arguments", "out" (a directory),
-"timeout_s" and "environment". Each rank calls the scenario, and what it returns goes to `rank-R.pt`; an error goes to
-`error-R.txt`. The answer is a line: {"status": each rank's exit status, minus the signal, or null if it was still
-running}.
+started), "scenario" (a name in `scenarios`, `divided` or `pipelines`, or "module:name"), "arguments", "out" (a
+directory), "timeout_s" and "environment". Each rank calls the scenario, and what it returns goes to `rank-R.pt`; an
+error goes to `error-R.txt`. The answer is a line: {"status": each rank's exit status, minus the signal, or null if it
+was still running}.
 
 With "restarts", the ranks are those of torchrun's own agent, which starts all of them anew that often when one fails;
 the file `agent` has its process, and the answer its status alone.
@@ -28,14 +28,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from . import divided, scenarios
+from . import divided, pipelines, scenarios
 
 
 def scenario_of(name: str) -> Callable[..., Any]:
     """The function of this name."""
     if ":" in name:
         return cast(Callable[..., Any], pkgutil.resolve_name(name))
-    return cast(Callable[..., Any], getattr(divided if hasattr(divided, name) else scenarios, name))
+    module = next(each for each in (divided, pipelines, scenarios) if hasattr(each, name))
+    return cast(Callable[..., Any], getattr(module, name))
 
 
 def play(request: dict[str, Any], rank: int, port: int) -> int:

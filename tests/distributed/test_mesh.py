@@ -62,10 +62,25 @@ def test_replicas_experts_and_tensors_are_divided_in_one_grid(replicas: int, exp
             assert parts == {(place.tensor_index, expert and place.expert_index)}
 
 
-@pytest.mark.parametrize("settings", [{"replicas": 3}, {"replicas": 0}, {"replicas": 2, "expert_parallel": 4}])
+@pytest.mark.parametrize(
+    "settings", [{"replicas": 3}, {"replicas": 0}, {"replicas": 2, "expert_parallel": 4}, {"pipeline_parallel": 0}]
+)
 def test_uneven_replicas_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         Ranks(4, 4, 3, **settings)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_stage_is_a_grid_of_consecutive_ranks_that_count_from_0(tensor: int) -> None:
+    ranks = Ranks(4 // tensor, 12, tensor_parallel=tensor, pipeline_parallel=3)
+    grid = [Mesh(World(rank, 12, rank, 12), ranks) for rank in range(12)]
+    for rank, place in enumerate(grid):
+        alike = Mesh(World(rank % 4, 4, rank % 4, 4), Ranks(4 // tensor, 4, tensor_parallel=tensor))
+        assert (place.pipeline_stage, place.rank, place.size) == (rank // 4, rank % 4, 4)
+        assert (place.sharers(), place.copies(), place.family()) == (alike.sharers(), alike.copies(), alike.family())
+        assert place.world.number(place.rank) == place.peers.number(place.pipeline_stage) == rank
+        assert [place.peers.number(stage) for stage in range(3)] == [rank % 4, rank % 4 + 4, rank % 4 + 8]
+        assert place.tensor_ranks == tuple(4 * place.pipeline_stage + part for part in alike.tensor_ranks)
 
 
 def layout_of(stage: int, ranks: int, frozen: int) -> tuple[Layout, UnitSpec]:

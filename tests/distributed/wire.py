@@ -3,6 +3,8 @@
 import threading
 from typing import Any
 
+from pagoda.distributed.world import World
+
 
 class Table:
     """Where the announcements of ranks that are threads meet."""
@@ -16,6 +18,7 @@ class FakeWire:
     """One rank's transport; counts what is said."""
 
     broken = False
+    world = World()
 
     def __init__(self, table: Table, rank: int = 0) -> None:
         self.table, self.rank, self.size = table, rank, len(table.rows)

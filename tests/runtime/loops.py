@@ -180,6 +180,44 @@ def two_graphs_at_once(model: nn.Module, optimizer: Any, outcome: Outcome) -> No
         take_step(optimizer, outcome)
 
 
+def several_forwards_before_their_backwards(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    """As in a stage of a pipeline: F F B F B F B B, later F F F F B B B B."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        waiting: list[torch.Tensor] = []
+        for do in "FFBFBFBB" if step < 3 else "FFFFBBBB":
+            if do == "F":
+                waiting.append(loss_of(model(**batch("gpt2", generator))) / 4)
+                outcome.losses.append(waiting[-1].item())
+            else:
+                waiting.pop(0).backward()
+        take_step(optimizer, outcome)
+
+
+def parts_with_graphs_of_their_own(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    """As in interleaved stages: nobody calls the model, each part has several graphs at once, and gradients go from
+    one to the other by hand."""
+    generator = torch.Generator().manual_seed(1)
+    layers: Any = model.layers
+    for _ in range(STEPS):
+        passes = [[torch.randn(4, WIDTH, generator=generator).to(layers[0][0].weight.dtype)] for _ in range(3)]
+        graphs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in passes]
+        for part in range(2):
+            for number, (x,) in enumerate(passes):
+                x = x.detach().requires_grad_()
+                y = x
+                for layer in layers[4 * part : 4 * part + 4]:
+                    y = y + layer(y)
+                graphs[number].append((x, y))
+                passes[number] = [y]
+        for of_pass in graphs:
+            loss = of_pass[-1][1].float().square().mean()
+            outcome.losses.append(loss.item())
+            of_pass[1][1].backward(torch.autograd.grad(loss, of_pass[1][1])[0])
+            of_pass[0][1].backward(of_pass[1][0].grad)
+        take_step(optimizer, outcome)
+
+
 @one_loss_a_step
 def one_layer_at_a_time(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
     """The user calls the parts of a model, never the model."""
@@ -228,6 +266,8 @@ CASES = {
         (Layers, no_gradient_in_one_micro_batch),
         (llama, backward_twice),
         (llama, two_graphs_at_once),
+        (gpt2, several_forwards_before_their_backwards),
+        (Layers, parts_with_graphs_of_their_own),
         (Layers, one_layer_at_a_time),
         (Layers, gradient_penalty),
         (ConvNet, steps_without_gradients),

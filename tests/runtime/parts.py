@@ -11,12 +11,16 @@ from torch import nn
 
 from pagoda.config.training import Precision
 from pagoda.construction.construct import describe, live_units
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.stages import Links
+from pagoda.distributed.world import World
 from pagoda.optim import AdamW
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, RING_SLOTS
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, STAGING, Budgets, Placement
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.ranks import Ranks
 from pagoda.runtime.device import Device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gradients import UnitGradient
@@ -192,7 +196,8 @@ def parts(
     units = live_units(model, plan.units, rule.states(precision)[0].dtype, Device.torch_device)
     for unit in units:
         unit.markers = [torch.empty(unit.params[slot].shape) for slot in range(unit.trainable)]
-    engine = Engine(plan, units, precision, rule, {directory: None}, None, True, Device(), LossScaler(None))
+    alone = Links.open(Mesh(World(), Ranks(1, 1)))
+    engine = Engine(plan, units, precision, rule, {directory: None}, None, True, Device(), LossScaler(None), alone)
     keys = [(unit.index, slot) for unit in units for slot in range(unit.trainable)]
     groups = {(unit, slot): {**rule.defaults(), "lr": 1e-2 / (1 + slot)} for unit, slot in keys}
     engine.stepper.group_of = lambda unit, slot: groups[unit.index, slot]

@@ -138,6 +138,38 @@ def test_lengths_that_vary_keep_to_the_budget_and_share_plans(monkeypatch: pytes
     assert any(len(set(policies)) > 1 for policies in plans.values()), "a mix is better than one policy for all"
 
 
+def test_auto_keeps_to_a_budget_with_several_graphs_at_once() -> None:
+    """As a stage of a pipeline has them; a graph that is dropped leaves its room to others."""
+    ids = torch.arange(128).view(2, 64) % 96
+    budget, losses = 0, {}
+    for activations in ("recompute", "keep", "auto"):
+        memory = pagoda.Memory(
+            host="64MiB", page_size=PAGE, activations=budget if activations == "auto" else None, unit_limit=UNIT_LIMIT
+        )
+        model, optimizer = pagoda.wrap(
+            Recipe("llama").build(), pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations=activations
+        )
+        kept, losses[activations] = [], []
+        for step in range(4):
+            model(input_ids=ids, labels=ids)  # without backward
+            waiting: list[torch.Tensor] = []
+            for do in "FFBFBFBB" if step else "FBFBFBFB":
+                if do == "F":
+                    waiting.append(model(input_ids=ids, labels=ids).loss)
+                    losses[activations].append(waiting[-1].item())
+                else:
+                    waiting.pop(0).backward()
+            optimizer.step()
+            kept.append(optimizer.stats.activation_bytes.kept)
+        policies = {str(policy) for policy in pagoda.plan_of(model).activations.policies}  # type: ignore[union-attr]
+        optimizer.close()
+        if activations != "auto":
+            budget += kept[-1] // 2  # between the two
+    assert max(kept) <= budget
+    assert policies == {"keep", "recompute"}
+    assert losses["auto"] == losses["keep"]
+
+
 def test_a_tensor_that_was_changed_after_it_was_saved_is_an_error_as_in_torch(tmp_path: Path) -> None:
     class Squares(nn.Module):
         def __init__(self) -> None:

@@ -28,6 +28,7 @@ from zoo import (
 import pagoda
 from pagoda.config.training import ActivationMode, Precision
 from pagoda.plan.placement import BOUNCE_ELEMENTS
+from pagoda.plan.trace import Phase
 
 from .loops import CASES, WIDTH, Nested, built
 
@@ -109,6 +110,17 @@ def test_only_the_first_step_has_faults(recipe: Recipe, placement: str, tmp_path
     outcome = train(recipe, least(recipe, placement, tmp_path))
     assert_placed(outcome, placement)
     assert outcome.faults[1:] == [0] * 2
+
+
+@pytest.mark.usefixtures("lanes_keep_up")
+def test_a_trace_has_all_micro_batches_of_a_step_in_the_order_of_their_forwards_and_backwards(tmp_path: Path) -> None:
+    """The loop has F F B F B F B B in three steps, and F F F F B B B B in the last two, which makes that the plan."""
+    name = "several_forwards_before_their_backwards"
+    outcome = run(built(name), squeeze(built(name), ALL_ON_SSD, tmp_path), CASES[name].loop, clip_grad_norm=0.5)
+    assert outcome.faults[1:3] == [0, 0]
+    assert outcome.plan is not None
+    phases = [access.phase for access in outcome.plan.trace.accesses if access.unit == len(outcome.plan.units) // 2]
+    assert phases == [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

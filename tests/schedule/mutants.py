@@ -28,17 +28,6 @@ MODULES = (
     "updates",
     "scheduler",
 )
-    "experts",
-    "order",
-    "frames",
-    "gradients",
-    "versions",
-    "leases",
-    "checkpoints",
-    "turns",
-    "updates",
-    "scheduler",
-)
 """Each imports only those before it."""
 
 

@@ -36,7 +36,8 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """The outermost modules that a model repeats: in a list or a sequence, with parts and a sibling of their class.
+    """The outermost modules that a model repeats: in a list, a sequence or a dictionary, with parts and a sibling of
+    their class.
 
     Layers of transformers' models are such modules even where there is one alone.
     """
@@ -47,7 +48,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
             return  # nothing can be put around the parts of what is compiled as one
         children = list(module.named_children())
         kinds = Counter(type(child) for _, child in children)
-        repeats = isinstance(module, nn.ModuleList | nn.Sequential)
+        repeats = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         for short, child in children:
             child_name = f"{name}.{short}" if name else short
             if child in seen:

@@ -1,5 +1,6 @@
 """GraphMemory: what becomes of each block's activations, as asked or as forwards before have shown to be best."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from pagoda.runtime.activations.packing import Packing
 from pagoda.runtime.activations.partition import Partitioner
 from pagoda.runtime.activations.places import open_places
 from pagoda.runtime.activations.recompute import flat, run_recomputed
-from pagoda.runtime.activations.saved import SavedStorage, SavedStorages
+from pagoda.runtime.activations.saved import Graph, SavedStorage, SavedStorages
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.leases import Leases
@@ -81,6 +82,10 @@ class GraphMemory:
         self._refusals: dict[Bucket, str] = {}
         self._bucket: Bucket = ()
         self._growth = 1.0
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        """Of forwards whose backward is to come."""
+        self._at_once = self._most = 1
+        """Most of them in a step, as far as is known, and in this one so far. They share what there is room for."""
         self._peak = ActivationBytes()
         """The largest that any forward was planned with."""
         self._trace = self._new_trace()
@@ -104,6 +109,10 @@ class GraphMemory:
         Raises BudgetError where one with inputs as large has shown that it cannot keep to the budget.
         """
         self._learn()
+        self.packing.graph = Graph()
+        self._graphs.add(self.packing.graph)
+        self._most = max(self._most, len(self._graphs))
+        self._share(max(self._most, self._at_once))
         shapes = [tensor.shape for tensor in _tensors(inputs)]
         self._bucket = bucket_of(shapes)
         self._growth = growth(shapes)
@@ -129,11 +138,14 @@ class GraphMemory:
         with self.packing.in_block(len(trace.blocks), policy), trace.block(policy, given) as account:
             if not policy.recomputes:
                 return forward(*args, **kwargs)
+            account.graph = self.packing.graph
             return run_recomputed(block.module, forward, again, (args, kwargs), self.packing, account.save)
 
     def end_step(self) -> ActivationBytes:
         """Close a step, and make a plan of what it has shown; returns the most that its graphs kept."""
         self._learn(ended=True)
+        self._share(self._most)
+        self._most = 1
         self._trace = self._new_trace()
         kept = self._saved.peak_bytes
         self._saved.start_step()
@@ -151,6 +163,13 @@ class GraphMemory:
         """A graph saves a storage."""
         if not _in_backward():
             self._trace.save(storage)
+
+    def _share(self, graphs: int) -> None:
+        """So many graphs at once share the room from now on."""
+        if graphs != self._at_once:
+            self._at_once = graphs
+            self._plans.clear()
+            self._refusals.clear()
 
     def _next_policy(self) -> Policy:
         """The policy of the next block of the forward."""
@@ -171,10 +190,10 @@ class GraphMemory:
         if self._bucket in self._plans or not (self._trace.complete or (ended and self._trace.begun)):
             return
         sizes = self._trace.sizes(self._page_bytes)
-        room = self._room(sizes)
+        room, of_all = self._room(sizes), sizes.scaled(self._at_once)
         if self._fixed is None:
-            plan = choose(sizes.scaled(self._growth), room)
-            needed = peak_of(sizes, plan.policies, room.host).kept
+            plan = choose(of_all.scaled(self._growth), room)
+            needed = peak_of(of_all, plan.policies, room.host).kept
             if self._options.activations_limited and needed > room.kept:
                 self._refusals[self._bucket] = (
                     f"Activations do not fit: for inputs of shapes {', '.join(map(str, self._bucket))} graphs keep "
@@ -183,7 +202,7 @@ class GraphMemory:
                 )
         else:
             policies = (self._fixed,) * len(sizes.blocks)
-            plan = ActivationPlan(policies, peak_of(sizes, policies, room.host), sizes)
+            plan = ActivationPlan(policies, peak_of(of_all, policies, room.host), sizes)
         if len(self._plans) == _MOST_BUCKETS:
             del self._plans[next(iter(self._plans))]
         self._plans[self._bucket] = plan

@@ -14,7 +14,7 @@ from pagoda.plan.activations import Policy
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.offload import Offloader
 from pagoda.runtime.activations.partition import Partitioner
-from pagoda.runtime.activations.saved import Packed, SavedStorage, SavedStorages, View, kept, moved
+from pagoda.runtime.activations.saved import Graph, Packed, SavedStorage, SavedStorages, View, kept, moved
 from pagoda.runtime.hidden import hidden_class, outside_use
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.unit import LiveUnit, ShownParameter
@@ -31,11 +31,12 @@ class WeightReference:
     A checkpoint of torch's takes it for a tensor: it asks for shape, dtype, device and whether a gradient is required.
     """
 
-    __slots__ = ("_accesses", "_form", "_unit", "_version", "_view", "device", "dtype", "shape")
+    __slots__ = ("_accesses", "_form", "_graph", "_unit", "_version", "_view", "device", "dtype", "shape")
 
     requires_grad = False
 
-    def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor) -> None:
+    def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor, graph: Graph) -> None:
+        self._graph = graph
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self._view, self._form = View(local(tensor)), Form.of(tensor)
         self._accesses = accesses
@@ -85,6 +86,8 @@ class Packing:
         self._note = note
         self.policy: Policy | None = None
         """That of the block whose forward runs; None outside blocks."""
+        self.graph = Graph()
+        """That of the latest forward of the model."""
         self._entered: list[tuple[Callable[[torch.Tensor], Any], Any]] = []
         """The hooks that are active, outermost first, each after what packs for them."""
         self._placeholders: dict[int, str] = {}
@@ -206,7 +209,7 @@ class Packing:
         address = mine.untyped_storage()._cdata
         lease = self._leases.find(address)
         if lease is not None:
-            return WeightReference(self._accesses, lease.unit, tensor)
+            return WeightReference(self._accesses, lease.unit, tensor, self.graph)
         name = self._placeholders.get(address)
         if name is not None:
             raise UsageError(outside_use(name))

@@ -16,6 +16,10 @@ _MOST_OF_STORAGE = 8
 """A tensor that is less than one in so many bytes of its storage stays: to move it would move all of that."""
 
 
+class Graph:
+    """Lives as long as what a forward of the model has left to its backward."""
+
+
 class AbsentStorage(ABC):
     """What graphs keep in place of a storage. It lives as long as some graph needs it."""
 

@@ -1,0 +1,110 @@
+"""The stages of a pipeline: each trains layers of its own, and together they are one model, with one norm."""
+
+from collections.abc import Callable, Collection
+from itertools import chain, zip_longest
+from typing import NamedTuple, TypeVar
+
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.transport import Transport
+from pagoda.errors import BudgetError, ConfigError, UsageError
+
+T = TypeVar("T")
+
+
+class Links(NamedTuple):
+    """How this process talks to the others of its run."""
+
+    mesh: Mesh
+    ranks: Transport | None
+    """To the ranks of its stage; None where it is alone there."""
+    stages: "Stages | None"
+    """To its peers in other stages; None without a pipeline."""
+    saver: Transport | None
+    """To all, for the thread that writes checkpoints; None where there are no others."""
+
+    @classmethod
+    def open(cls, mesh: Mesh) -> "Links":
+        """Every process opens them at the same point."""
+        return cls(
+            mesh,
+            Transport(mesh.world) if mesh.world.size > 1 else None,
+            Stages(mesh) if mesh.peers.size > 1 else None,
+            Transport(mesh.everyone) if mesh.everyone.size > 1 else None,
+        )
+
+
+class StepTerms(NamedTuple):
+    """What a stage knows of the gradients of a step."""
+
+    square_sums: list[list[float]]
+    """Of the gradients, by param group."""
+    non_finite: str | None
+    """Name of the first parameter whose gradient is NaN or infinite."""
+    factors: frozenset[float]
+    """What gradients have been multiplied by."""
+    is_scaled: bool
+    """Whether this stage has scaled the loss."""
+
+
+class Stages:
+    """This rank and its peers, one in every stage. They call each method at the same point of their programs."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.transport = Transport(mesh.peers)
+
+    def announce(self, what: str, value: T) -> list[T]:
+        """What every stage says, by stage. Raises UsageError, on all of them, where some say it about something else
+        than `what`."""
+        said = self.transport.announce((what, value))
+        if len({place for place, _ in said}) > 1:
+            places = ", ".join(f"stage {stage} is at {place}" for stage, (place, _) in enumerate(said))
+            raise UsageError(f"Stages are at different points, but each of these needs all stages: {places}.")
+        return [value for _, value in said]
+
+    def all_terms(self, what: str, mine: StepTerms) -> StepTerms:
+        """Those of the whole model. Raises UsageError, on every stage, where gradients have been multiplied by
+        different numbers."""
+        said = self.announce(what, mine)
+        factors = {terms.factors for terms in said if terms.factors}
+        if len(factors) > 1:
+            raise UsageError(
+                "Stages have multiplied their gradients by different numbers: clip with wrap(clip_grad_norm=...), or "
+                "with optimizer.clip_grad_norm_(max_norm) on every rank. torch.nn.utils.clip_grad_norm_ knows the "
+                "gradients of one stage alone."
+            )
+        return StepTerms(
+            [[*chain(*groups)] for groups in zip_longest(*(terms.square_sums for terms in said), fillvalue=())],
+            next((terms.non_finite for terms in said if terms.non_finite is not None), None),
+            next(iter(factors), frozenset()),
+            any(terms.is_scaled for terms in said),
+        )
+
+    def agree(self, make: Callable[[], T]) -> T:
+        """What `make` makes for this stage, once every stage has made its own. Raises BudgetError on all of them where
+        one has no room."""
+        made, refusal = None, None
+        try:
+            made = make()
+        except BudgetError as error:
+            refusal = error
+        said = self.announce("pagoda.wrap()", "" if refusal is None else str(refusal))
+        if refusal is not None:
+            raise refusal
+        for stage, text in enumerate(said):
+            if text:
+                raise BudgetError(f"Stage {stage} cannot hold its share: {text}")
+        assert made is not None
+        return made
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raises ConfigError where two stages use one name, as checkpoints know parameters and buffers by name."""
+        mine = self._mesh.pipeline_stage
+        for stage, others in enumerate(self.announce("the names of parameters", [*names])):
+            shared = next((name for name in others if name in names and stage != mine), None)
+            if shared is not None:
+                raise ConfigError(
+                    f"Stages {mine} and {stage} both have {shared!r}. A checkpoint is one of the whole model, so give "
+                    "each stage the names that its layers have there: delete other layers from the whole model, or put "
+                    "a stage's layers into an nn.ModuleDict under their numbers. Stages cannot tie a parameter."
+                )

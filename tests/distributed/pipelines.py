@@ -1,0 +1,354 @@
+"""Models whose layers are the stages of a pipeline, run by torch's schedules: scenarios of a rank."""
+
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zoo import BATCH, LENGTH, VOCABULARY, Outcome, take_step
+
+import pagoda
+from pagoda.models import build_model
+
+from .divided import CASE_RULES
+
+PAGE, WIDTH, BLOCKS, MICRO_BATCHES = 4096, 64, 8, 4
+RULES = {**CASE_RULES, "muon": pagoda.Muon(lr=1e-2)}
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+class Block(nn.Module):
+    """A layer with parts, and a buffer in which the model counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Part(nn.Module):
+    """Some adjoining layers of a model, under the names that they have in the whole."""
+
+    def __init__(self, numbers: range) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleDict({str(number): Block() for number in range(BLOCKS)})
+        self.head: nn.Module | None = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for number in set(range(BLOCKS)) - set(numbers):
+            del self.blocks[str(number)]
+        if 0 not in numbers:
+            self.embed = None
+        if BLOCKS - 1 not in numbers:
+            self.head = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.blocks.values():
+            block.calls += 1
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def build(mesh: pagoda.Mesh, schedule: str) -> tuple[nn.Module, list[Part]]:
+    """What this rank wraps, and its parts, of which there are two where stages are interleaved."""
+    chunks = 2 if schedule == "interleaved" else 1
+    size = BLOCKS // (mesh.ranks.pipeline_parallel * chunks)
+    first = [(chunk * mesh.ranks.pipeline_parallel + mesh.pipeline_stage) * size for chunk in range(chunks)]
+    parts = [Part(range(start, start + size)) for start in first]
+    if mesh.ranks.tensor_parallel > 1:
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        parts = [parallelize_module(part, mesh.tensor, plan) for part in parts]
+    return (parts[0] if chunks == 1 else nn.ModuleList(parts)), parts
+
+
+def settings_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """What `wrap` is given for some settings that are said by name."""
+    given = {**settings}
+    given["optimizer"] = RULES[given.pop("rule", "adamw")]
+    if (tiles := given.pop("tiles", None)) is not None:
+        given["tiles"] = pagoda.Tiles(**tiles)
+    if (gradients := given.pop("gradients", None)) is not None:
+        given["precision"] = pagoda.MixedPrecision(given["precision"], gradients)
+    if given.pop("guess", False):
+        given["update"] = pagoda.Updates(speculate=True)
+    if given.pop("partition", False):
+        given["activations"] = pagoda.Activations(given["activations"], partition_activations=True)
+    return given
+
+
+def wrapped(
+    out: Path,
+    schedule: str = "1f1b",
+    kind: str = "ram",
+    divided: dict[str, Any] | None = None,
+    by_torch: bool = False,
+    **settings: Any,
+) -> tuple[nn.Module, list[Part], Any, pagoda.Mesh]:
+    """A stage in pages: in RAM, or with the least memory that takes it; or updated in a memory of its own, or living
+    there. `by_torch`, torch's mesh says what is divided."""
+    mesh = pagoda.open_mesh(**(divided or {}))
+    given = init_device_mesh("cpu", (2, mesh.size), mesh_dim_names=("pp", "dp")) if by_torch else mesh
+    model, parts = build(mesh, schedule)
+    sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB"}
+    if "ssd" in kind:
+        sizes |= {"host": PAGE, "ssd": f"{out}:64MiB"}
+    if "arena" in kind:
+        sizes["device"] = "cpu:64KiB"
+    if "on-device" in kind:
+        home = float(kind.startswith("home"))
+        sizes |= {"device": "cpu:4MiB", "split": pagoda.Split(device_home_share=home, device_update_share=1 - home)}
+    while True:
+        try:
+            _, optimizer = pagoda.wrap(model, memory=pagoda.Memory(**sizes), mesh=given, **settings_of(settings))
+            return model, parts, optimizer, mesh
+        except pagoda.BudgetError as refused:  # what is enough says the refusal, of the stage that lacks it
+            if refused.needed_bytes is not None:
+                sizes[str(refused.tier)] = f"{'cpu:' * (refused.tier == 'device')}{refused.needed_bytes}"
+
+
+def schedule_of(
+    name: str, parts: list[Part], mesh: pagoda.Mesh, loss: Callable[..., torch.Tensor], scale_grads: bool
+) -> Any:
+    """torch's schedule over this rank's parts."""
+    count = mesh.ranks.pipeline_parallel
+    stages = [
+        PipelineStage(
+            part, chunk * count + mesh.pipeline_stage, count * len(parts), torch.device("cpu"), group=mesh.pipeline
+        )
+        for chunk, part in enumerate(parts)
+    ]
+    of = stages if name == "interleaved" else stages[0]
+    return SCHEDULES[name](of, MICRO_BATCHES, loss_fn=loss, scale_grads=scale_grads)
+
+
+def data_of(generator: torch.Generator, mesh: pagoda.Mesh) -> torch.Tensor:
+    """The micro-batches of a step that this rank's pipeline takes, one after another."""
+    groups = mesh.ranks.data_parallel
+    ids = torch.randint(VOCABULARY, (groups, MICRO_BATCHES * BATCH, LENGTH), generator=generator)
+    return ids[mesh.rank // mesh.ranks.tensor_parallel]
+
+
+def take_steps(
+    name: str,
+    parts: list[Part],
+    optimizer: Any,
+    mesh: pagoda.Mesh,
+    steps: range,
+    scale_grads: bool = False,
+    spoil: int | None = None,
+) -> Outcome:
+    """Steps of a pipeline. Without `scale_grads`, the loss is divided instead. The loss of step `spoil` is NaN."""
+    outcome, generator, step = Outcome(), torch.Generator().manual_seed(1), 0
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        of_part = loss_of(logits, labels) * (torch.nan if step == spoil else 1)
+        return optimizer.scale(of_part if scale_grads else of_part / MICRO_BATCHES)  # type: ignore[no-any-return]
+
+    last = mesh.pipeline_stage == mesh.ranks.pipeline_parallel - 1
+    schedule = schedule_of(name, parts, mesh, loss, scale_grads)
+    for step in range(steps.stop):
+        ids = data_of(generator, mesh)
+        if step not in steps:
+            continue
+        losses: list[torch.Tensor] = []
+        scale = optimizer._engine.stepper.scaler.scale
+        given = (ids,) if mesh.pipeline_stage == 0 else ()
+        schedule.step(*given, **({"target": ids, "losses": losses} if last else {}))
+        outcome.losses += [each.item() / scale for each in losses]
+        take_step(optimizer, outcome)
+    return outcome
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Weights and moments of this stage, by the names of the whole model."""
+    names = [name for name, _ in model.named_parameters()]
+    states = optimizer.state_dict()["state"]
+    return {
+        "weights": {name.lstrip("01."): whole(value) for name, value in model.state_dict().items()},
+        "states": {
+            names[index].lstrip("01."): {key: whole(value) for key, value in entry.items()}
+            for index, entry in states.items()
+        },
+    }
+
+
+def train_pipeline(
+    out: Path, schedule: str = "1f1b", steps: int = 3, scale_grads: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Train a stage in pages."""
+    model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
+    outcome = take_steps(schedule, parts, optimizer, mesh, range(steps), scale_grads)
+    plan = pagoda.plan_of(model)
+    result = {
+        "stage": mesh.pipeline_stage,
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "faults": outcome.faults,
+        "kept": optimizer.stats.activation_bytes.kept,
+        "peak": optimizer.stats.peak_bytes,
+        "plan_peak": dict(plan.peak_bytes),
+        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
+        **state_of(model, optimizer),
+    }
+    optimizer.close()
+    return result
+
+
+def train_alone(out: Path, groups: int = 1, steps: int = 3, **settings: Any) -> dict[str, Any]:
+    """Train the whole model on one rank, in RAM, on the micro-batches of so many pipelines."""
+    model = Part(range(BLOCKS))
+    memory = pagoda.Memory(host="64MiB", page_size=PAGE, unit_limit="64KiB")
+    model, optimizer = pagoda.wrap(model, memory=memory, **settings_of(settings))
+    generator, outcome = torch.Generator().manual_seed(1), Outcome()
+    for _ in range(steps):
+        ids = torch.randint(VOCABULARY, (groups, MICRO_BATCHES * BATCH, LENGTH), generator=generator)
+        for part in ids.flatten(0, 1).split(BATCH):
+            loss = loss_of(model(part), part) / MICRO_BATCHES
+            optimizer.scale(loss / groups).backward()
+            outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+    result = {"losses": outcome.losses, "norms": outcome.norms, **state_of(model, optimizer)}
+    optimizer.close()
+    return result
+
+
+def save_pipeline(
+    out: Path, directory: str, schedule: str = "1f1b", way: str = "checkpoint", **settings: Any
+) -> dict[str, Any]:
+    """Train two steps, save, and go on for one; what was saved, and the losses after it."""
+    model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
+    take_steps(schedule, parts, optimizer, mesh, range(2))
+    saved = state_of(model, optimizer)
+    if way == "checkpoint":
+        optimizer.save_checkpoint(directory, {"step": 2}, wait=True)
+    else:
+        dcp.save(stateful(model, optimizer), checkpoint_id=directory)
+    after = take_steps(schedule, parts, optimizer, mesh, range(2, 3))
+    optimizer.close()
+    return {"losses": after.losses, "norms": after.norms, **saved}
+
+
+def stateful(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+
+
+def resume_pipeline(
+    out: Path, directory: str, schedule: str = "1f1b", way: str = "checkpoint", **settings: Any
+) -> dict[str, Any]:
+    """Load what `save_pipeline` has saved, and take the step after it."""
+    model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
+    extra = {"step": 2}
+    if way == "checkpoint":
+        extra = optimizer.load_checkpoint(directory)
+    else:
+        dcp.load(stateful(model, optimizer), checkpoint_id=directory)
+    loaded = state_of(model, optimizer)
+    after = take_steps(schedule, parts, optimizer, mesh, range(2, 3)) if mesh.everyone.size > 1 else Outcome()
+    optimizer.close()
+    return {"losses": after.losses, "norms": after.norms, "extra": extra, **loaded}
+
+
+def not_finite(out: Path) -> dict[str, Any]:
+    """A gradient of the second stage is NaN: no stage may change a weight."""
+    model, parts, optimizer, mesh = wrapped(out, divided={"pipeline_parallel": 2})
+    before = model.state_dict()
+    spoiling: Any = None
+    if mesh.pipeline_stage == 1:
+        spoiling = parts[0].blocks["7"].up.weight.register_hook(lambda grad: grad * torch.nan)
+    try:
+        take_steps("1f1b", parts, optimizer, mesh, range(1))
+        error = ""
+    except pagoda.NonFiniteGradientError as found:
+        error = str(found)
+    after = model.state_dict()
+    same = all(torch.equal(before[name], after[name]) for name in before if not name.endswith("calls"))
+    if spoiling is not None:
+        spoiling.remove()
+    optimizer.zero_grad()
+    take_steps("1f1b", parts, optimizer, mesh, range(1))
+    optimizer.close()
+    return {"error": error, "same": same}
+
+
+def refuse_pipelines(out: Path) -> dict[str, str]:
+    """Errors of what two stages cannot do."""
+    mesh = pagoda.open_mesh(pipeline_parallel=2)
+    said = {}
+
+    def refused(what: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except pagoda.PagodaError as error:
+            said[what] = f"{type(error).__name__}: {error}"
+
+    def wrap(model: nn.Module | None = None, lr: float = 1e-2, host: Any = "64MiB", **settings: Any) -> Any:
+        memory = pagoda.Memory(host=host, page_size=PAGE, unit_limit="64KiB")
+        model = build(mesh, "1f1b")[0] if model is None else model
+        return pagoda.wrap(model, pagoda.AdamW(lr=lr), memory=memory, mesh=mesh, **settings)
+
+    refused("names", lambda: wrap(nn.Linear(4, 4)))
+    refused("settings", lambda: wrap(lr=1e-2 * (1 + mesh.pipeline_stage)))
+    refused("memory", lambda: wrap(host=PAGE if mesh.pipeline_stage == 1 else "64MiB"))
+    model, parts, optimizer, mesh = wrapped(out, divided={"pipeline_parallel": 2})
+
+    def torchs_clipping() -> None:
+        schedule = schedule_of("1f1b", parts, mesh, loss_of, scale_grads=True)
+        ids = data_of(torch.Generator().manual_seed(1), mesh)
+        schedule.step(
+            *((ids,) if mesh.pipeline_stage == 0 else ()), **({"target": ids} if mesh.pipeline_stage == 1 else {})
+        )
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    refused("clipping", torchs_clipping)
+    optimizer.zero_grad()
+    refused(
+        "points", lambda: optimizer.step() if mesh.pipeline_stage == 0 else optimizer.save_checkpoint(out / "never")
+    )
+    optimizer.close()
+    return said
+
+
+def share_experts(out: Path, name: str) -> str:
+    """The error of two ranks of a stage that would share a mixture of experts."""
+    mesh = pagoda.open_mesh(pipeline_parallel=2)
+    model = nn.ModuleDict({f"of-stage-{mesh.pipeline_stage}": build_model(name, seq_len=LENGTH)})
+    try:
+        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="1GiB"), mesh=mesh)
+    except pagoda.ConfigError as error:
+        return str(error)
+    return "wrapped"
+
+
+def run_example(out: Path, name: str, words: list[str]) -> str:
+    """Run a script of `examples/` in a directory; what it prints."""
+    shown = io.StringIO()
+    os.chdir(out)
+    sys.argv = [name, *words]
+    with redirect_stdout(shown):
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / f"{name}.py"), run_name="__main__")
+    return shown.getvalue()
