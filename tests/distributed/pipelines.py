@@ -91,6 +91,8 @@ def settings_of(settings: dict[str, Any]) -> dict[str, Any]:
         given["precision"] = pagoda.MixedPrecision(given["precision"], gradients)
     if given.pop("guess", False):
         given["update"] = pagoda.Updates(speculate=True)
+    if given.pop("late", False):
+        given["update"] = "async"
     if given.pop("partition", False):
         given["activations"] = pagoda.Activations(given["activations"], partition_activations=True)
     return given

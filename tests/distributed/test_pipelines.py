@@ -80,6 +80,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "muon": {"rule": "muon", "kind": "ssd"},
     "moments in 8 bits": {"rule": "adamw-8bit", "kind": "ssd"},
     "gradients in fp32": {"precision": "bf16", "gradients": "fp32", "kind": "ssd"},
+    "updates a step late": {"late": True, "kind": "ssd"},
     "layers in tiles": {"tiles": {"tile_limit": "8KiB"}, "kind": "ssd"},
     "batches in tiles": {"tiles": {"batch_tiles": 2}, "kind": "arena"},
     "updated on the device": {"kind": "updated-on-device"},
@@ -87,7 +88,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 CASES |= {name: ("1f1b", {"clip_grad_norm": CLIP, **settings}) for name, settings in FEATURES.items()}
 SLOW |= FEATURES.keys()
-OF_ARITHMETIC = ("clip_grad_norm", "precision", "rule", "gradients", "tiles")
+OF_ARITHMETIC = ("clip_grad_norm", "precision", "rule", "gradients", "tiles", "late")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])

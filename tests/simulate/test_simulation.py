@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pagoda.errors import ConfigError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import search
