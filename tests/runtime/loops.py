@@ -183,7 +183,7 @@ def two_graphs_at_once(model: nn.Module, optimizer: Any, outcome: Outcome) -> No
 def several_forwards_before_their_backwards(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
     """As in a stage of a pipeline: F F B F B F B B, later F F F F B B B B."""
     generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
+    for step in range(5):
         waiting: list[torch.Tensor] = []
         for do in "FFBFBFBB" if step < 3 else "FFFFBBBB":
             if do == "F":

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from pagoda.plan.activations import BlockSizes, Policy, StepSizes, Storages
-from pagoda.runtime.activations.saved import Graph, SavedStorage
+from pagoda.runtime.activations.saved import SavedStorage
 from pagoda.runtime.device import Device
 
 
@@ -15,8 +15,6 @@ class BlockTrace:
     def __init__(self, policy: Policy, given: frozenset[SavedStorage]) -> None:
         self.given = given
         """Storages of its arguments."""
-        self.graph: Graph | None = None
-        """Where backward repeats the block, for which it keeps this."""
         self.saved: list[SavedStorage] = []
         self.forward_s = 0.0
         self.complete = not policy.recomputes

@@ -111,7 +111,8 @@ class GraphMemory:
         self._learn()
         self.packing.graph = Graph()
         self._graphs.add(self.packing.graph)
-        self._most = max(self._most, len(self._graphs))
+        # A backward ends before the next forward begins, though the loss may live on and keep what is left of its graph.
+        self._most = max(self._most, sum(not graph.backward_has_begun for graph in self._graphs))
         self._share(max(self._most, self._at_once))
         shapes = [tensor.shape for tensor in _tensors(inputs)]
         self._bucket = bucket_of(shapes)
@@ -138,8 +139,13 @@ class GraphMemory:
         with self.packing.in_block(len(trace.blocks), policy), trace.block(policy, given) as account:
             if not policy.recomputes:
                 return forward(*args, **kwargs)
-            account.graph = self.packing.graph
-            return run_recomputed(block.module, forward, again, (args, kwargs), self.packing, account.save)
+            graph = self.packing.graph
+
+            def repeat(*args: Any, **kwargs: Any) -> Any:
+                graph.backward_has_begun = True
+                return again(*args, **kwargs)
+
+            return run_recomputed(block.module, forward, repeat, (args, kwargs), self.packing, account.save)
 
     def end_step(self) -> ActivationBytes:
         """Close a step, and make a plan of what it has shown; returns the most that its graphs kept."""

@@ -50,6 +50,7 @@ class WeightReference:
 
     def unpack(self) -> torch.Tensor:
         """The weight, leased again. Raises UsageError where it was updated since."""
+        self._graph.backward_has_begun = True
         unit = self._unit
         if unit.version != self._version:
             raise UsageError(

@@ -19,6 +19,9 @@ _MOST_OF_STORAGE = 8
 class Graph:
     """Lives as long as what a forward of the model has left to its backward."""
 
+    def __init__(self) -> None:
+        self.backward_has_begun = False
+
 
 class AbsentStorage(ABC):
     """What graphs keep in place of a storage. It lives as long as some graph needs it."""
