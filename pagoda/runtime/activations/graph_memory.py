@@ -111,7 +111,7 @@ class GraphMemory:
         self._learn()
         self.packing.graph = Graph()
         self._graphs.add(self.packing.graph)
-        # A backward ends before the next forward begins, though the loss may live on and keep what is left of its graph.
+        # A backward ends before the next forward begins, though the loss may live on with what is left of its graph.
         self._most = max(self._most, sum(not graph.backward_has_begun for graph in self._graphs))
         self._share(max(self._most, self._at_once))
         shapes = [tensor.shape for tensor in _tensors(inputs)]
