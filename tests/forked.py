@@ -1,6 +1,7 @@
 """Work in forked processes, for tests."""
 
 import os
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ def fork(work: Callable[[], object]) -> int:
         except BaseException:
             traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(status)
     return child
 

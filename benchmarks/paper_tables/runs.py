@@ -20,7 +20,7 @@ from pagoda.plan.planner import Plan
 from pagoda.simulate.machines import find_machine
 from pagoda.simulate.timeline import COMPUTE, Timeline
 from paper_tables.common import UNIT_BYTES
-from paper_tables.largest import DRIVE_SHARE, HOST_SHARE, ROOMY, TILE_BYTES, budgets_of_part
+from paper_tables.largest import DRIVE_SHARE, HOST_SHARE, ROOMY, TILE_BYTES, Setting, budgets_of_part
 
 _MODES: tuple[ActivationMode, ...] = ("recompute", "recompute+offload")
 """What is tried: the first that fits is taken."""
@@ -35,18 +35,9 @@ _FORWARDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(Setting):
     """Machines, and how a paper uses one."""
 
-    machine: str
-    nodes: int = 1
-    gpus: int | None = None
-    """Per node; None is all."""
-    batch: int = 1
-    """Sequences a GPU and step."""
-    ssd: bool = False
-    experts: int = 1
-    """Ranks that experts are divided over."""
     gpu_alone: bool = False
     """State has its home in GPU memory alone, as in ZeRO; RAM has buffers, and what is below a unit."""
 

@@ -180,8 +180,9 @@ class Executor:
 
     def _awaited(self, operation: Operation) -> UnitGradient | None:
         """The gradient whose update an operation waits for, if any."""
-        found = self._gradients.find(operation) or self._updating.get(operation.unit) if operation.steps else None
-        return found
+        if not operation.steps:
+            return None
+        return self._gradients.find(operation) or self._updating.get(operation.unit)
 
     def _issued(self, operation: Operation, handle: Handle) -> None:
         if not handle.done:  # else it has been reported as ended, or is about to be

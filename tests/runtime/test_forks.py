@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forked import fork
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from zoo import ALL_ON_SSD, squeeze
@@ -44,18 +44,7 @@ def ends_well(work: Callable[[], object]) -> None:
 
     Its output is this process's.
     """
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    assert _status(child) == 0
+    assert _status(fork(work)) == 0
 
 
 def _status(child: int) -> int:
