@@ -10,8 +10,9 @@ import json
 import platform
 import statistics
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -24,6 +25,21 @@ from pagoda.train.tokens import open_tokens
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
+STUDY: list[dict[str, Any]] = [
+    {**change, "late": late, **({"predict": 1.0} if predicted else {})}
+    for change in (
+        {},
+        {"beta1": 0.8},
+        {"beta1": 0.5},
+        {"warmup": 100},
+        {"lr": 1e-4},
+        {"batch_size": 4},
+        {"batch_size": 4, "lr": 1e-4},
+        {"steps": 1200},
+    )
+    for late, predicted in ((0, False), (1, False), (1, True))
+]
+"""Changes of the settings. Each change is tried without lateness, one step late, and one step late but predicted."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +58,17 @@ class Settings:
     batch_size: int = 1
     """Sequences of a step."""
     beta1: float = 0.9
+    predict: float = 0.0
+    """Forward and backward use weights extrapolated by so many of their last steps."""
+    seed: int = 0
+    study: bool = False
+    """Train at each of `STUDY` in place of these settings."""
     out: Path | None = None
 
 
 def train(settings: Settings) -> list[float]:
     """The loss of every step."""
-    torch.manual_seed(0)
+    torch.manual_seed(settings.seed)
     model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
     params = list(model.parameters())
     masters = [param.detach().clone() for param in params]
@@ -67,28 +88,48 @@ def train(settings: Settings) -> list[float]:
             assert param.grad is not None
             master.grad, param.grad = param.grad.float(), None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        before = [master.detach().clone() for master in masters] if settings.predict else masters
         optimizer.step()
         schedule.step()
-        newer.append([master.to(torch.bfloat16) for master in masters])
+        newer.append(
+            [
+                (new.detach() + settings.predict * (new.detach() - old)).to(torch.bfloat16)
+                for new, old in zip(masters, before, strict=True)
+            ]
+        )
         if len(newer) > settings.late:
             for param, weight in zip(params, newer.popleft(), strict=True):
                 param.data = weight
     return losses
 
 
+def study(settings: Settings) -> list[dict[str, Any]]:
+    """The settings at which lateness might cost least, each beside the same without lateness."""
+    rows = []
+    for change in STUDY:
+        changed = replace(settings, **change)
+        losses = train(changed)
+        rows.append({**change, "final_loss": statistics.fmean(losses[-FINAL_STEPS:])})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main(settings: Settings) -> None:
     """Train, and print the mean of the last losses."""
     restart_spinning_briefly()
     keep_freed_memory()
-    losses = train(settings)
-    report = {
+    report: dict[str, Any] = {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "settings": {key: value for key, value in asdict(settings).items() if key != "out"},
-        "final_loss": statistics.fmean(losses[-FINAL_STEPS:]),
-        "losses": [round(loss, 4) for loss in losses],
+        "settings": {key: value for key, value in asdict(settings).items() if key not in ("out", "study")},
     }
-    print({key: value for key, value in report.items() if key != "losses"})
+    if settings.study:
+        report["study"] = study(settings)
+    else:
+        losses = train(settings)
+        report["final_loss"] = statistics.fmean(losses[-FINAL_STEPS:])
+        print(report)
+        report["losses"] = [round(loss, 4) for loss in losses]
     if settings.out is not None:
         settings.out.write_text(json.dumps(report, indent=1) + "\n")
 
