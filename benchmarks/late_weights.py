@@ -10,6 +10,7 @@ import json
 import platform
 import statistics
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,20 @@ from pagoda.train.tokens import open_tokens
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
+LATE = {"late": 1}
+PREDICTED = {"late": 1, "predict": 1.0}
 STUDY: list[dict[str, Any]] = [
-    {**change, "late": late, **({"predict": 1.0} if predicted else {})}
-    for change in (
-        {},
-        {"beta1": 0.8},
-        {"beta1": 0.5},
-        {"warmup": 100},
-        {"lr": 1e-4},
-        {"batch_size": 4},
-        {"batch_size": 4, "lr": 1e-4},
-        {"steps": 1200},
+    {**change, **lateness}
+    for change, all_lateness in (
+        ({}, ({"late": 0}, LATE, PREDICTED)),
+        ({"beta1": 0.5}, ({"late": 0}, LATE)),
+        ({"lr": 1e-4}, ({"late": 0}, LATE, PREDICTED)),
+        ({"batch_size": 4}, ({"late": 0}, LATE, PREDICTED)),
+        ({"warmup": 100}, ({"late": 0}, LATE)),
     )
-    for late, predicted in ((0, False), (1, False), (1, True))
+    for lateness in all_lateness
 ]
-"""Changes of the settings. Each change is tried without lateness, one step late, and one step late but predicted."""
+"""Changes of the settings: each without lateness, one step late, and some one step late but predicted."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,11 @@ def train(settings: Settings) -> list[float]:
     return losses
 
 
-def study(settings: Settings) -> list[dict[str, Any]]:
+def study(settings: Settings) -> Iterator[dict[str, Any]]:
     """The settings at which lateness might cost least, each beside the same without lateness."""
-    rows = []
     for change in STUDY:
-        changed = replace(settings, **change)
-        losses = train(changed)
-        rows.append({**change, "final_loss": statistics.fmean(losses[-FINAL_STEPS:])})
-        print(rows[-1], flush=True)
-    return rows
+        losses = train(replace(settings, **change))
+        yield {**change, "final_loss": statistics.fmean(losses[-FINAL_STEPS:])}
 
 
 def main(settings: Settings) -> None:
@@ -124,14 +120,21 @@ def main(settings: Settings) -> None:
         "settings": {key: value for key, value in asdict(settings).items() if key not in ("out", "study")},
     }
     if settings.study:
-        report["study"] = study(settings)
+        report["study"] = []
+        for row in study(settings):
+            print(row, flush=True)
+            report["study"].append(row)
+            write(report, settings.out)
     else:
         losses = train(settings)
         report["final_loss"] = statistics.fmean(losses[-FINAL_STEPS:])
         print(report)
-        report["losses"] = [round(loss, 4) for loss in losses]
-    if settings.out is not None:
-        settings.out.write_text(json.dumps(report, indent=1) + "\n")
+        write({**report, "losses": [round(loss, 4) for loss in losses]}, settings.out)
+
+
+def write(report: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ SSD      bytes of each direction over what raw reads and writes reach at once
 link     bytes that lanes copy from one memory to another, over the rate of a plain copy
 
 The limit is the longest of these, or a step of plain PyTorch where that takes longer: operators do more than products.
+Transfers of the SSD slow compute, since both use the same RAM and, on a virtual machine, perhaps the same cores. How
+much is measured too: plain PyTorch beside raw streams of as many bytes.
 What a step takes above plain PyTorch is where its record has it: stalls, by the lane that compute waited for, and how
 much longer forward, backward and `step()` take. Beside that are what hashing and Python take on one core, and how long
 updates ran while neither compute nor the SSD did.
@@ -27,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,7 @@ from pagoda.plan.units import is_within, layers_of
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.timeline import COMPUTE, Timeline
 from peer_suite.systems import SYSTEMS
-from step_time import PAGE, raw_bandwidth
+from step_time import PAGE, raw_bandwidth, raw_streams, run_together
 from training import Paged, Plain, Workload
 
 Figures = dict[str, Any]
@@ -209,6 +212,14 @@ def plain_s(plain: Plain, ids: torch.Tensor) -> tuple[float, float]:
     return passes, time.perf_counter() - start
 
 
+def plain_beside_s(plain: Plain, ids: torch.Tensor, folder: str, moved: Mapping[str, int]) -> float:
+    """Seconds until both have ended: a step of plain PyTorch, and raw streams of as many bytes as the SSD moved."""
+    with raw_streams(folder, moved.get("ssd_read", 0), moved.get("ssd_write", 0)) as stream:
+        start = time.perf_counter()
+        run_together(partial(plain.step, ids), stream)
+        return time.perf_counter() - start
+
+
 def recorded(paged: Paged, ids: torch.Tensor) -> Timeline:
     """A step that finds the updates of the one before under way."""
     paged.step(ids)
@@ -233,23 +244,27 @@ def measure(
                 work, batches = Work(workload), workload.batches()
                 for _ in range(WARM_UP):
                     paged.step(next(batches))
-                found = [figures_of_round(work, rates(work), plain, paged, next(batches)) for _ in range(rounds)]
+                found = [
+                    figures_of_round(work, rates(work), plain, paged, next(batches), folder) for _ in range(rounds)
+                ]
                 measured[str(tokens)] = medians(found)
                 limit = measured[str(tokens)]["limit_s"]
                 print(f"{state}, {tokens} tokens: {measured[str(tokens)]['step_s'] / limit:.2f} of the limit")
     return measured
 
 
-def figures_of_round(work: Work, raw: Raw, plain: Plain, paged: Paged, ids: torch.Tensor) -> Figures:
+def figures_of_round(work: Work, raw: Raw, plain: Plain, paged: Paged, ids: torch.Tensor, folder: str) -> Figures:
     """One round of plain PyTorch and Pagoda, after raw kernels."""
     passes_s, whole_s = plain_s(plain, ids)
     step = recorded(paged, ids)
+    beside_s = plain_beside_s(plain, ids, folder, step.bytes_moved)
     bounds = bounds_of(work, raw, step.bytes_moved)
     limit = max(whole_s, *bounds.values())
     return {
         "raw": asdict(raw),
         "bounds_s": bounds,
         "plain_s": whole_s,
+        "plain_beside_s": beside_s,
         "limit_s": limit,
         "step_s": step.step_s,
         "of_limit": limit / step.step_s,
@@ -274,15 +289,17 @@ def tables(result: Figures) -> str:
         f"{result['machine']}, load average {result['load_average']:.1f} before the run. `{result['model']}`, clipping "
         f"at {result['clip']}; medians of {result['rounds']} rounds. A bound is in seconds; in bold is the limit's.",
         "",
-        "| state | tokens | compute | DRAM | SSD | link | plain PyTorch | a step | limit / step |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| state | tokens | compute | DRAM | SSD | link | plain PyTorch | a step | limit / step "
+        "| plain beside the SSD | that / step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = [(state, tokens, one) for state, of in result["figures"].items() for tokens, one in of.items()]
     for state, tokens, one in rows:
         candidates = {**one["bounds_s"], "plain": one["plain_s"]}
         longest = max(candidates, key=lambda name: candidates[name])
         cells = [f"**{s:.3f}**" if name == longest else f"{s:.3f}" for name, s in candidates.items()]
-        cells += [f"{one['step_s']:.3f}", f"{one['of_limit']:.2f}"]
+        beside, step = one["plain_beside_s"], one["step_s"]
+        cells += [f"{step:.3f}", f"{one['of_limit']:.2f}", f"{beside:.3f}", f"{beside / step:.2f}"]
         lines.append(f"| {label(state)} | {int(tokens):,} | {' | '.join(cells)} |")
     names = dict.fromkeys(name for _, _, one in rows for name in one["lost_s"])
     lines += ["", "| seconds of a step | " + " | ".join(f"{label(s)}, {int(t):,}" for s, t, _ in rows) + " |"]
@@ -312,7 +329,7 @@ def draw(result: Figures, path: Path) -> None:
             axes.bar(
                 place, stalls, bottom=one["step_s"] - stalls, color="0.6", label="compute waits" if first else None
             )
-            marks = {**one["bounds_s"], "plain PyTorch": one["plain_s"]}
+            marks = {**one["bounds_s"], "plain PyTorch": one["plain_s"], "plain beside the SSD": one["plain_beside_s"]}
             for number, (name, seconds) in enumerate(marks.items()):
                 axes.plot(
                     place,
@@ -324,7 +341,7 @@ def draw(result: Figures, path: Path) -> None:
                     label=name if first else None,
                 )
         axes.set(title=f"{int(count):,} tokens", xticks=range(len(figures)))
-        axes.set_xticklabels([label(state).replace(" ", "\n", 1) for state in figures], fontsize="x-small")
+        axes.set_xticklabels([label(state).replace(" ", "\n") for state in figures], fontsize="x-small")
         if not index:
             axes.set_ylabel("seconds of a step")
     drawing.legend(loc="outside lower center", ncols=4, fontsize="small")

@@ -23,8 +23,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -57,39 +58,51 @@ def state_on_ssd(directory: str, workload: Workload, speculate: bool, itemsize: 
 
 def raw_bandwidth(directory: str, gib: float = 1.5) -> tuple[float, float]:
     """(read, write) bytes per second of O_DIRECT on 4 MiB pages, both at once, two threads each."""
+    count = int(gib * (1 << 30))
+    with raw_streams(directory, count, count) as stream:
+        return stream()
+
+
+@contextmanager
+def raw_streams(directory: str, to_read: int, to_write: int) -> Iterator[Callable[[], tuple[float, float]]]:
+    """What reads and writes so many bytes, both at once, two threads each: O_DIRECT on 4 MiB pages.
+
+    It returns the bytes a second of each direction.
+    """
     from pagoda.memory.arena import Arena
     from pagoda.memory.ssd.file import PageFile
 
-    pages = int(gib * (1 << 30)) // PAGE
+    pages = {"read": to_read // PAGE, "write": to_write // PAGE}
     rates: dict[str, float] = {}
-    with PageFile(directory, 2 * pages, PAGE) as file:
+    with PageFile(directory, sum(pages.values()) or 1, PAGE) as file:
         arena = Arena(4 * PAGE)
-        for page in range(pages):
+        for page in range(pages["read"]):
             file.pwrite(page, arena.view(0, PAGE))
 
         def work(verb: str, move: Callable[[int, memoryview], None], first: int) -> None:
             def half(n: int) -> None:
                 view = arena.view((2 * (verb == "write") + n) * PAGE, PAGE)
-                for page in range(first + n, first + pages, 2):
+                for page in range(first + n, first + pages[verb], 2):
                     move(page, view)
 
             start = time.perf_counter()
-            threads = [threading.Thread(target=half, args=(n,)) for n in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            rates[verb] = pages * PAGE / (time.perf_counter() - start)
+            run_together(partial(half, 0), partial(half, 1))
+            rates[verb] = pages[verb] * PAGE / (time.perf_counter() - start)
 
-        both = [
-            threading.Thread(target=work, args=("read", file.pread, 0)),
-            threading.Thread(target=work, args=("write", file.pwrite, pages)),
-        ]
-        for thread in both:
-            thread.start()
-        for thread in both:
-            thread.join()
-    return rates["read"], rates["write"]
+        def stream() -> tuple[float, float]:
+            run_together(partial(work, "read", file.pread, 0), partial(work, "write", file.pwrite, pages["read"]))
+            return rates["read"], rates["write"]
+
+        yield stream
+
+
+def run_together(*works: Callable[[], object]) -> None:
+    """Each in a thread of its own."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def measure(workload: Workload, directory: str, rounds: int, speculate: bool, console: Console) -> dict[str, object]:
