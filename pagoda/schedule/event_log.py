@@ -93,7 +93,8 @@ def replay(path: Path) -> int:
 def _describe(operation: Operation) -> list[Any]:
     run = None if operation.run is None else [operation.run.start, operation.run.count]
     steps = list(operation.steps)
-    return [operation.kind, operation.unit, run, operation.version, steps, operation.home, operation.undoable]
+    flags = [operation.undoable, operation.after_undo]
+    return [operation.kind, operation.unit, run, operation.version, steps, operation.home, *flags]
 
 
 def _decode(operations: Sequence[Operation], encoded: dict[str, Any]) -> Any:

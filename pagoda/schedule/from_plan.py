@@ -22,6 +22,7 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
             trained=unit.trainable_numel > 0,
             speculated=unit.index in placement.speculated,
             updater=int(unit.index in on_device),
+            shared=plan.layout.gathers_after_update(unit),
             routed=unit.index in plan.layout.expert_units,
         )
         for unit in plan.units

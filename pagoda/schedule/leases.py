@@ -64,9 +64,16 @@ class Leases:
     """
 
     def __init__(
-        self, plan: SchedulePlan, order: Order, versions: Versions, issue: Callable[[Operation], None]
+        self,
+        plan: SchedulePlan,
+        order: Order,
+        versions: Versions,
+        read: Callable[[int], None],
+        issue: Callable[[Operation], None],
     ) -> None:
+        """`read` is told of a unit whose weights a FETCH is about to read in their home."""
         self._plan = plan
+        self._read = read
         self._order = order
         self._versions = versions
         self._issue = issue
@@ -95,6 +102,8 @@ class Leases:
         """Fetches under way."""
         self._fetching: list[list[int]] = [[] for _ in plan.units]
         """The versions that they bring, by unit; more than one if the weights that the first brings have become old."""
+        self._others_read = [0] * len(plan.units)
+        """By unit, how many other ranks read the weights in their home."""
         for unit in range(len(plan.units)):
             self._note_missing(unit)
 
@@ -156,6 +165,10 @@ class Leases:
         if freed:
             self._free(lease)
 
+    def others_read(self, unit: int, begin: bool) -> None:
+        """Another rank begins to read a unit's weights in their home, or has ended that."""
+        self._others_read[unit] += 1 if begin else -1
+
     def let_go(self, lease: Lease) -> None:
         """Nothing refers any more to a lease that could not be reclaimed."""
         self._free(lease)
@@ -186,10 +199,12 @@ class Leases:
         return self._users[unit] > self._waiting.get(unit, 0)
 
     def in_use(self, unit: int) -> bool:
-        """Whether compute uses a unit, or a FETCH reads what its next update overwrites: the newest weights in their
-        home, or, where updates are asynchronous, those before them."""
-        overwritten = self._versions.of[unit].newest - (self._plan.max_staleness is not None)
-        return self.uses(unit) or any(version <= overwritten for version in self._fetching[unit])
+        """Whether compute uses a unit, or a FETCH or another rank reads what its next update overwrites: the newest
+        weights in their home, or, where updates are asynchronous, those before them."""
+        asynchronous = self._plan.max_staleness is not None
+        overwritten = self._versions.of[unit].newest - asynchronous
+        read = any(version <= overwritten for version in self._fetching[unit])
+        return self.uses(unit) or read or (self._others_read[unit] > 0 and not asynchronous)
 
     def found(self, unit: int) -> bool | None:
         """What compute comes upon: True for weights that it can read, False where their update or fetch must come first
@@ -273,7 +288,9 @@ class Leases:
         self._owner[run.start] = lease
         self._filling += 1
         self._fetching[unit].append(version)
-        self._issue(Operation(Kind.FETCH, unit, run, version, self._versions.awaited(unit, version), about=lease))
+        self._read(unit)
+        steps, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
+        self._issue(Operation(Kind.FETCH, unit, run, version, steps, after_undo=undoing, about=lease))
         if self._plan.ranks_fetch_alike:
             self._note_idle(unit)
         return True

@@ -35,6 +35,9 @@ class Kind(StrEnum):
     them at any time, and must before anything but an update writes the states. It is not reported."""
     UNDO = "undo"
     """Bring back what a speculative update has changed."""
+    SHARE = "share"
+    """Have every rank's part of a unit's new weights here, where each has all of them: a speculative update stands,
+    and the others have been asked for theirs."""
     SAVE = "save"
     """Read a unit's states for a checkpoint."""
 
@@ -62,6 +65,8 @@ class Operation:
     where updates are asynchronous."""
     undoable: bool = False
     """An UPDATE keeps what it changes, as an UNDO may have to bring that back."""
+    after_undo: bool = False
+    """A FETCH waits for the UNDO that brings its version back. Only where ranks must agree; else it is issued later."""
     about: Any = None
     """The lease, gradient or update that it is about. Only the scheduler uses it."""
 
@@ -84,6 +89,8 @@ class UnitPlan:
     updater: int = 0
     """Which of the executor's updaters has it, such as the CPU's or the GPU's: 0 or 1. They do not wait for each
     other."""
+    shared: bool = False
+    """Whether every rank has all of the weights and updates a part of them."""
     routed: bool = False
     """Whether a router decides in each step whether the unit is used: it is one of an expert."""
 

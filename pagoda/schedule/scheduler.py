@@ -27,7 +27,7 @@ class Scheduler:
         self.order = Order(plan.trace, len(plan.units), routed)
         self.versions = Versions(plan)
         self.gradients = Gradients(plan, self._issue)
-        self.leases = Leases(plan, self.order, self.versions, self._issue)
+        self.leases = Leases(plan, self.order, self.versions, self._undo, self._issue)
         self.updates = Updates(plan, self.order, self.versions, self.gradients, self.leases, self._issue)
         self.found: bool | None = None
         """What the latest access found: True if the weights were there, False if their update or fetch had yet to end,
@@ -138,6 +138,21 @@ class Scheduler:
         """The checkpoint is complete, or was given up."""
         self.updates.checkpoint.under_way = False
 
+    # --- events of other ranks ---
+
+    def others_read(self, unit: int) -> None:
+        """Another rank is about to read a unit's weights in their home, once no speculative update of it shows. Until
+        `others_have_read`, none begins."""
+        self.updates.undo(unit)
+        self.leases.others_read(unit, begin=True)
+        self._pump(ranks_agree=False)
+
+    def others_have_read(self, unit: int) -> None:
+        """It has read them."""
+        self.leases.others_read(unit, begin=False)
+        self.updates.retry(unit)
+        self._pump(ranks_agree=False)
+
     # --- events of the executor ---
 
     def issued(self, operation: Operation) -> None:
@@ -152,6 +167,8 @@ class Scheduler:
             self.updates.ended(operation.about)
         elif operation.kind is Kind.UNDO:
             self.updates.undone(operation.about)
+        elif operation.kind is Kind.SHARE:
+            self.updates.shared(operation.unit)
         else:
             self._moved(operation, failed=False)
         self._over()
@@ -165,7 +182,7 @@ class Scheduler:
         """
         if operation.kind is Kind.UPDATE:
             self.updates.update_failed(operation.about)
-        elif operation.kind is Kind.UNDO:
+        elif operation.kind in (Kind.UNDO, Kind.SHARE):
             self.versions.failed = True
         else:
             self._moved(operation, failed=True)
@@ -228,6 +245,10 @@ class Scheduler:
         return self._under_way == 0
 
     # --- parts ---
+
+    def _undo(self, unit: int) -> None:
+        """A unit's weights are about to be read in their home."""
+        self.updates.undo(unit)
 
     def _moved(self, operation: Operation, failed: bool) -> None:
         """What copies weights, gradients or states has ended."""

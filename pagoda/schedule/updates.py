@@ -110,6 +110,11 @@ class Updates:
         self.times_kept += 1
         update.speculative = False
         weights.due += 1
+        self._leases.changed(unit)
+        if self._plan.units[unit].shared and update.state is UpdateState.RUNNING:
+            weights.sharing = update.records[0].step
+            self._pending += 1
+            self._issue(Operation(Kind.SHARE, unit, version=weights.due, steps=(weights.sharing,)))
         for record in update.records if update.has_read else ():
             self._gradients.drop(record)
         self.retry(unit)
@@ -158,7 +163,6 @@ class Updates:
             return
         if update.speculative:
             weights.asking = None
-            self._leases.changed(asked.unit)
             self._queue(update)
         else:
             self.queue(update.records[0])
@@ -258,6 +262,12 @@ class Updates:
             self._begin_undo(update)
         else:
             self._finish(update)
+
+    def shared(self, unit: int) -> None:
+        """What the other ranks have updated of a unit is here."""
+        self._versions.of[unit].sharing = None
+        self._pending -= 1
+        self._settled(unit)
 
     def update_failed(self, update: Update) -> None:
         """It may have changed anything. A speculative one is undone: `step()` asks again."""
@@ -436,12 +446,16 @@ class Updates:
 
     def _finish(self, update: Update) -> None:
         """The update of a unit is over: the next one can begin, or its weights can be read."""
-        unit, weights = update.unit, self._versions.of[update.unit]
+        weights = self._versions.of[update.unit]
         weights.update = None
         self._pending -= 1
-        if self.checkpoint.retry(unit):
-            self._retry_all()
+        self._settled(update.unit)
         if weights.later:
             weights.update = weights.later.pop(0)
             self._push(weights.update)
+
+    def _settled(self, unit: int) -> None:
+        """The states of a unit are those of a step again."""
+        if self.checkpoint.retry(unit):
+            self._retry_all()
         self._leases.changes = True

@@ -64,6 +64,8 @@ class Weights:
     """An early one that is not queued yet."""
     guess: Update | None = None
     """A speculative one, in any state, until it stands or is undone."""
+    sharing: int | None = None
+    """The step of an update that was speculative and stands, where the other ranks' parts of it are yet to come."""
     later: list[Update] = field(default_factory=list)
     """Those that wait for it to end."""
     open: list[Record] = field(default_factory=list)
@@ -97,6 +99,8 @@ class Versions:
         weights = self.of[unit]
         if self.failed or weights.guess is not None or weights.newest < weights.version:
             return None
+        if weights.sharing is not None:
+            return None
         return weights.version
 
     def fetchable(self, unit: int) -> int | None:
@@ -108,14 +112,25 @@ class Versions:
         """The step whose gradient makes a version of a unit's weights, where ranks must agree and it is yet to come."""
         weights = self.of[unit]
         missing = version - weights.newest
+        guess = weights.guess
+        if guess is not None and guess.withdrawn and guess.has_written:
+            missing += len(guess.records)
+        if missing == 0 and weights.sharing is not None:
+            return (weights.sharing,)
         if not self._plan.ranks_fetch_alike or missing <= 0 or weights.update is None:
             return ()
-        begun = [] if weights.update.has_written else [weights.update]
+        begun = [] if weights.update.has_written or weights.update is guess else [weights.update]
         records = [record for update in (*begun, *weights.later) for record in update.records]
         return (records[missing - 1].step,)
 
+    def undoing(self, unit: int) -> bool:
+        """Whether a speculative update of a unit is being undone, or is to be."""
+        guess = self.of[unit].guess
+        return guess is not None and guess.withdrawn
+
     def settled(self, unit: int) -> int | None:
         """The version of a unit's states; None while they change."""
-        update = self.of[unit].update
+        weights = self.of[unit]
+        update = weights.update
         busy = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
-        return None if busy else self.of[unit].newest
+        return None if busy or weights.sharing is not None else weights.newest

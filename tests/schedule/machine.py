@@ -15,12 +15,14 @@ class Machine(Memory):
     def advance(self) -> bool:
         """Let one operation come a stage further; False if none can."""
         self.collect()
+        if self.plan.ranks_fetch_alike and self.haste.random() < 0.1 and self.lend():
+            return True
         ready = [
             op for name, lane in self.lanes.items() if lane and name != self.stalled and (op := self.next_ready(lane))
         ]
         ready += [op for lane in self.lanes.values() for op in lane if op.kind is Kind.UPDATE and not self.kept(op)]
         if not ready:
-            return self.let_go_of_something()
+            return self.lend(new=False) or self.let_go_of_something()
         op = self.haste.choice(ready)
         if op.kind is Kind.UPDATE and not self.kept(op):
             self.copied[op.unit] = op
@@ -47,6 +49,8 @@ class Machine(Memory):
         """The operation of a lane that comes further next: the first or the second. Where ranks agree, a FETCH begins
         after the one before, and when the weights are there."""
         first, second = lane[0], lane[1] if len(lane) > 1 and self.haste.random() < 0.3 else None
+        if first.kind is Kind.SHARE:
+            return first if self.homes[first.unit].newest == first.version else None
         if self.plan.ranks_fetch_alike and first.kind is Kind.FETCH:
             if second is not None and self.stages.get(first) and self.has_begun(second):
                 return second
@@ -87,7 +91,9 @@ class Machine(Memory):
             self.scheduler.gradient_used(op)
         else:
             home, truth = self.homes[op.unit], self.truths[op.unit]
-            home.newest = home.extents[op.home] = op.version
+            home.newest = op.version
+            if not (op.undoable and self.plan.units[op.unit].shared):
+                home.extents[op.home] = op.version
             truth.applied += op.steps
             self.scheduler.weights_written(op)
 
@@ -143,6 +149,8 @@ class Machine(Memory):
             del truth.applied[home.undo :]
             home.extents[0] = home.newest = home.states = home.undo
             home.undo = None
+        elif op.kind is Kind.SHARE:
+            home.extents[0] = op.version
         elif op.kind is Kind.SAVE:
             version, edition = self.readings.pop(op)
             same = self.kept_or_now(op, home) == version and home.edition == edition
@@ -205,6 +213,41 @@ class Machine(Memory):
             self.scheduler.versions.failed or not stands, f"an UPDATE of unit {op.unit} has failed, and nobody cares"
         )
         require(stands or home.undo is not None, f"a failed UPDATE of unit {op.unit} cannot be undone")
+
+    def lend(self, new: bool = True) -> bool:
+        """Another rank, which has not come to the end of the step, asks for weights, begins to read them, or has read
+        them. Returns whether anything came about."""
+        waiting = [unit for unit, version in self.lent.items() if version is None]
+        begun = [unit for unit in waiting if not self.scheduler.versions.undoing(unit)]
+        read = [unit for unit in self.lent if unit not in waiting]
+        askable = [unit for unit in range(len(self.homes)) if new and unit not in self.lent and self.may_ask(unit)]
+        unit = self.haste.choice([*begun, *read, *askable] or [-1])
+        if unit in askable:
+            self.note("  another rank asks for unit", unit)
+            self.lent[unit] = None
+            self.scheduler.others_read(unit)
+        elif unit in begun:
+            self.lent[unit] = self.truths[unit].asked
+            self.homes[unit].readers[0] += 1
+        elif unit in read:
+            found = self.homes[unit].weights
+            require(found == self.lent[unit], f"another rank reads {found} of unit {unit}, not {self.lent[unit]}")
+            del self.lent[unit]
+            self.homes[unit].readers[0] -= 1
+            self.scheduler.others_have_read(unit)
+        self.collect()
+        return unit >= 0
+
+    def may_ask(self, unit: int) -> bool:
+        """Whether another rank may need a unit's weights from this one: each has a slice, and what steps before have
+        asked for is there."""
+        early = self.plan.during_backward or self.plan.max_staleness is not None
+        truth = self.truths[unit]
+        stand = [
+            step for step in truth.applied if step < self.steps and truth.used_rules[step] == truth.rules.get(step)
+        ]
+        there = len(stand) == truth.asked
+        return there and not (early or self.plan.units[unit].shared or self.scheduler.versions.failed)
 
     def let_go_of_something(self) -> bool:
         free = [op for op in self.held if not self.referred_to(op)]

@@ -25,6 +25,7 @@ LANES = {
     Kind.SPILL: "ssd_write",
     Kind.RELOAD: "ssd_read",
     Kind.SAVE: "saver",
+    Kind.SHARE: "collective",
 }
 """UPDATE and UNDO are in the lane of the unit's updater."""
 
@@ -43,7 +44,8 @@ class Home:
     """What a unit's home holds."""
 
     extents: list[int] = field(default_factory=lambda: [0, 0])
-    """Versions of the weights in both extents. Only asynchronous updates use the second."""
+    """Versions of the weights in both extents, TORN while other ranks' parts are missing. Only asynchronous updates use
+    the second."""
     front: int = 0
     """Which of them is read."""
     newest: int = 0
@@ -133,6 +135,8 @@ class Memory:
         """FETCH or SAVE -> (version, edition) that it reads."""
         self.read_from: dict[Operation, int] = {}
         """FETCH -> the extent that it reads."""
+        self.lent: dict[int, int | None] = {}
+        """unit -> the version that another rank reads; None while it waits."""
         self.held: dict[Operation, None] = {}
         """Reclaims that were answered: still held."""
         self.ahead: tuple[int, int, int] | None = None
@@ -202,6 +206,8 @@ class Memory:
         elif op.kind is Kind.UNDO:
             require(home.undo is not None and not home.readers.total(), "UNDO of weights that somebody reads")
             home.extents[0] = home.newest = home.states = TORN
+        elif op.kind is Kind.SHARE:
+            require(self.plan.units[op.unit].shared, f"SHARE of unit {op.unit}, which this rank has alone")
         elif op.kind is Kind.SPILL:
             needed = self.lost or self.scheduler.versions.failed or self.needed(op.unit, op.steps[0])
             require(self.plan.spills, "SPILL where SSD has no room")
@@ -226,6 +232,9 @@ class Memory:
         """Begin to read the weights; False if they are not there yet, which may be only where ranks agree."""
         home = self.homes[op.unit]
         held, wanted = home.extents[self.read_from[op]], op.version
+        if op.after_undo and home.undo is not None:
+            require(self.plan.ranks_fetch_alike, f"FETCH of unit {op.unit} before it is as it was")
+            return False
         if self.plan.ranks_fetch_alike and held < wanted:
             require(bool(op.steps), f"FETCH of version {wanted} of unit {op.unit} names no update to wait for")
             return False
@@ -274,6 +283,8 @@ class Memory:
         require(home.states == home.newest == op.version - len(op.steps), f"UPDATE on {home} to {op.version}")
         require(not home.state_readers, "UPDATE of states that a checkpoint reads")
         require(not home.readers[op.home], f"UPDATE of unit {op.unit}, which somebody reads")
+        whole = self.plan.max_staleness is not None or home.extents[0] == home.newest
+        require(whole, f"UPDATE of unit {op.unit}, of which ranks have yet to share the one before")
         if self.plan.units[op.unit].updater == 0 and self.ahead is not None:
             stale = self.ahead[0] == op.unit and self.ahead[1:] != (home.states, home.edition)
             require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
@@ -287,7 +298,8 @@ class Memory:
             self.check_gradient(op.unit, step)
             truth.used_rules[step] = truth.rules.get(step, "as guessed")
             self.found[op, step] = Counter(self.gradients.get((op.unit, step)))
-            self.updated[step].add(op.unit)
+            if not op.undoable:
+                self.updated[step].add(op.unit)
         early = self.plan.during_backward or self.plan.units[op.unit].speculated
         require(truth.asked >= op.version or early, "an update that nobody has asked for")
         home.extents[op.home] = home.newest = home.states = TORN
@@ -358,10 +370,10 @@ class Memory:
     # --- checks ---
 
     def settled(self) -> bool:
-        """Whether every gradient that autograd has made lies where it stays."""
+        """Whether every gradient that autograd has made lies where it stays, and no other rank is behind."""
         self.collect()
         moving = any(op.kind is Kind.OFFLOAD for lane in self.lanes.values() for op in lane)
-        return not (moving or self.scheduler.gradients.held_back)
+        return not (moving or self.lent or self.scheduler.gradients.held_back)
 
     def check_nothing_is_taken(self) -> None:
         """What the scheduler's books say once all is over: that nobody has forgotten to give anything back."""

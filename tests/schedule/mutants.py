@@ -62,9 +62,12 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "version = version or 0\n        if not count",
         ),
         "an asynchronous update does not wait for a fetch of the extent that it writes": (
-            ".newest - (self._plan.max_staleness is not None)",
-            ".newest - 9 * (self._plan.max_staleness is not None)",
+            ".newest - asynchronous",
+            ".newest - 9 * asynchronous",
         ),
+        "a fetch does not undo a guess": ("        self._read(unit)\n", ""),
+        "a fetch does not wait for an UNDO": ("after_undo=undoing", "after_undo=False"),
+        "weights that another rank reads are updated": ("or (self._others_read[unit] > 0 and", "or (False and"),
         "a unit in use may be evicted": ("settled and not self._users[lease.unit] and", "settled and"),
         "what compute waits for is not fetched first": ("for wanted in [*self._waiting]", "for wanted in ()"),
         "a fetch that ends is ready, though the weights have changed": (
@@ -107,11 +110,19 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "weights.guess is not None:",
         ),
         "speculative weights are read": ("if self.failed or weights.guess is not None or", "if self.failed or"),
+        "weights are read before all ranks' parts are there": (
+            "        if weights.sharing is not None:\n            return None\n",
+            "",
+        ),
+        "a fetch does not wait for other ranks' parts": (
+            "if missing == 0 and weights.sharing is not None:",
+            "if False:",
+        ),
         "what has failed stays so": (
             "        self.failed = False\n",
             '        self.failed = getattr(self, "failed", False)\n',
         ),
-        "a checkpoint reads what is being written": ("return None if busy else", "return"),
+        "a checkpoint reads what is being written": ("return None if busy or", "return None if"),
     },
     gradients: {
         "a gradient buffer is taken while it moves": (
@@ -174,6 +185,15 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "an update does not wait for who reads the weights": (
             "        if self._leases.in_use(unit):\n            return\n",
             "",
+        ),
+        "a lease outlives a guess that stands": (
+            "        weights.due += 1\n        self._leases.changed(unit)\n        if self",
+            "        weights.due += 1\n        if self",
+        ),
+        "what stands is not shared": ("if self._plan.units[unit].shared and", "if False and"),
+        "drained updates are not shared": (
+            "            self._pending += 1\n            self._issue",
+            "            self._issue",
         ),
         "an early update does not wait until nothing refers to the weights": (
             "if not free or self._leases.uses(asked.unit):",
@@ -261,10 +281,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     scheduler: {
-        "a dropped step has read the weights for ever": (
-            "        self.updates.step_over()\n",
-            "        self.updates._early.clear()\n",
-        ),
         "what was due early is said of the step after one that was dropped": ("        self.updates.step_over()\n", ""),
         "an update that stood is done again": (
             "if not self.updates.stands(record.unit):",
@@ -282,6 +298,10 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "an access does not undo": (
             "        self.updates.undo(unit)\n        self.leases.access(unit)",
             "        self.leases.access(unit)",
+        ),
+        "what another rank reads is not undone": (
+            "        self.updates.undo(unit)\n        self.leases.others_read",
+            "        self.leases.others_read",
         ),
         "a gradient does not undo": ("        self.updates.undo(unit)\n        record", "        record"),
         "old leases outlive what has been restored": (

@@ -43,14 +43,16 @@ class Rules:
         count = rng.randint(1, 7)
         mode = rng.choice(["clipped", "clipped", "during backward", "asynchronous"])
         agreed = rng.random() < 0.25
-        speculates = mode == "clipped" and not agreed and rng.random() < 0.5
+        speculates = mode == "clipped" and rng.random() < 0.5
+        shared = agreed and rng.random() < 0.3
         layers = rng.sample(range(count), count)
         experts: dict[int, tuple[int, ...]] = {}
         if count > 2 and not agreed and rng.random() < 0.3:
             routed = rng.randint(1, count - 2)
             experts[layers[-1]] = tuple(layers[:routed])
             layers = layers[routed:]
-        units = draw_units(rng, count, mode, speculates, frozenset(unit for some in experts.values() for unit in some))
+        routed_units = frozenset(unit for some in experts.values() for unit in some)
+        units = draw_units(rng, count, mode, speculates, shared, routed_units)
         accumulation = rng.choice([1, 1, 2])
         uses = [Access(u, Phase.FORWARD) for u in layers] + [Access(u, Phase.BACKWARD) for u in reversed(layers)]
         holds = rng.random() < 0.4
@@ -89,7 +91,9 @@ class Rules:
         )
 
 
-def draw_units(rng: random.Random, count: int, mode: str, speculates: bool, routed: frozenset[int]) -> list[UnitPlan]:
+def draw_units(
+    rng: random.Random, count: int, mode: str, speculates: bool, shared: bool, routed: frozenset[int]
+) -> list[UnitPlan]:
     framed, staged, two_updaters = rng.random() < 0.7, rng.random() < 0.6, rng.random() < 0.3
     return [
         UnitPlan(
@@ -100,6 +104,7 @@ def draw_units(rng: random.Random, count: int, mode: str, speculates: bool, rout
             trained=rng.random() < 0.85,
             speculated=speculates and rng.random() < 0.8,
             updater=rng.randint(0, 1) if two_updaters else 0,
+            shared=shared and rng.random() < 0.9,
             routed=unit in routed,
         )
         for unit in range(count)

@@ -88,6 +88,7 @@ class World(Compute):
             if self.steps in truth.passes and unit in stand:
                 truth.asked += 1
                 truth.rules[self.steps] = "otherwise" if unit in otherwise else "as guessed"
+                self.updated[self.steps].add(unit)
                 continue
             truth.passes.pop(self.steps, None)
             for buffers in (self.gradients, self.on_ssd, self.queued):
@@ -190,7 +191,7 @@ class World(Compute):
 
     def load(self) -> None:
         """Every state is replaced. Versions begin at 0 again."""
-        self.wait(lambda: self.scheduler.idle, "operations to end")
+        self.wait(lambda: self.scheduler.idle and not self.lent, "operations to end")
         self.note("restored")
         for unit, home in enumerate(self.homes):
             readers = home.readers.total() + home.state_readers
