@@ -205,6 +205,8 @@ class Outcome:
     optimizer: dict[str, object] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     faults: list[int] = field(default_factory=list)
+    guesses: list[tuple[int, int]] = field(default_factory=list)
+    """Per step, where they are noted: speculative updates that stood, and that were undone."""
     moved: list[dict[str, int]] = field(default_factory=list)
     """Per step: lane -> bytes."""
     plan: Plan | None = None

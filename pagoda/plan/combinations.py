@@ -31,7 +31,6 @@ F = Feature
 ON_DEVICE = (F.DEVICE_UPDATES, F.DEVICE_HOMES)
 
 _NO_KERNEL = "a GPU has no kernel for that"
-_LATE = "another rank may still need a unit's old weights, or add to its gradient"
 _PARTS = "tensor-parallel ranks have parts of parameters"
 REFUSED: Mapping[frozenset[Feature], str] = {
     frozenset(pair): why
@@ -46,7 +45,6 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.ASYNC, F.DEVICE_HOMES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
         (F.EXPERTS, F.PIPELINE, "a rank that waits for another stage cannot take part in what others' experts need"),
-        (F.SPECULATE, F.RANKS, _LATE),
         (F.EIGHT_BIT, F.TENSOR, "blocks of quantized moments would depend on how tensors are divided"),
         (F.TILES, F.TENSOR, "tensor parallelism has divided the layers already"),
         (F.AUTO, F.EXPERTS, "it chooses by the sizes that a rank sees, and ranks must recompute the same layers"),

@@ -259,8 +259,9 @@ class Layout:
         return changed
 
     def trained_weight_pages(self, unit: UnitSpec) -> int:
-        """Pages of the weights that an update changes."""
-        return pages_for(unit.trainable_numel * self.weight.dtype.itemsize, self.page_bytes)
+        """Pages of an extent's weights that an update changes, with what lies before them."""
+        elements = self.updated_elements(unit) if self.is_cut(unit, WEIGHT) else unit.trainable_numel
+        return pages_for(elements * self.weight.dtype.itemsize, self.page_bytes)
 
     def undo_pages(self, unit: UnitSpec, in_ram: Container[str]) -> dict[str, int]:
         """State -> pages of a copy of what an update of a unit changes of it, for states whose home is RAM."""

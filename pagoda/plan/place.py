@@ -83,7 +83,7 @@ class _Placer:
         self.all = frozenset(unit.index for unit in layout.units)
         self.asynchronous = options.max_staleness is not None
         self.transient = options.update_during_backward
-        self.speculates = options.may_speculate and layout.ranks is None
+        self.speculates = options.may_speculate
         self.update_ring = 0
         """Pages of the device through which the states of units pass that are updated there."""
         if self.split.device_update_share and self.device is not None:
@@ -290,6 +290,8 @@ class _Placer:
         left = self.host - sum(host.values()) - self.layout.least_ring_slots * slot
         free = (self.ssd or 0) - sum(ssd.values()) - self._spare(ssd)
         needs = {u.index: self._undo(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
+        if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
+            needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
         chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
         if self.split.undo_in_ram:
             others = kept.moments - passing - self.resident

@@ -173,7 +173,7 @@ def make_plan(
     Raises BudgetError, naming tier, shortfall and setting, when no choice fits; ConfigError for a split whose share of
     updates or homes on the device cannot be had.
     """
-    if ranks is not None and ranks.shares_experts and root.experts():
+    if ranks is not None and ranks.shares_experts and root.experts() and options.update_during_backward:
         options = replace(options, accumulation_steps=None)  # a rank knows only at `step()` which experts others use
     limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
     if rank is not None and layout.slices.differ:

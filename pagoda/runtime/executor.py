@@ -1,7 +1,8 @@
 """The executor: carries out the scheduler's operations on real memory, and reports how each ended."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from pagoda.config.training import Precision
 from pagoda.errors import NonFiniteGradientError
@@ -27,6 +28,16 @@ from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 
 _EXTENTS = WEIGHT, WEIGHT_BACK
+
+
+class Guess(NamedTuple):
+    """An update that may have to be undone."""
+
+    record: UnitGradient
+    undo: Undo
+    updated: Handle
+    written: Handle
+    """Of this update: those of the record are of the one that stands."""
 
 
 class Executor:
@@ -59,10 +70,12 @@ class Executor:
         self._asynchronous = store.plan.options.max_staleness is not None
         self._held: list[Operation] = []
         """RECLAIMs of weights that something still referred to."""
-        self._undos: dict[int, Undo] = {}
-        """unit -> the old states of its speculative update."""
+        self._guesses: dict[int, Guess] = {}
+        """unit -> its speculative update, until that stands or is undone."""
+        self._standing: list[Guess] = []
+        """Those that stand, whose old states are to be given up."""
         self._updating: dict[int, UnitGradient] = {}
-        """unit -> the gradient of its latest UPDATE."""
+        """unit -> the gradient of its latest UPDATE that stands."""
         self.latest: dict[int, UnitGradient] = {}
         """unit -> the gradient that its latest update was asked for with."""
         self.failures: dict[int, BaseException] = {}
@@ -82,6 +95,7 @@ class Executor:
             Kind.UPDATE: self._update,
             Kind.READ_AHEAD: lambda op: self.feeders[0].read_ahead(op.unit),
             Kind.UNDO: self._undo,
+            Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
             Kind.PUBLISH: self._publish,
             Kind.SAVE: self._save,
         }
@@ -99,14 +113,35 @@ class Executor:
                 self._held.remove(operation)
                 self.driver.tell(self._let_go, operation)
 
-    def end_step(self) -> None:
-        """`step()` was called: give up the old states of speculative updates that now stand."""
-        for unit in [*self._undos]:
-            if not self._scheduler.updates.speculates(unit) and (undo := self._undos.pop(unit, None)) is not None:
-                self._updating[unit].written.then(undo.close)
-                self._gradients.forget(self._updating[unit])
-        if self._scheduler.versions.failed:
-            self.driver.tell(self._end_pending)
+    def end_step(self, clipped: bool, changed: Collection[int]) -> None:
+        """`step()` was called: the scheduler says which speculative updates now stand; an event."""
+        self._scheduler.end_step(clipped, changed=changed)
+        for unit in [*self._guesses]:
+            if not self._scheduler.updates.speculates(unit):
+                guess = self._guesses.pop(unit)
+                self._standing.append(guess)
+                record = self._updating[unit] = guess.record
+                self._gradients.forget(record)
+                record.begun = True
+                guess.updated.then(record.updated.finish)
+                guess.written.then(record.written.finish)
+        self._end_pending()
+
+    def close_undos(self) -> None:
+        """Give up the old states of updates that now stand."""
+        standing, self._standing = self._standing, []
+        for guess in standing:
+            guess.written.then(guess.undo.close)
+
+    def lend(self, unit: LiveUnit) -> Handle | None:
+        """Another rank is about to read a unit's weights in their home: returns what it waits for, if anything."""
+        self.driver.tell(self._scheduler.others_read, unit.index)
+        guess = self._guesses.get(unit.index)
+        return None if guess is None else guess.undo.over
+
+    def take_back(self, unit: LiveUnit) -> None:
+        """It has read them."""
+        self.driver.tell(self._scheduler.others_have_read, unit.index)
 
     def updated(self, unit: LiveUnit) -> Handle | None:
         """What ends when the latest update of a unit that was asked for has written its weights."""
@@ -174,6 +209,8 @@ class Executor:
     def _fetch(self, operation: Operation) -> None:
         record = self._awaited(operation)
         after = (record.shown,) if record is not None and not record.shown.succeeded else ()
+        if operation.after_undo:
+            after = (*after, self._guesses[operation.unit].undo.over)
         handle = self._leases.fetch(operation, self._units[operation.unit], after)
         self._follow(operation, handle)
         handle.when_issued(lambda: self.driver.tell(self._issued, operation, handle))
@@ -212,8 +249,13 @@ class Executor:
         last = records[-1]
         undo = None
         if operation.undoable:
-            undo = self._undos[operation.unit] = Undo(self._store, operation.unit)
+            updated, written, undo = Handle(), Handle(), Undo(self._store, operation.unit)
+            seen = updated
+            self._guesses[operation.unit] = Guess(last, undo, updated, written)
         else:
+            updated, written, seen = last.updated, last.written, last.shown
+            last.begun = True
+            self._updating[operation.unit] = last
             for record in records:
                 self._gradients.forget(record)
         weights = IN_PLACE
@@ -224,10 +266,6 @@ class Executor:
         on_device = operation.unit in self._on_device
         if on_device:
             last.issued = self._device.fence()
-        if last.written.done:
-            last.renew()  # an update of it was undone
-        last.begun = True
-        self._updating[operation.unit] = last
 
         def shown(error: BaseException | None) -> None:
             if error is None:
@@ -239,17 +277,22 @@ class Executor:
                 record.updated.finish(error)
                 record.written.finish(error)
             if isinstance(error, NonFiniteGradientError):
-                self._undos.pop(operation.unit, None)  # it has changed nothing
-                tell(scheduler.refused, operation)
+                tell(self._refused, operation)
             else:
                 self._ended(operation, error)
 
-        last.shown.then(shown)
-        Latch([last.written, last.shown]).then(ended)
+        seen.then(shown)
+        Latch([written, seen]).then(ended)
         used = partial(tell, scheduler.gradient_used, operation)
         kept = None if operation.run is None else self._keep(operation, operation.run)
         parts = [(record, record.segments) for record in records]
-        self.feeders[on_device].submit(Update(parts, weights, undo, kept, last.updated, last.written, used))
+        self.feeders[on_device].submit(Update(parts, weights, undo, kept, updated, written, used))
+
+    def _refused(self, operation: Operation) -> None:
+        guess = self._guesses.pop(operation.unit, None)
+        self._scheduler.refused(operation)
+        if guess is not None:  # it has changed nothing
+            guess.undo.over.finish()
 
     def _keep(self, operation: Operation, run: Run) -> Handle:
         """Copy the old states for the checkpoint. The feeder would do so only after earlier updates, which may wait for
@@ -266,8 +309,17 @@ class Executor:
         return handle
 
     def _undo(self, operation: Operation) -> None:
-        undo = self._undos.pop(operation.unit)
-        self._follow(operation, self._update_lane.submit(undo.revert, (), 0, "undo"))
+        undo = self._guesses[operation.unit].undo
+        handle = self._update_lane.submit(undo.revert, (), 0, "undo")
+        handle.then(undo.over.finish)
+        handle.then(lambda error: self.driver.tell(self._undone, operation, error))
+
+    def _undone(self, operation: Operation, error: BaseException | None) -> None:
+        if error is None:
+            del self._guesses[operation.unit]
+            self._scheduler.ended(operation)
+        else:
+            self._failed(operation, error)
 
     def _save(self, operation: Operation) -> None:
         if self.capture is None:  # writing it has failed

@@ -155,6 +155,17 @@ class Gathering:
         self._check_version(unit, version)
         if unit.version == version:
             _end(self._executor.updated(unit))
+        undone = self._executor.lend(unit)
+        try:
+            if undone is not None:
+                undone.wait()
+            yield from self._pieces(unit)
+        finally:
+            self._executor.take_back(unit)
+        self._check_version(unit, version)
+
+    def _pieces(self, unit: LiveUnit) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's slice of a unit, as it is now, in messages."""
         front = self._store.front[unit.index]
         home = self._store.tensor(unit.index, front)
         for span in self._shards.spans(unit.spec, WEIGHT):
@@ -167,7 +178,6 @@ class Gathering:
                 with self._reading:
                     data = self._store.read_into(self._window, unit.index, front, at, count)
                     yield span.start + start, torch.frombuffer(data, dtype=self._dtype)
-        self._check_version(unit, version)
 
     def _await_version(self, unit: LiveUnit, version: int, hopeless: Callable[[], bool]) -> None:
         """Wait until compute has asked for an update that another rank has asked for already."""

@@ -77,16 +77,11 @@ class UnitGradient:
         """Which extent of the weights its update writes."""
         self.issued = PAST
         """What compute had been told when the update was issued: all that reads the weights as they are."""
-        self._shared = shared
-        self.renew()
-
-    def renew(self) -> None:
-        """An update of it that was begun does not count: another one is to come."""
         self.begun = False
-        """Whether its update has been given to a lane."""
+        """Whether its update has been given to a lane: not one that may be undone."""
         self.updated = Handle()
         """Ends when the update has written this rank's new weights."""
-        self.shown = Handle() if self._shared else self.updated
+        self.shown = Handle() if shared else self.updated
         """Ends when all new weights are in their home."""
         self.sharing = False
         """Whether ranks have been asked to send each other what they have updated."""

@@ -371,13 +371,11 @@ class Stepper:
             segments = segments_of(unit, record.hypers)
             if clipped or segments != record.segments:
                 changed.append(unit.index)
-            if clipped or segments != record.segments or not self._scheduler.updates.speculates(unit.index):
-                record.segments = segments
-                record.renew()
+            record.segments = segments
             self._gradients.take(record)
             self._ask_for(record)
-        self._accesses.tell(self._scheduler.end_step, clipped, False, changed)
-        self._executor.end_step()
+        self._accesses.tell(self._executor.end_step, clipped, changed)
+        self._executor.close_undos()
 
     def _factor(self, unit: LiveUnit, slot: int) -> float:
         return self._factors.get((unit.index, slot), 1.0)

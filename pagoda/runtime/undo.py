@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from pagoda.memory.ssd.tier import PageSnapshot
 from pagoda.plan.layout import before
+from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
 
 
@@ -18,6 +19,8 @@ class Undo:
     def __init__(self, store: Store, unit: int) -> None:
         self._store = store
         self._unit = unit
+        self.over = Handle()
+        """Ends when the unit has its old states back, or when they are given up."""
         self._frozen: PageSnapshot | None = None
         """The pages of states on SSD as they were."""
         self._saved: list[tuple[str, range]] = []
@@ -42,6 +45,7 @@ class Undo:
         """The update stands: give the old pages up."""
         if self._frozen is not None:
             self._frozen.close()
+        self.over.finish()
 
     def revert(self) -> None:
         """Have the old states back."""

@@ -137,6 +137,9 @@ class Execution:
             return [[self._move("ssd_write", f"spill {unit.name}", traffic.buffer)]]
         if kind is Kind.RELOAD:
             return [[self._move("ssd_read", f"gradient {unit.name}", traffic.buffer)]]
+        if kind is Kind.SHARE:
+            seconds = self._rates.ring_seconds(traffic.published, self._plan.layout.group(unit))
+            return [[Work(COLLECTIVE, f"gather {unit.name}", traffic.published, seconds)]]
         if kind is not Kind.OFFLOAD:
             return []
         chain = []

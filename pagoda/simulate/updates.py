@@ -137,7 +137,8 @@ class SimulatedUpdates:
         spec = self._plan.units[operation.unit]
         computed.then.append(partial(self._gradient_used, operation))
         published = last if self._weights_stream(operation.unit) else computed
-        if sent := self._traffic[operation.unit].published:
+        sent = self._traffic[operation.unit].published
+        if sent and not operation.undoable:
             seconds = self._rates.ring_seconds(sent, self._plan.layout.group(spec))
             published = self._lanes.submit(Work(COLLECTIVE, f"gather {spec.name}", sent, seconds), [published])
         published.then.append(partial(self._weights_written, operation))

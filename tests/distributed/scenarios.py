@@ -34,15 +34,17 @@ from pagoda.distributed.world import join, launched
 from pagoda.errors import RankError
 from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import partial
+from pagoda.memory.sizes import parse_bytes
 from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.kernels import warm_up as warm_up_kernels
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
+from pagoda.plan.placement import UNDO, Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.schedule import updates
 from pagoda.train import TrainConfig, run
 
 PAGE = 4096
@@ -112,15 +114,22 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh, lat
 
 
 def wrapped(
-    recipe: Recipe, kind: str, out: Path, stage: int, replicas: int = 1, kept: int | None = None, **options: Any
+    recipe: Recipe,
+    kind: str,
+    out: Path,
+    stage: int,
+    replicas: int = 1,
+    kept: int | None = None,
+    room: int = 0,
+    **options: Any,
 ) -> tuple[nn.Module, Any]:
-    """A model of the zoo, wrapped by every rank."""
+    """A model of the zoo, wrapped by every rank; `room` are bytes of RAM that it gets besides."""
     mesh = pagoda.open_mesh(stage=stage, replicas=replicas)
-    late = options.get("update", pagoda.Updates()).staleness
+    memory = memory_of(kind, out, recipe, mesh, options.get("update", pagoda.Updates()).staleness)
     return pagoda.wrap(
         recipe.build(),
         rule_of(recipe),
-        memory=replace(memory_of(kind, out, recipe, mesh, late), ssd_checkpoints=kept),
+        memory=replace(memory, host=parse_bytes(memory.host) + room, ssd_checkpoints=kept),
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
@@ -145,13 +154,14 @@ def take_steps(
     left_out: list[list[int]] | None = None,
     lengths: dict[str, int] | None = None,
     evaluated: list[tuple[int, int, str]] | None = None,
+    factors: list[float] | None = None,
 ) -> None:
     """Each rank takes its share of the `parts` micro-batches of a step, whose losses are divided such that gradients
     are the mean over all.
 
     `left_out` has (step, part) of those that nobody takes; `lengths` has the tokens of those that are shorter, by part.
-    `evaluated` has (step, rank, when) of evaluations that one rank makes by itself: "before" its forward, or "in" its
-    step, between forward and backward.
+    `evaluated` has (step, rank, when) of evaluations that one rank makes by itself: "before" its forward, "in" its
+    step, between forward and backward, or "after" backward. `factors` has what losses are multiplied by, by step.
     """
     rank, size = place()
     generator = torch.Generator().manual_seed(1)
@@ -169,11 +179,15 @@ def take_steps(
             loss = loss_of(model(**{name: values[:, :length] for name, values in data.items()} if length else data))
             if "in" in evaluations:
                 evaluate(model, data)
-            (loss / (parts // size)).backward()
+            factor = factors[step] if factors else 1.0
+            optimizer.scale(loss * factor / (parts // size)).backward()
+            if "after" in evaluations:
+                evaluate(model, data)
             losses.append(loss.item())
         if step >= steps.start:
             outcome.losses.append(losses)
             take_step(optimizer, outcome)
+            outcome.guesses.append((optimizer.stats.updates_kept, optimizer.stats.updates_undone))
 
 
 def evaluate(model: nn.Module, data: dict[str, torch.Tensor]) -> None:
@@ -212,6 +226,41 @@ def train(
         "served": rank_group.collectives.order.served if rank_group is not None else 0,
         "asked": rank_group.collectives.order.asked if rank_group is not None else 0,
         "on_ssd": sorted(state for state in plan.bytes.get("ssd", {}) if state != GRAD),
+    }
+    optimizer.close()
+    return result
+
+
+def train_guessing(
+    out: Path,
+    recipe: dict[str, Any],
+    factors: list[float],
+    guesses: bool,
+    kind: str = "ram",
+    stage: int = 3,
+    replicas: int = 1,
+    parts: int = 0,
+    **departures: Any,
+) -> dict[str, Any]:
+    """Train with updates that guess that nothing is clipped, or without; there is room to undo them."""
+    updates.CALM_STEPS = 0
+    made = recipe_of({**recipe, "steps": len(factors), "announced": True})
+    copied = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
+    room = 0 if (kind, made.moments) == ("ssd", "fp32") else copied
+    model, optimizer = wrapped(made, kind, out, stage, replicas, room=room, update=pagoda.Updates(speculate=guesses))
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), factors=factors, **departures)
+    plan = pagoda.plan_of(model)
+    rank_group = optimizer._engine.rank_group
+    result = {
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "guesses": outcome.guesses,
+        "asked": 0 if rank_group is None else rank_group.collectives.order.asked,
+        "peak": optimizer.stats.peak_bytes,
+        "plan_peak": dict(plan.peak_bytes),
+        "undo": {tier: lines[UNDO] for tier, lines in plan.bytes.items() if UNDO in lines},
+        **state_of(model, optimizer),
     }
     optimizer.close()
     return result
