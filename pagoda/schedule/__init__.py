@@ -20,7 +20,7 @@ those before it:
     leases.py       which weights are in reach of compute: FETCH, RECLAIM
     checkpoints.py  which states a checkpoint reads next, and which old ones are kept for it: SAVE
     turns.py        after which steps asynchronous updates come, and which steps see them: PUBLISH
-    updates.py      which update runs next, and which version that makes: UPDATE, UNDO, READ_AHEAD
+    updates.py      which update runs next, and which version that makes: UPDATE, UNDO, SHARE, READ_AHEAD
 
 `scheduler.py` joins them: it passes each event to the parts that it concerns, in a fixed order, and then lets each
 start what can start now ("pump"). State changes in events alone. What only the executor can know, whether a tensor

@@ -15,8 +15,9 @@ Frames of an ended lease may still be referred to: by a graph that will run back
 the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does.
 
 Where several ranks must fetch alike (`plan.ranks_fetch_alike`), no decision here depends on when an operation ends:
-fetches start in compute's events alone, ahead of the updates that they wait for, and a lease may make room while it is
-being filled. The executor sees to it that such an operation waits for what is under way.
+fetches start in compute's events alone, ahead of the UPDATE or UNDO that they wait for, and a lease may make room while
+it is being filled. The executor sees to it that such an operation waits for what is under way. A speculative update
+ends no lease: a lease is a copy of the weights.
 """
 
 from collections.abc import Callable, Sequence

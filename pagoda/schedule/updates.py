@@ -10,7 +10,8 @@ the unit again; if it does not run yet, it is over at once.
 
 An update in place destroys what it reads. So it waits while compute uses the unit or a FETCH reads it, and until a
 checkpoint has read the unit or the old states can be kept for it. A speculative one keeps the old states, so that an
-UNDO can bring them back; the plan has room for that.
+UNDO can bring them back; the plan has room for that. Several ranks need not guess alike: a guess is about what this
+rank updates, and changes nothing that ranks must agree on. Where each has all weights, SHARE follows once it stands.
 
 An asynchronous update does not overwrite the weights that are read: it writes an extent beside theirs. `turns.py` says
 when.
