@@ -93,6 +93,8 @@ class PagePool:
         _check_count(count)
         if self.largest_free >= count:
             return []
+        if self.frames < count:
+            return None
         # Slide over the tiles (free or allocated runs). A cost never falls as a window grows, so only the
         # shortest stretches of tiles that hold `count` frames matter: one for each right end.
         stretch: deque[tuple[int, int, bool]] = deque()

@@ -1,6 +1,7 @@
 """Which unit comes first, where the time of each may change."""
 
 from heapq import heapify, heappop, heappush
+from math import inf
 
 _MOST_STALE = 4
 """Entries for each unit, on average, above which a heap is made anew without those that are out of date."""
@@ -32,6 +33,10 @@ class Agenda:
                 return self._heap[0]
             heappop(self._heap)
         return None
+
+    def time(self, unit: int) -> float:
+        """The time of a unit; infinite if it has none."""
+        return self._times.get(unit, inf)
 
     def remove(self, unit: int) -> None:
         """A unit has no time any more."""

@@ -24,6 +24,11 @@ class Frames:
         self.peak = 0
         """Most frames in use at once."""
 
+    @property
+    def slabs(self) -> int:
+        """How many there are."""
+        return len(self._slabs)
+
     def alloc(self, count: int) -> Run | None:
         """`count` adjoining frames from the slab with the least room that has them, or None."""
         at = bisect_left(self._by_room, (count, -1))

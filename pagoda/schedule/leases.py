@@ -35,7 +35,7 @@ from pagoda.schedule.versions import Versions
 MOST_PREFETCHES = 2
 """A prefetch starts while fewer FETCHes are under way. More would delay what compute comes to wait for."""
 _CANDIDATES = 16
-"""Leases that a prefetch tries to take frames from. What compute waits for tries all."""
+"""Slabs that a prefetch tries to take frames from. What compute waits for tries all."""
 
 
 class LeaseState(Enum):
@@ -91,8 +91,11 @@ class Leases:
         """The unit that compute used last."""
         self._missing = Agenda()
         """Units that may lack a lease, by the time of their next use. That may have passed since."""
-        self._idle = Agenda()
-        """Units whose lease may make room, by minus the time when it is useful next. That may have passed, too."""
+        self._idle = [Agenda() for _ in range(self.frames.slabs)]
+        """By slab, units whose lease may make room, by minus the time when it is useful next. That may have passed,
+        too."""
+        self._roomy = Agenda()
+        """Slabs with such units, by the time of the first of them."""
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True
@@ -184,6 +187,7 @@ class Leases:
         """`step()` has said what it updates: the others can be prefetched across it. `retraced`: the trace is another
         one, and so is the order in which units are missing, or idle."""
         self._turn_to(-1)
+        self.changes = True
         for unit in range(len(self._users)) if retraced else self._after_step:
             self._note_missing(unit)
             self._note_idle(unit)
@@ -238,6 +242,8 @@ class Leases:
         return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is LeaseState.READY)
 
     def _start(self) -> None:
+        if self._reclaiming:
+            return  # frames that are about to be free adjoin others: who takes some now leaves gaps
         for wanted in [*self._waiting]:
             if not self._fetch(wanted, wanted=True):
                 return
@@ -305,29 +311,39 @@ class Leases:
             return None if not self._may_end(lease) or useful <= needed_at else -useful
 
         tried: list[tuple[int, float]] = []
-        slabs: set[int] = set()
         victims: list[Run] | None = None
         while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
-            if (first := self._idle.first()) is None:
+            if (first := self._roomy.first()) is None:
                 break
-            useful, unit = -first[0], first[1]
-            lease = self._leases.get(unit)
-            if lease is None or not self._may_end(lease):
-                self._idle.remove(unit)  # it comes back when it is idle again
-            elif useful != self._useful(unit):
-                self._note_idle(unit)
-            elif useful <= needed_at:
+            time, slab = first
+            self._roomy.remove(slab)
+            if (found := self._first_idle(slab)) is None:
+                continue  # it comes back when one of its leases is idle again
+            if found != time:
+                self._roomy.put(slab, found)
+                continue
+            tried.append((slab, time))
+            if -time <= needed_at:
                 break
-            else:
-                self._idle.remove(unit)
-                tried.append((unit, first[0]))
-                if (slab := self.frames.slab_of(lease.run)) not in slabs:
-                    slabs.add(slab)
-                    victims = self.frames.window(slab, count, price)
-        for unit, time in tried:
-            self._idle.put(unit, time)
+            victims = self.frames.window(slab, count, price)
+        for slab, time in tried:
+            self._roomy.put(slab, time)
         for run in victims or ():
             self._end(self._owner[run.start])
+
+    def _first_idle(self, slab: int) -> float | None:
+        """Minus the time when the lease of a slab is useful that is useful last, of those that may make room."""
+        idle = self._idle[slab]
+        while (first := idle.first()) is not None:
+            time, unit = first
+            lease = self._leases.get(unit)
+            if lease is None or self.frames.slab_of(lease.run) != slab or not self._may_end(lease):
+                idle.remove(unit)  # it comes back when it is idle again
+            elif -time != (useful := self._useful(unit)):
+                idle.put(unit, -useful)
+            else:
+                return time
+        return None
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease can make room for another."""
@@ -350,8 +366,11 @@ class Leases:
 
     def _note_idle(self, unit: int) -> None:
         """List a unit whose lease may make room."""
-        if unit in self._leases and not self._users[unit] and unit != self._last_used:
-            self._idle.put(unit, -self._useful(unit))
+        lease = self._leases.get(unit)
+        if lease is not None and not self._users[unit] and unit != self._last_used:
+            slab, time = self.frames.slab_of(lease.run), -self._useful(unit)
+            self._idle[slab].put(unit, time)
+            self._roomy.put(slab, min(time, self._roomy.time(slab)))
 
     def _end(self, lease: Lease, again: bool = True) -> None:
         """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""

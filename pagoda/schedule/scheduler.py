@@ -280,8 +280,8 @@ class Scheduler:
         self.updates.pump()
         if self.gradients.changes:  # updates may have asked for gradients
             self.gradients.pump()
-        # Where ranks must fetch alike, whether something has changed here does not count: lanes may have changed it.
-        if ranks_agree if self.plan.ranks_fetch_alike else self.leases.changes:
+        # Where ranks must fetch alike, nothing that lanes have changed lets a fetch start.
+        if self.leases.changes and (ranks_agree or not self.plan.ranks_fetch_alike):
             self.leases.pump()
         self.leases.serve()
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 import pytest
@@ -9,8 +10,11 @@ from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
+from pagoda.forecast.describe import forward_flops, module_spec
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import search
+from pagoda.models.papers import PAPER_SHAPES
+from pagoda.plan.collective import reduce_pages
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options
@@ -292,3 +296,39 @@ def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for
 
     assert speculated(device)
     assert not speculated(None)
+
+
+@pytest.mark.parametrize(("layers", "slabs"), [(24, 7.26), (40, 7.26), (40, 6.25)])
+def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_ones(layers: int, slabs: float) -> None:
+    """Norms are units of a page or so, of which many lie in one slab. Gathers take as long as compute: a forward that
+    does not fetch ahead takes twice as long."""
+    shape = replace(PAPER_SHAPES["gpt3-175b"], layers=layers, hidden=512, heads=8, ffn=2048, vocab=2100, seq_len=64)
+    root, ranks = module_spec(shape), Ranks(4, 4)
+    options = Options(page_bytes=4096, unit_limit=1 << 17, accumulation_steps=1, clipping=True)
+
+    def planned(device: int) -> Plan:
+        return make_plan(root, STATES["bf16"], Budgets(LARGE, device), options, ranks)
+
+    roomy = planned(LARGE)
+    frames = slabs * max(roomy.leased_pages().values()) + reduce_pages(roomy.layout)
+    plan = planned(int(frames * 4096))
+    machine = replace(
+        GPU,
+        gpus_per_node=4,
+        link=Link(figure(1e13), figure(1e13), figure(1e13)),
+        intra_node_bytes_per_s=figure(1e11),
+    )
+    rates = Rates(machine, ranks)
+    gathers = sum(rates.ring_seconds(traffic.gathered, 4) for traffic in traffic_of(plan))
+    flops = forward_flops(shape, 64, 64)
+    compute = Compute.from_flops(flops, sum(flops.values()) / gathers)
+    ticks = compute.of_step(root, plan)
+    simulation = Simulation(plan, rates, ticks)
+    for _ in range(6):
+        simulation.step()
+    first = f"forward {plan.units[0].name}"
+    begins = [span.start_s for span in simulation.drain() if span.name == first][::2]  # the head uses it too
+    seconds = [end - begin for begin, end in pairwise(begins)]
+    assert seconds[1:] == pytest.approx([seconds[-1]] * (len(seconds) - 1), rel=1e-9)
+    assert seconds[-1] <= 1.03 * compute.step_s
+    assert simulate(plan, machine, ticks).step_s == pytest.approx(seconds[-1], rel=1e-9)
