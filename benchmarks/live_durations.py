@@ -18,6 +18,7 @@ from rich.console import Console
 import pagoda
 from pagoda.construction.construct import describe
 from pagoda.models import build_model
+from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
@@ -70,8 +71,11 @@ class RecordedRates(Rates):
     def ring_seconds(self, sent: int, group: int) -> float:
         return self.seconds(COLLECTIVE, sent)
 
-    def exchange_seconds(self, sent: int, group: int) -> float:
+    def merge_seconds(self, sent: int) -> float:
         return self.seconds(COLLECTIVE, sent)
+
+    def exchange_seconds(self, exchange: Exchange) -> float:
+        return self.seconds(COLLECTIVE, exchange.sent)
 
     def update_seconds(self, parameters: int) -> float:
         return parameters * self._s_per_parameter[UPDATE]

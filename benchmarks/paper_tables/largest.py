@@ -12,6 +12,7 @@ from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import exchanged_elements
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.plan.collective import reduce_pages
+from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.layout import Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.placement import Budgets
@@ -129,7 +130,8 @@ def plan_of(shape: PaperShape, setting: Setting) -> tuple[Plan, PaperShape, int,
     budgets = budgets_of(setting, shape)
     root = tree(part, tiles, setting.experts)
     chosen = setting.batch * shape.seq_len * part.top_k * part.hidden
-    exchanges = {module: 2 * n for module, n in exchanged_elements(root, chosen, setting.experts).items()}
+    tokens = {module: 2 * n for module, n in exchanged_elements(root, chosen, setting.experts).items()}
+    exchanges = of_tokens(tokens, setting.ranks)
     if times > 1:
         layout = make_plan(root, STATES, ROOMY, OPTIONS, setting.ranks, exchanges).layout
         budgets = budgets_of_part(layout, budgets, times)

@@ -27,6 +27,7 @@ def run(config: PlanConfig, console: Console) -> int:
     """
     from pagoda.forecast.advice import advise
     from pagoda.forecast.chrome_trace import write_trace
+    from pagoda.forecast.degrees import search_degrees
     from pagoda.forecast.draw import check_plotting, draw
     from pagoda.forecast.forecast import forecast
     from pagoda.forecast.largest import largest_model
@@ -37,12 +38,16 @@ def run(config: PlanConfig, console: Console) -> int:
 
     if config.plot is not None:
         check_plotting()
+    resolved: tuple[str, ...] = ()
+    if config.search_degrees:
+        config, resolved = search_degrees(config)
     machine = find_machine_for(config)
     searched = config.max_model
     if searched:
         config = replace(config, model=largest_model(config, machine), max_model=False)
     pipeline = forecast_pipeline(config, machine) if config.pipeline_parallel > 1 else None
     made = forecast(config, machine) if pipeline is None else pipeline.slowest
+    made = replace(made, resolved=(*resolved, *made.resolved))
     advice = advise(made)
     if config.json:
         print(as_lines({**as_json(made, advice), "pipeline": pipeline and pipeline.as_json()}), end="")

@@ -26,6 +26,9 @@ _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP four times as wide, which is
 (9 + 2 * 4) * 2; backward holds a gradient for a part of them at a time."""
 
+_WHOLE_TENSORS = 8
+"""Of the tensors of hidden width, those that every tensor-parallel rank has whole: 10 of the 18 bytes that Megatron-LM
+counts for them. The others, and those of MLP width, are divided."""
 _CHOICE_TENSORS = 4
 """Tensors of hidden width that a layer of a mixture of experts also keeps of each of a token's choices: the tokens as
 they are sorted, what experts give, and both with their weights, gradients in flight included."""
@@ -91,7 +94,7 @@ def estimate_activations(
     inputs = itemsize * tokens * described.hidden
     saved = described.at_once * described.layers * (inputs if again else _layer(described, tokens, itemsize))
     offloads = mode in ("offload", "recompute+offload")
-    tensor = itemsize * running * (described.hidden if again else max(described.hidden, described.ffn))
+    tensor = itemsize * running * (described.hidden if again else max(described.hidden, _ffn(described)))
     if chunked_loss is None:
         chunked_loss = chunking_helps(described, running, tokens, itemsize, again)
     largest = max(param.numel for param in described.root.walk())
@@ -111,7 +114,10 @@ def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> S
     `estimate_activations` counts it, without the loss."""
     hidden, ffn = (itemsize * tokens * width for width in (described.hidden, described.ffn))
     inputs, inner = Storages().with_one(hidden, LEAST_OFFLOADED_BYTES), Storages()
-    for nbytes in (*[hidden] * (_hidden_tensors(described) - 1), *[ffn] * _FFN_TENSORS):
+    divided, ffn = hidden // described.tensor_parallel, ffn // described.tensor_parallel
+    whole = _whole_tensors(described)
+    sizes = *[hidden] * (whole - 1), *[divided] * (_hidden_tensors(described) - whole), *[ffn] * _FFN_TENSORS
+    for nbytes in sizes:
         inner = inner.with_one(nbytes, LEAST_OFFLOADED_BYTES)
     blocks = (BlockSizes(inputs, inputs, inner),) * len(layers_of(described.root))
     return StepSizes(blocks, (0,) * (len(blocks) + 1))
@@ -128,8 +134,20 @@ def chunking_helps(
 
 def _layer(described: ModelDescription, tokens: int, itemsize: int) -> int:
     """What a layer of `tokens` tokens keeps for backward."""
-    return itemsize * tokens * (_hidden_tensors(described) * described.hidden + _FFN_TENSORS * described.ffn)
+    whole = _whole_tensors(described)
+    divided = (_hidden_tensors(described) - whole) * described.hidden + _FFN_TENSORS * described.ffn
+    return itemsize * tokens * (whole * described.hidden + divided // described.tensor_parallel)
+
+
+def _ffn(described: ModelDescription) -> int:
+    """Width inside a layer's MLP on one rank."""
+    return described.ffn // described.tensor_parallel
 
 
 def _hidden_tensors(described: ModelDescription) -> int:
     return _HIDDEN_TENSORS + _CHOICE_TENSORS * described.top_k
+
+
+def _whole_tensors(described: ModelDescription) -> int:
+    """Those of them that every tensor-parallel rank has whole."""
+    return _WHOLE_TENSORS if described.tensor_parallel > 1 else _hidden_tensors(described)

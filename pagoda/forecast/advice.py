@@ -1,6 +1,6 @@
 """Advice: what to change, each from a plan that was made and simulated with the change."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from pagoda.forecast.problem import Problem, activations_of
 from pagoda.forecast.search import Candidate
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.ops import SSD
+from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
 from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
 
@@ -41,11 +42,17 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
         return tuple(_what_would_fit(forecast, problem))[:_MOST_LINES]
     best = choice.best
     gains: list[tuple[float, str]] = []
-    changes = [(_estimated_gain(change, problem, best), change) for change in _changes(forecast, problem)]
-    promising = sorted((change for change in changes if change[0] > _WORTH), key=lambda change: -change[0])
-    for _, change in promising[:_MOST_LINES]:
+    part = problem.to_compare(best.plan)
+    before_s, _ = _fastest(part, _kinds(problem, best)) if part is not problem else (best.step_s, None)
+    estimates = [
+        _estimate(change, best, None if part is problem else before_s) for change in _changes(forecast, problem)
+    ]
+    promising = sorted((each for each in estimates if each.gain > _WORTH), key=lambda each: -each.gain)
+    for each in promising[:_MOST_LINES]:
         # What is said comes from the step that the forecast itself simulates, with the change.
-        gain = change.tokens * best.step_s / _step_s(change.problem, best) - 1
+        change = each.change
+        seconds = each.step_s if each.whole else _fastest(change.problem, each.kinds)[0]
+        gain = change.tokens * best.step_s / seconds - 1
         if gain > _WORTH:
             gains.append((gain, f"{change.name}: {gain:+.0%}, {forecast.tokens_per_s * (1 + gain):,.0f} tokens/s."))
     lines = [line for _, line in sorted(gains, reverse=True)]
@@ -59,28 +66,46 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     return tuple(lines or [nothing])[:_MOST_LINES]
 
 
-def _estimated_gain(change: _Change, problem: Problem, best: Candidate) -> float:
-    """What a change gives: of a plan of many units on a part of the layers, if there is one with the change and one
-    without, since a part says nothing of the whole. Both may not fit their part of a tier: then of the whole."""
-    before, after = problem.to_compare(best.plan), change.problem.to_compare(best.plan)
-    if before is not problem and after is not change.problem:
-        seconds = _step_s(before, best), _step_s(after, best)
-        if max(seconds) < inf:
-            return change.tokens * seconds[0] / seconds[1] - 1
-    return change.tokens * best.step_s / _step_s(change.problem, best) - 1
+@dataclass(frozen=True)
+class _Estimate:
+    """What a change gives."""
+
+    change: _Change
+    gain: float
+    step_s: float
+    whole: bool
+    """Whether it is of all layers."""
+    kinds: tuple[Options, ...]
+    """Of plans, the fastest one."""
 
 
-def _step_s(problem: Problem, best: Candidate) -> float:
-    """Seconds of a step of the plan that was chosen and of the usual one, made for another problem, whichever is
-    shorter: no search, so there may be a faster one. Infinite where neither fits."""
+def _estimate(change: _Change, best: Candidate, before_s: float | None) -> _Estimate:
+    """What a change gives: of a plan of many units on a part of the layers, which takes `before_s` without it. Without
+    such a part, or if that does not fit its part of a tier, of the whole: a part says nothing of that."""
+    kinds = _kinds(change.problem, best)
+    after = change.problem.to_compare(best.plan)
+    if before_s is not None and after is not change.problem and before_s < inf:
+        seconds, kind = _fastest(after, kinds)
+        if seconds < inf:
+            return _Estimate(change, change.tokens * before_s / seconds - 1, seconds, False, (kind,))
+    seconds, kind = _fastest(change.problem, kinds)
+    return _Estimate(change, change.tokens * best.step_s / seconds - 1, seconds, True, (kind,))
+
+
+def _kinds(problem: Problem, best: Candidate) -> tuple[Options, ...]:
+    """The kind of plan that was chosen, and the usual one. There is no search, so there may be a faster one."""
     chosen, options = best.options, problem.options
     as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
-    seconds = [inf]
-    for tried in dict.fromkeys((as_chosen, options)):
-        plan = _planned(replace(problem, options=tried))
-        if plan is not None:
-            seconds.append(problem.simulated(plan).step_s)
-    return min(seconds)
+    return tuple(dict.fromkeys((as_chosen, options)))
+
+
+def _fastest(problem: Problem, kinds: Iterable[Options]) -> tuple[float, Options]:
+    """Seconds of a step of the fastest of some kinds of plans, infinite where none fits; and which it is."""
+    found = []
+    for kind in kinds:
+        plan = _planned(replace(problem, options=kind))
+        found.append((inf if plan is None else problem.simulated(plan).step_s, kind))
+    return min(found, key=lambda each: each[0])
 
 
 def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
@@ -124,7 +149,7 @@ def _twice_the_batch(forecast: Forecast, problem: Problem) -> Problem | None:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)
     except BudgetError:
         return None
-    exchanges = {module: 2 * nbytes for module, nbytes in problem.exchanges.items()}
+    exchanges = tuple(exchange.scaled(2) for exchange in problem.exchanges)
     saved = problem.saved and replace(problem.saved, sizes=problem.saved.sizes.scaled(2.0))
     return replace(problem, exchanges=exchanges, budgets=budgets, saved=saved, compute=problem.compute.scaled(2.0))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pagoda.config.run import Run
 from pagoda.config.settings import require, require_count
@@ -13,6 +13,7 @@ from pagoda.plan.batch_tiles import tile_tokens
 if TYPE_CHECKING:
     from pagoda.optim.rule import Rule, StateSpec
 
+Degree = Literal["tensor", "pipeline", "expert", "replicas"]
 _MOST_TOKENS = 1 << 40
 """Of one forward pass: the sizes of more could not be counted in 64 bits."""
 
@@ -37,9 +38,14 @@ class PlanConfig(Run):
     gpus_per_node: int | None = None
     """GPUs in use on each node, or processes if the CPU computes. By default all that the hardware has. Each has its
     own batches, and all of them divide the state."""
+    tensor_parallel: int = 1
+    """Consecutive ranks that divide every layer and get the same batches."""
     pipeline_parallel: int = 1
     """Stages of a pipeline, which have equally many ranks each, and a part of the layers. A step has
     --accumulation-steps micro-batches."""
+    search_degrees: tuple[Degree, ...] = ()
+    """Degrees to choose for the fastest step: tensor, pipeline, expert, replicas. What is not named stays as set. A
+    step keeps its sequences: ranks that share a batch have more --accumulation-steps."""
     batch_size: int = 1
     seq_len: int = 1024
     json: bool = False
@@ -51,9 +57,10 @@ class PlanConfig(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("nodes", self.nodes, 1)
+        require_count("tensor_parallel", self.tensor_parallel, 1)
         require_count("pipeline_parallel", self.pipeline_parallel, 1)
-        if self.max_model and self.pipeline_parallel > 1:
-            raise ConfigError("--max-model searches without a pipeline: name the model of one in --model")
+        if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):
+            raise ConfigError("--max-model searches with data-parallel ranks only: name the model in --model")
         if self.gpus_per_node is not None:
             require_count("gpus_per_node", self.gpus_per_node, 1)
         require(self.tokens < _MOST_TOKENS, "batch_size", self.batch_size, "smaller, or seq_len: too many tokens")
@@ -81,6 +88,12 @@ class PlanConfig(Run):
     def tile_elements(self) -> int | None:
         """Most elements of a matrix that is not in tiles; None where none is."""
         return None if self.tile_bytes is None else self.tile_bytes // self.itemsize
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """How ranks are divided, and the micro-batches of a step."""
+        names = "tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "accumulation_steps"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def tokens(self) -> int:

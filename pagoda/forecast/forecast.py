@@ -13,6 +13,7 @@ from pagoda.forecast.model_description import ModelDescription, describe_configu
 from pagoda.forecast.problem import Problem, activations_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
 from pagoda.forecast.search import Choice, search
+from pagoda.forecast.tensor_parallel import tensor_part_of
 from pagoda.plan.activations import recomputes
 from pagoda.plan.combinations import check_features, features
 from pagoda.plan.options import Options
@@ -59,7 +60,7 @@ class Forecast:
     @property
     def tokens_per_step(self) -> int:
         """Of all GPUs."""
-        return self.machine.rank_count * self.config.tokens * self.config.accumulation_steps
+        return self.machine.batches * self.config.tokens * self.config.accumulation_steps
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,9 +105,8 @@ def forecast(
 
     Raises ConfigError: unknown model, or a setting that cannot be used.
     """
-    options = Options.of(config, config.memory)
-    check_features(features(options, config.states, machine.ranks, config.tile_limit is not None))
-    described = described or describe_configured(config)
+    check_configured(config, machine)
+    described = tensor_part_of(described or describe_configured(config), config.tensor_parallel)
     config, chosen = resolve_auto(config, machine, described)
     made = Forecast(config, machine, described, activations_of(config, described), (), chosen)
     try:
@@ -131,6 +131,12 @@ def forecast(
         activations = activations.with_policies(problem.saved)
     notes = (*notes, f"compute: {how}.")
     return replace(made, activations=activations, notes=notes, problem=problem, choice=choice)
+
+
+def check_configured(config: PlanConfig, machine: Machine) -> None:
+    """Raises ConfigError where the settings do not work together."""
+    options = Options.of(config, config.memory)
+    check_features(features(options, config.states, machine.ranks, config.tile_limit is not None))
 
 
 def _measured(config: PlanConfig, problem: Problem) -> Compute:

@@ -36,6 +36,11 @@ class Machine:
         return 1 if self.ranks is None else self.ranks.count
 
     @property
+    def batches(self) -> int:
+        """Ranks, or groups of tensor-parallel ranks, that have a batch of their own."""
+        return 1 if self.ranks is None else self.ranks.data_parallel
+
+    @property
     def ram(self) -> int:
         """Bytes of RAM of each rank: its part of what is free now, or of all where the machine is another one."""
         whole = free_ram() if self.here else int(self.hardware.cpu.memory_bytes.value)
@@ -62,18 +67,20 @@ def find_machine_for(config: PlanConfig) -> Machine:
         )
     per_node = hardware.gpus_per_node
     count = config.nodes * per_node
-    stages = config.pipeline_parallel
+    stages, parts = config.pipeline_parallel, config.tensor_parallel
+    data_parallel = count // stages // parts
     for flag, groups, among in (
         ("--pipeline-parallel", stages, count),
-        ("--expert-parallel", config.expert_parallel, count // stages),
-        ("--replicas", config.replicas, count // stages),
+        ("--tensor-parallel", parts, count // stages),
+        ("--expert-parallel", config.expert_parallel, data_parallel),
+        ("--replicas", config.replicas, data_parallel),
     ):
         if among % groups:
             raise ConfigError(f"{flag} is {groups}, which does not divide the ranks, of which there are {among}")
     ranks = None
     if count > 1:
-        degrees = (config.zero_stage, config.expert_parallel, config.replicas)
-        ranks = Ranks(count // stages, per_node, *degrees, pipeline_parallel=stages)
+        degrees = (config.zero_stage, config.expert_parallel, config.replicas, parts, stages)
+        ranks = Ranks(data_parallel, per_node, *degrees)
     return Machine(hardware, config.hardware == AUTO, ranks)
 
 

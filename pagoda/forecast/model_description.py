@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
+from pagoda.forecast.divisions import OF_PAPERS, Division, divisions_of, heads_of
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
+from pagoda.plan.exchanges import Exchange
 from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 
 _DESCRIBED = 2
@@ -42,6 +44,16 @@ class ModelDescription:
     """Module that holds a block's experts -> elements of tokens that a rank sends to others' in one forward pass."""
     at_once: int = 1
     """Forwards whose activations wait for their backward at once: several in a stage of a pipeline."""
+    heads: int = 1
+    """Equal parts into which attention can be divided at most."""
+    divisions: Mapping[str, Division] = field(default_factory=dict)
+    """Patterns of modules -> how tensor-parallel ranks divide their matrix; empty where nothing says that."""
+    tensor_parallel: int = 1
+    """Ranks that divide the layers; `root` and `forward_flops` are one rank's."""
+    summed: tuple[str, ...] = ()
+    """Modules whose results these ranks add up."""
+    handed_on: tuple[Exchange, ...] = ()
+    """What a stage of a pipeline exchanges with those beside it."""
 
 
 def describe_configured(config: PlanConfig, count_flops: bool = True) -> ModelDescription:
@@ -80,12 +92,13 @@ def describe_model(
     if shape is not None:
         root, flops = _tree_of_paper(shape, batch_size, seq_len, expert_parallel, tile_elements)
         layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
+        heads, divisions = shape.heads, OF_PAPERS
         hidden, ffn, vocab = shape.hidden, shape.ffn * max(1, top_k), shape.vocab
     else:
         root, flops, config, layers = _tree_of_transformers(
             name, batch_size, seq_len, count_flops, expert_parallel, tile_elements, cuts_stacks
         )
-        top_k = experts_per_token(config)
+        top_k, heads, divisions = experts_per_token(config), heads_of(config), divisions_of(config)
         hidden, ffn, vocab = widths(config)
     elsewhere = (expert_parallel - 1) * sum(module.numel for module in root.modules() if module.routed)
     return ModelDescription(
@@ -100,6 +113,8 @@ def describe_model(
         measurable=shape is None and not top_k,
         top_k=top_k,
         exchanged=exchanged_elements(root, batch_size * seq_len * top_k * hidden, expert_parallel),
+        heads=heads,
+        divisions=divisions,
     )
 
 

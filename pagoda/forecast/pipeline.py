@@ -1,7 +1,7 @@
 """The forecast of a pipeline: each stage is one of a part of the model, and the slowest sets the pace.
 
-A step is that of the slowest stage, longer by the share (stages - 1) / micro-batches, in which stages wait for their
-first micro-batch or after their last. What stages send each other is not counted.
+A step is that of the slowest stage, with what it sends and receives, and one micro-batch of each other stage: so long
+the slowest one waits for its first micro-batch, and the others go on after its last.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,10 @@ from typing import Any
 
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.forecast import Forecast, forecast
+from pagoda.forecast.forecast import Forecast, check_configured, forecast
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.model_description import ModelDescription, describe_configured
-from pagoda.plan.combinations import check_features, features
-from pagoda.plan.options import Options
+from pagoda.plan.exchanges import of_stage
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 
 
@@ -32,13 +31,22 @@ class PipelineForecast:
         return next(unfit, None) or max(self.stages, key=lambda stage: stage.timeline.step_s)
 
     @property
+    def waiting_s(self) -> float:
+        """Seconds of a step that come on top of the slowest stage's, as stages wait for each other."""
+        return sum(stage.timeline.pass_s for stage in self.stages) - self.slowest.timeline.pass_s
+
+    @property
     def bubble(self) -> float:
-        """Share of the slowest stage's step that comes on top, as stages wait for each other."""
-        return (len(self.stages) - 1) / self.slowest.config.accumulation_steps
+        """The same as a share of the slowest stage's step."""
+        return self.waiting_s / self.slowest.timeline.step_s
 
     @property
     def step_s(self) -> float:
-        return self.slowest.timeline.step_s * (1 + self.bubble)
+        return self.slowest.timeline.step_s + self.waiting_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.slowest.tokens_per_step / self.step_s
 
     def as_json(self) -> dict[str, Any]:
         """The key `pipeline` that docs/plan.md describes."""
@@ -54,31 +62,49 @@ class PipelineForecast:
                 for stage in self.stages
             ],
             "slowest": self.stages.index(slowest),
-            "bubble": self.bubble,
+            "bubble": self.bubble if slowest.fits else None,
             "step_s": self.step_s if slowest.fits else None,
-            "tokens_per_s": slowest.tokens_per_step / self.step_s if slowest.fits else None,
+            "tokens_per_s": self.tokens_per_s if slowest.fits else None,
         }
 
 
 def forecast_pipeline(config: PlanConfig, machine: Machine) -> PipelineForecast:
     """Plan every stage of `config.model`. Raises ConfigError as `forecast`, and for a model that has no stages."""
+    check_configured(config, machine)
+    kinds, numbers = stages_of(config, machine, describe_configured(config))
+    made = [forecast(config, alone, described=part) for part, alone in kinds]
+    return PipelineForecast(tuple(made[number] for number in numbers))
+
+
+def stages_of(
+    config: PlanConfig, machine: Machine, described: ModelDescription
+) -> tuple[list[tuple[ModelDescription, Machine]], list[int]]:
+    """What each kind of stage has, with the machine as one of its ranks shares it; and the kind of every stage.
+
+    Stages between the first and the last that have equally many layers are of one kind: as the first of these is, which
+    keeps most activations. Raises ConfigError for a model that has no stages.
+    """
     count, ranks = config.pipeline_parallel, machine.ranks
     assert ranks is not None, "a pipeline has several ranks"
-    options = Options.of(config, config.memory)
-    check_features(features(options, config.states, ranks, config.tile_limit is not None))
-    described = describe_configured(config)
     if described.top_k and ranks.count > 1:
         raise ConfigError(
             f"--pipeline-parallel is {count}, so {ranks.count} ranks of a stage would share a mixture of experts, "
             "which does not work: use as many stages as ranks"
         )
-    stages = []
+    alone = machine if ranks.count > 1 else replace(machine, ranks=None)
+    handed_on = config.tokens * described.hidden * config.itemsize
+    kinds: dict[tuple[int, bool, bool], int] = {}
+    found: list[tuple[ModelDescription, Machine]] = []
+    numbers = []
     for stage in range(count):
-        at_once = min(count - stage, config.accumulation_steps)
-        part = replace(stage_of(described, stage, count), at_once=at_once)
-        its_machine = machine if ranks.count > 1 else replace(machine, ranks=None)
-        stages.append(forecast(config, its_machine, described=part))
-    return PipelineForecast(tuple(stages))
+        kind = len(_layers(described, stage, count)), stage == 0, stage == count - 1
+        if kind not in kinds:
+            kinds[kind] = len(found)
+            at_once = min(count - stage, config.accumulation_steps)
+            handed = tuple(of_stage(handed_on, ranks, stage))
+            found.append((replace(stage_of(described, stage, count), at_once=at_once, handed_on=handed), alone))
+        numbers.append(kinds[kind])
+    return found, numbers
 
 
 def stage_of(described: ModelDescription, stage: int, count: int) -> ModelDescription:
@@ -87,13 +113,7 @@ def stage_of(described: ModelDescription, stage: int, count: int) -> ModelDescri
     A parameter that the last stage ties to one of the first, as heads do to embeddings, is its own there. Raises
     ConfigError for fewer layers than stages, and for an encoder-decoder.
     """
-    layers = [layer.name for layer in layers_of(described.root)]
-    if len(layers) < count or len({name.rpartition(".")[0] for name in layers}) > 1:
-        raise ConfigError(
-            f"--pipeline-parallel is {count}, and {described.name!r} is not one row of as many layers or more: choose "
-            "fewer stages, or a decoder"
-        )
-    mine = layers[stage * len(layers) // count : (stage + 1) * len(layers) // count]
+    layers, mine = [layer.name for layer in layers_of(described.root)], _layers(described, stage, count)
     owners = _owners(described.root, layers, stage, count, mine)
     shapes = {param.name: param for param in described.root.walk()}
     held = {param.name for module in described.root.modules() if owners[module.name] for param in module.params}
@@ -121,6 +141,17 @@ def stage_of(described: ModelDescription, stage: int, count: int) -> ModelDescri
         vocab=described.vocab if stage == count - 1 else 0,
         measurable=False,
     )
+
+
+def _layers(described: ModelDescription, stage: int, count: int) -> Sequence[str]:
+    """Names of the layers of a stage. Raises ConfigError as `stage_of`."""
+    layers = [layer.name for layer in layers_of(described.root)]
+    if len(layers) < count or len({name.rpartition(".")[0] for name in layers}) > 1:
+        raise ConfigError(
+            f"--pipeline-parallel is {count}, and {described.name!r} is not one row of as many layers or more: choose "
+            "fewer stages, or a decoder"
+        )
+    return layers[stage * len(layers) // count : (stage + 1) * len(layers) // count]
 
 
 def _owners(root: ModuleSpec, layers: Sequence[str], stage: int, count: int, mine: Sequence[str]) -> dict[str, bool]:

@@ -1,7 +1,7 @@
 """What is planned for: a model, what its optimizer keeps, budgets, options, and a machine to simulate plans on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Self
 
@@ -13,6 +13,7 @@ from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.model_description import ModelDescription
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import Policy, SavedBlocks, recomputes
+from pagoda.plan.exchanges import Exchange, of_sums, of_tokens
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
 from pagoda.plan.options import Options
@@ -40,7 +41,7 @@ class Problem:
     compute: Compute
     options: Options
     ranks: Ranks | None = None
-    exchanges: Mapping[str, int] = field(default_factory=dict)
+    exchanges: tuple[Exchange, ...] = ()
     saved: SavedBlocks | None = None
 
     def plan(self) -> Plan:
@@ -102,7 +103,7 @@ class Problem:
             self,
             root=visit(self.root),
             compute=Compute(kept(self.compute.forward_s), kept(self.compute.backward_s)),
-            exchanges={module: n for module, n in self.exchanges.items() if not is_within(module, left_out)},
+            exchanges=tuple(e for e in self.exchanges if not is_within(e.module, left_out)),
             saved=saved,
         )
 
@@ -131,10 +132,23 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
     if one_policy:
         sizes = estimate_sizes(described, config.tokens, config.itemsize)
         saved = SavedBlocks(sizes, (Policy(config.activations),) * len(sizes.blocks))
-    rate = machine.hardware.matmul(config.precision).reached_flop_per_s.value
-    compute = Compute.from_flops(described.forward_flops, rate, recomputes(config.activations))
-    exchanges = {module: elements * config.itemsize for module, elements in described.exchanged.items()}
+    compute, exchanges = work_of(config, machine, described, recomputes(config.activations))
     problem = Problem(
         described.root, config.states, budgets, machine.hardware, compute, options, machine.ranks, exchanges, saved
     )
     return problem, notes
+
+
+def work_of(
+    config: PlanConfig, machine: Machine, described: ModelDescription, recompute: bool
+) -> tuple[Compute, tuple[Exchange, ...]]:
+    """What a micro-batch computes on one rank, and what that sends to others meanwhile."""
+    rate = machine.hardware.matmul(config.precision).reached_flop_per_s.value
+    tokens = {module: elements * config.itemsize for module, elements in described.exchanged.items()}
+    summed = config.tokens * described.hidden * config.itemsize
+    exchanges = (
+        *of_tokens(tokens, machine.ranks),
+        *of_sums(described.summed, summed, machine.ranks),
+        *described.handed_on,
+    )
+    return Compute.from_flops(described.forward_flops, rate, recompute), exchanges

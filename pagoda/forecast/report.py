@@ -58,6 +58,7 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "bytes": plan.get("bytes", {}),
         "budgets": asdict(problem.budgets) if problem else {},
         "state_bytes_per_parameter": dict(forecast.plan.layout.bytes_per_parameter) if fits else {},
+        "degrees": forecast.config.degrees,
         "activations": forecast.config.activations,
         "batch_tiles": forecast.config.batch_tiles,
         "activation_bytes": forecast.activations.total,
@@ -93,8 +94,7 @@ def pipeline_table(pipeline: PipelineForecast) -> RenderableType:
         return Group(table, Text(f"The pipeline does not fit: see {slowest}.", style="bold red"))
     text = (
         f"The pipeline's step takes {format_seconds(said['step_s'])}, {said['tokens_per_s']:,.1f} tokens/s: that of "
-        f"{slowest}, the slowest, and {said['bubble']:.0%} in which stages wait for micro-batches. What they send each "
-        f"other is not counted. Below is {slowest}."
+        f"{slowest}, the slowest, and {said['bubble']:.0%} in which stages wait for micro-batches. Below is {slowest}."
     )
     return Group(table, Text(text))
 

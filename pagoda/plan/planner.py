@@ -1,7 +1,7 @@
 """The planner: from a module tree, an optimizer's states and budgets to an immutable plan."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -13,6 +13,7 @@ from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.combinations import ON_DEVICE, Feature
 from pagoda.plan.device_updates import why_not_on_device
+from pagoda.plan.exchanges import Exchange
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -46,8 +47,8 @@ class Plan:
     reasons: tuple[str, ...]
     activations: ActivationPlan | None = None
     """What becomes of activations, once their sizes are known: from a step, or an estimate."""
-    exchanges: Mapping[str, int] = field(default_factory=dict)
-    """Module whose children are experts -> bytes of tokens that this rank sends to it, and gets from it, in forward."""
+    exchanges: tuple[Exchange, ...] = ()
+    """What compute sends to other ranks."""
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -157,7 +158,7 @@ def make_plan(
     budgets: Budgets,
     options: Options,
     ranks: Ranks | None = None,
-    exchanges: Mapping[str, int] | None = None,
+    exchanges: Sequence[Exchange] = (),
     rank: int | None = None,
     saved: SavedBlocks | None = None,
 ) -> Plan:
@@ -165,14 +166,15 @@ def make_plan(
 
     With `saved`, an estimate, what policies offload is in the account, and so are its moves.
 
-    With `ranks`, the plan and its budgets are those of one of them. If they divide experts, `root` has only the experts
-    of one rank, and `exchanges` the bytes of tokens that it sends to other ranks' experts in one forward, by the
-    module whose children are the experts. Where ranks hold other numbers of elements (`Slices`), it is the plan of
-    `rank`, or of the one that holds most; units and pages are those that are good for the latter, so alike everywhere.
+    With `ranks`, the plan and its budgets are those of one of them, and `exchanges` is what compute sends to others. If
+    they divide experts, `root` has only the experts of one rank. Where ranks hold other numbers of elements (`Slices`),
+    it is the plan of `rank`, or of the one that holds most; units and pages are those that are good for the latter, so
+    alike everywhere.
 
     Raises BudgetError, naming tier, shortfall and setting, when no choice fits; ConfigError for a split whose share of
     updates or homes on the device cannot be had.
     """
+    passes = options.accumulation_steps or 1
     if ranks is not None and ranks.shares_experts and root.experts() and options.update_during_backward:
         options = replace(options, accumulation_steps=None)  # a rank knows only at `step()` which experts others use
     limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
@@ -180,11 +182,11 @@ def make_plan(
         layout, placement = _fit(replace(layout, rank=rank), budgets, options)
     reasons = reasons_for(layout, budgets, placement, options, limit)
     uses = forward_uses(root, layout.units)
-    trace = assumed_trace([use.unit for use in uses], options.accumulation_steps or 1)
+    trace = assumed_trace([use.unit for use in uses], passes)
     activations = None
     if saved is not None:
         activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
-    return Plan(layout, budgets, placement, options, trace, reasons, activations, dict(exchanges or {}))
+    return Plan(layout, budgets, placement, options, trace, reasons, activations, tuple(exchanges))
 
 
 def _units_that_fit(

@@ -89,6 +89,11 @@ class Ranks:
         `expert_parallel * tensor_parallel` apart, others `tensor_parallel`."""
         return max(1, min(group, self.per_node * group * self.replicas // self.count))
 
+    @property
+    def copies_per_node(self) -> int:
+        """How many of the ranks that have the same slices, one a replica, are on one node."""
+        return max(1, min(self.replicas, self.per_node * self.replicas // self.count))
+
 
 def ring_bytes(nbytes: int, group: int) -> int:
     """What each of `group` ranks sends in an all-gather or a reduce-scatter of `nbytes`."""

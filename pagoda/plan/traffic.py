@@ -6,12 +6,17 @@ from itertools import groupby
 
 from pagoda.plan.activations import OFFLOAD_LANES, recomputes
 from pagoda.plan.device_updates import state_bytes
+from pagoda.plan.exchanges import Exchange
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
+from pagoda.plan.slices import slice_elements
 from pagoda.plan.trace import Phase, gradients_of
-from pagoda.plan.units import UnitSpec, is_within
+from pagoda.plan.units import UnitSpec, around_of
+
+_SUM_BYTES = 4
+"""Replicas add up their sums in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,8 @@ class Traffic:
     """FETCH: the slices of all ranks, until every rank has the unit's lease whole."""
     reduced: int
     """OFFLOAD: every rank's gradient, until every rank has the sum, or its slice of it."""
+    merged: int
+    """OFFLOAD: this rank's fp32 sums, to those ranks of the other replicas that have the same slice."""
     offloaded: int
     """OFFLOAD: the gradient, from where autograd left it to its buffer; 0 where that is its home."""
     buffer: int
@@ -47,7 +54,7 @@ def traffic_of(plan: Plan) -> tuple[Traffic, ...]:
 def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     layout, placement, page = plan.layout, plan.placement, plan.page_bytes
     ranks, group, index = plan.ranks, layout.group(unit), unit.index
-    fetched, gathered, reduced = lease * page, 0, 0
+    fetched, gathered, reduced, merged = lease * page, 0, 0, 0
     if lease and ranks is not None and ranks.shards_weights:
         gathered = ring_bytes(fetched, group)
         moves = placement.home(index, WEIGHT) != plan.lease_tier
@@ -55,6 +62,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     if ranks is not None:
         passes = 1 if ranks.shards_gradients else 2
         reduced = passes * ring_bytes(unit.trainable_numel * layout.itemsize(GRAD), group)
+        merged = (ranks.replicas - 1) * slice_elements(unit.trainable_numel, group) * _SUM_BYTES
     published = unit.trainable_numel * layout.weight.dtype.itemsize if layout.gathers_after_update(unit) else 0
     elements = layout.updated_elements(unit)
     gradient = elements * layout.itemsize(GRAD)
@@ -70,6 +78,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         fetched=fetched,
         gathered=gathered,
         reduced=reduced,
+        merged=merged,
         offloaded=0 if resident else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
         buffer=layout.pages(unit, GRAD) * page,
         streamed=streamed,
@@ -96,22 +105,47 @@ def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
     return dict(sorted(at.items()))
 
 
-def exchanges_at(plan: Plan) -> Mapping[int, Sequence[int]]:
-    """tick -> bytes of each exchange of tokens that this rank has with the ranks that have other experts.
+def exchanges_at(plan: Plan) -> Mapping[int, Sequence[Exchange]]:
+    """tick -> what compute exchanges with other ranks before it computes, as often as it does.
 
-    Tokens go there and come back at the first access of a row of experts in each pass; where blocks are recomputed,
-    twice in backward.
+    Each comes at the first access, in each forward and each backward, of what has its module: the units inside it, or
+    the one around it.
     """
-    at: dict[int, list[int]] = {}
-    before = None
-    for tick, access in enumerate(plan.trace.accesses[:-1]) if plan.exchanges else ():
-        module = plan.units[access.unit].module
-        experts = next((row for row in plan.exchanges if is_within(module, (row,))), None)
-        if experts is not None and (experts, access.phase) != before:
-            again = access.phase is Phase.BACKWARD and recomputes(plan.options.activations)
-            at[tick] = [plan.exchanges[experts]] * (4 if again else 2)
-        before = (experts, access.phase)
+    by_unit = _exchanges_by_unit(plan)
+    repeats = recomputes(plan.options.activations)
+    at: dict[int, list[Exchange]] = {}
+    before: set[tuple[str, str, Phase]] = set()
+    for tick, access in enumerate(plan.trace.accesses[:-1]) if by_unit else ():
+        backward = access.phase is Phase.BACKWARD
+        now = set()
+        for exchange in by_unit.get(access.unit, ()):
+            now.add(key := (exchange.kind, exchange.module, access.phase))
+            times = (
+                exchange.backward + exchange.forward * (exchange.repeated and repeats) if backward else exchange.forward
+            )
+            if times and key not in before:
+                at.setdefault(tick, []).extend([exchange] * times)
+        before = now
     return at
+
+
+def _exchanges_by_unit(plan: Plan) -> Mapping[int, Sequence[Exchange]]:
+    """unit -> the exchanges that its accesses may begin."""
+    by_module: dict[str, list[Exchange]] = {}
+    for exchange in plan.exchanges:
+        by_module.setdefault(exchange.module, []).append(exchange)
+    found: dict[int, list[Exchange]] = {}
+    inside: set[str] = set()
+    for unit in plan.units if by_module else ():
+        for module in (unit.module, *around_of(unit.module)):
+            if module in by_module:
+                found.setdefault(unit.index, []).extend(by_module[module])
+                inside.add(module)
+    units = {unit.module: unit.index for unit in plan.units}
+    for module in by_module.keys() - inside:
+        nearest = next(units[around] for around in around_of(module) if around in units)
+        found.setdefault(nearest, []).extend(by_module[module])
+    return found
 
 
 def bytes_written_to_ssd(plan: Plan) -> int:

@@ -186,7 +186,7 @@ def layers_of(root: ModuleSpec) -> tuple[ModuleSpec, ...]:
 
 def is_within(module: str, modules: Collection[str]) -> bool:
     """Whether a module is one of `modules` or inside one of them."""
-    return module in modules or any(around in modules for around in _around(module))
+    return module in modules or any(around in modules for around in around_of(module))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def enclosing(units: tuple[UnitSpec, ...]) -> dict[int, frozenset[int]]:
     """
     by_module = {unit.module: unit.index for unit in units}
     return {
-        unit.index: frozenset(by_module[name] for name in _around(unit.module) if name in by_module) for unit in units
+        unit.index: frozenset(by_module[name] for name in around_of(unit.module) if name in by_module) for unit in units
     }
 
 
@@ -237,7 +237,7 @@ def _is_layer(parent: ModuleSpec, child: ModuleSpec) -> bool:
     return numbered and not child.apart and not parent.routed and next(child.walk(), None) is not None
 
 
-def _around(module: str) -> Iterator[str]:
+def around_of(module: str) -> Iterator[str]:
     """Names of the modules around one, from the nearest to the model."""
     while module:
         module = module.rpartition(".")[0]

@@ -146,6 +146,8 @@ class Execution:
         if sent := traffic.reduced:
             seconds = self._rates.ring_seconds(sent, self._plan.layout.group(unit))
             chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, seconds))
+        if sent := traffic.merged:
+            chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, self._rates.merge_seconds(sent)))
         if traffic.offloaded:  # handing gradients over is part of what a parameter costs
             chain.append(self._move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0))
         return [chain] if chain else []

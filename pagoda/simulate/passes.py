@@ -1,16 +1,16 @@
 """Micro-batches that repeat: a step of many is one of few, in which a micro-batch comes again."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pagoda.plan.trace import Phase, Trace
 from pagoda.simulate.timeline import Timeline
 
-FEW = 4
-"""Micro-batches that are simulated, if those between the first and the last take equally long."""
-_ALIKE = 1e-3
-"""Relative difference below which two of them did."""
+FEW = 6
+"""Micro-batches that are simulated, if those between the first and the last are alike."""
+_ALIKE = 0.05
+"""By which share of their mean each of them may take longer or shorter: leases do not lie alike in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Mark:
 def pass_begins(trace: Trace) -> list[int]:
     """Ticks with which micro-batches begin: forwards after a backward."""
     phases = [Phase.BACKWARD, *(access.phase for access in trace.accesses[:-1])]
-    return [tick for tick, (before, now) in enumerate(itertools.pairwise(phases)) if before and not now]
+    return [tick for tick, (before, now) in enumerate(pairwise(phases)) if before and not now]
 
 
 def first_passes(trace: Trace, tick_s: Sequence[float], count: int) -> Trace | None:
@@ -40,27 +40,39 @@ def first_passes(trace: Trace, tick_s: Sequence[float], count: int) -> Trace | N
 
 
 def with_more_passes(timeline: Timeline, marks: Sequence[Mark], more: int) -> Timeline | None:
-    """The step with `more` micro-batches like the last but one; None if that one is not like the one before it."""
-    before, start, end = (mark.start_s for mark in marks[-3:])
-    lasted = end - start
-    if abs(lasted - (start - before)) > _ALIKE * lasted:
+    """The step with `more` micro-batches, like those between its first and last, in turn; None if these differ much."""
+    begins = [mark.start_s for mark in marks[1:]]
+    start, end, middle = begins[0], begins[-1], len(begins) - 1
+    mean = (end - start) / middle
+    if any(abs(after - before - mean) > _ALIKE * mean for before, after in pairwise(begins)):
         return None
-    shifts = [number * lasted for number in range(more + 1)]
-    spans = []
-    for span in timeline.spans:
-        again = shifts if start <= span.start_s < end else [shifts[-1] if span.start_s >= end else 0.0]
-        spans += [span._replace(start_s=span.start_s + shift, end_s=span.end_s + shift) for shift in again]
+    times, rest = divmod(more, middle)
+    whole = end - start
+    later = times * whole + begins[rest] - start
+
+    def again(at: float) -> list[float]:
+        """By how much later what begins at a time comes, each time."""
+        if not start <= at < end:
+            return [later if at >= end else 0.0]
+        return [number * whole for number in range(times + 1 + (at < begins[rest]))]
+
+    # What is done again comes after all of the middle, and then the last micro-batch.
+    spans = [
+        span._replace(start_s=span.start_s + shift, end_s=span.end_s + shift)
+        for span in timeline.spans
+        for shift in again(span.start_s)
+    ]
     spans.sort(key=lambda span: span.end_s)
+    held = {
+        tier: tuple(sorted((at + shift, nbytes) for at, nbytes in account for shift in again(at)))
+        for tier, account in timeline.held_bytes.items()
+    }
+
+    def waited(lane: str, first: int, last: int) -> float:
+        return marks[last].stall_s[lane] - marks[first].stall_s[lane]
+
     stall_s = {
-        lane: seconds + more * (marks[-1].stall_s[lane] - marks[-2].stall_s[lane])
+        lane: seconds + times * waited(lane, 1, -1) + waited(lane, 1, 1 + rest)
         for lane, seconds in timeline.stall_s.items()
     }
-    held = {}
-    for tier, account in timeline.held_bytes.items():
-        times = [
-            (at + shift, nbytes)
-            for at, nbytes in account
-            for shift in (shifts if start <= at < end else [shifts[-1] if at >= end else 0.0])
-        ]
-        held[tier] = tuple(sorted(times))
-    return Timeline(timeline.step_s + shifts[-1], tuple(spans), stall_s, held)
+    return Timeline(timeline.step_s + later, tuple(spans), stall_s, held)

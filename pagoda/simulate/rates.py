@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from pagoda.errors import ConfigError
+from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ops import COLLECTIVE, LARGE_TRANSFER_BYTES
 from pagoda.plan.ranks import Ranks
 from pagoda.simulate.hardware import Figure, Hardware
@@ -86,12 +87,17 @@ class Rates:
         a node, so a node sends S (m - 1) / m at the rate of all its adapters while the ranks inside pass on what
         arrives: the slower of the two is the time, as NCCL's rings reach it. Latency is not counted.
         """
-        if group == 1:
-            return 0.0
+        return self._ring_seconds(sent, group, self._ranks().members_per_node(group)) if group > 1 else 0.0
+
+    def merge_seconds(self, sent: int) -> float:
+        """How long ranks that have the same slices, one a replica, take to gather what each of them sends."""
         ranks = self._ranks()
-        inside = ranks.members_per_node(group)
+        return self._ring_seconds(sent, ranks.replicas, ranks.copies_per_node)
+
+    def _ring_seconds(self, sent: int, group: int, inside: int) -> float:
+        """`inside` of the ranks of a group are on one node."""
+        ranks, nodes = self._ranks(), group // inside
         whole = sent * group / (group - 1)
-        nodes = group // inside
         seconds = [sent / self._inside()] if inside > 1 else []
         if nodes > 1:
             # Groups that are spread over nodes in the same way share the network.
@@ -99,19 +105,12 @@ class Rates:
             seconds.append(whole * (nodes - 1) / nodes * groups / self._across())
         return max(seconds)
 
-    def exchange_seconds(self, sent: int, group: int) -> float:
-        """How long an all-to-all takes in which each of `group` ranks sends `sent` bytes, as much to each other rank.
-
-        What leaves a node shares its network; nothing is sent once for several ranks.
-        """
-        if group == 1:
-            return 0.0
-        ranks = self._ranks()
-        inside = min(group, ranks.per_node)
-        to_others = (group - inside) / (group - 1)
-        seconds = [sent * (1 - to_others) / self._inside()] if inside > 1 else [0.0]
-        if group > inside:
-            seconds.append(sent * to_others * min(ranks.per_node, ranks.data_parallel) / self._across())
+    def exchange_seconds(self, exchange: Exchange) -> float:
+        """How long an exchange takes while nothing else is sent: what leaves a node shares its network."""
+        inside = exchange.sent - exchange.leaving
+        seconds = [inside / self._inside()] if inside else [0.0]
+        if exchange.leaving:
+            seconds.append(exchange.leaving * exchange.sharing / self._across())
         return max(seconds)
 
     def _ranks(self) -> Ranks:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ops import COLLECTIVE, HOST, LANES
 from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
@@ -23,12 +24,13 @@ from pagoda.simulate.activations import SimulatedActivations
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
+from pagoda.simulate.passes import FEW, Mark, first_passes, pass_begins, with_more_passes
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 
-_LEAST_STEPS, _MOST_STEPS = 4, 8
-"""Steps simulated: until one takes as long as the one before. The last is the result; it finds the others' updates
-under way."""
+_LEAST_STEPS, _MOST_STEPS = 3, 8
+"""Steps simulated: until the last micro-batch of one takes as long as that of the one before. The last step is the
+result; it finds the others' updates under way."""
 _STEADY = 1e-4
 """Relative difference below which two steps took equally long."""
 _SWEEPS = 4
@@ -41,6 +43,7 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timelin
     """One step of `plan` in steady state, on one rank of `hardware`.
 
     `tick_s` has the seconds of compute of each access of the plan's trace when nothing disturbs it; see `Compute`.
+    Of many micro-batches that are alike, few are simulated, if those in the middle take equally long.
     With asynchronous updates a sweep over the states may take several steps, which differ: seconds and stalls are then
     means over several sweeps, and what each lane does when is that of the step that comes nearest to the mean.
 
@@ -48,7 +51,15 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timelin
     """
     if len(tick_s) != len(plan.trace.accesses) - 1:
         raise ValueError(f"{len(tick_s)} times of compute for a trace of {len(plan.trace.accesses) - 1} accesses")
-    return Simulation(plan, Rates(hardware, plan.ranks, plan.transfer_bytes), tick_s).run()
+    rates, count = Rates(hardware, plan.ranks, plan.transfer_bytes), len(pass_begins(plan.trace))
+    few = FEW
+    while plan.options.max_staleness is None and (trace := first_passes(plan.trace, tick_s, few)) is not None:
+        simulation = Simulation(plan.retraced(trace), rates, tick_s[: len(trace.accesses) - 1])
+        timeline = with_more_passes(simulation.run(), simulation.marks, count - few)
+        if timeline is not None:
+            return timeline
+        few *= 2
+    return Simulation(plan, rates, tick_s).run()
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class _Step:
     end_s: float
     stall_s: Mapping[str, float]
     tasks: Sequence[Task]
+    last_pass_s: float
+    """Seconds from the beginning of its last micro-batch."""
 
     @property
     def seconds(self) -> float:
@@ -79,7 +92,7 @@ class Simulation:
         accesses = plan.trace.accesses[:-1]
         self._compute_at = [self._computing(access, tick_s[tick]) for tick, access in enumerate(accesses)]
         self._compute_in_step = [Work(COMPUTE, "step", 0, seconds) for seconds in tick_s[len(accesses) :]]
-        self._stalling = (*LANES, COLLECTIVE) if plan.ranks is not None else LANES
+        self._stalling = (*LANES, COLLECTIVE) if plan.ranks is not None or plan.exchanges else LANES
         self._stall_s = dict.fromkeys(self._stalling, 0.0)
         scheduled = schedule_plan(plan)
         # All steps use the same experts here, so the trace tells when each is used.
@@ -93,6 +106,9 @@ class Simulation:
             self._gradients.setdefault(gradient.tick, []).append(gradient)
         self._in_flight_bytes = plan.gradients_in_flight_bytes
         self._around = enclosing(plan.units)
+        self._begins = frozenset(pass_begins(plan.trace))
+        self.marks: list[Mark] = []
+        """Where the micro-batches of the last step begin."""
         self._used: list[int] = []
         """Units that compute uses now."""
 
@@ -110,9 +126,10 @@ class Simulation:
     def _until_steady(self) -> list[_Step]:
         """The last step, alone."""
         step = self._timed_step()
+        least = 2 if len(self.marks) > 1 else _LEAST_STEPS  # the first waits for no updates, which later passes do not
         for count in range(1, _MOST_STEPS):
             before, step = step, self._timed_step()
-            if count + 1 >= _LEAST_STEPS and abs(step.seconds - before.seconds) <= _STEADY * before.seconds:
+            if count + 1 >= least and abs(step.last_pass_s - before.last_pass_s) <= _STEADY * before.last_pass_s:
                 break
         return [step]
 
@@ -123,16 +140,20 @@ class Simulation:
 
     def _timed_step(self) -> _Step:
         start, self._stall_s = self._lanes.now, dict.fromkeys(self._stalling, 0.0)
-        self._lanes.ended = []
+        self._lanes.ended, self.marks = [], []
         self.step()
-        return _Step(start, self._lanes.now, self._stall_s, self._lanes.ended)
+        last_pass_s = self._lanes.now - self.marks[-1].start_s
+        self.marks = [replace(mark, start_s=mark.start_s - start) for mark in self.marks]
+        return _Step(start, self._lanes.now, self._stall_s, self._lanes.ended, last_pass_s)
 
     def step(self) -> None:
         """One more step, until compute is through with it."""
         for tick, access in enumerate(self._plan.trace.accesses[:-1]):
+            if tick in self._begins:
+                self.marks.append(Mark(self._lanes.now, dict(self._stall_s)))
             self._use(access)
-            for nbytes in self._exchanges.get(tick, ()):
-                self._wait_for(self._exchange(access.unit, nbytes))
+            for exchange in self._exchanges.get(tick, ()):
+                self._wait_for(self._exchange(access.unit, exchange))
             self._activations.begin(tick)
             self._compute(self._compute_at[tick])
             self._activations.end(tick)
@@ -193,11 +214,10 @@ class Simulation:
         while offloads and (offloads[0][0].done or sum(nbytes for _, nbytes in offloads) > most):
             self._wait_for(offloads.popleft()[0])
 
-    def _exchange(self, unit: int, nbytes: int) -> Task:
-        ranks = self._plan.ranks
-        assert ranks is not None
-        seconds = self._rates.exchange_seconds(nbytes, ranks.expert_parallel)
-        return self._lanes.submit(Work(COLLECTIVE, f"tokens {self._plan.units[unit].name}", nbytes, seconds))
+    def _exchange(self, unit: int, exchange: Exchange) -> Task:
+        seconds = self._rates.exchange_seconds(exchange)
+        name = f"{exchange.kind} {self._plan.units[unit].name}"
+        return self._lanes.submit(Work(COLLECTIVE, name, exchange.sent, seconds))
 
     def _wait_for(self, task: Task) -> None:
         self._wait(lambda: task.done, lambda: task.work.lane)

@@ -51,6 +51,22 @@ class Timeline:
             moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
         return moved
 
+    @cached_property
+    def pass_s(self) -> float:
+        """Seconds from one forward to the next, without the first of the step, which waits for updates; in a step of
+        few micro-batches, the mean from the first forward to the end of the last backward."""
+        compute = [span for span in self.spans if span.lane == COMPUTE]
+        backward = [span.name.startswith("backward") for span in compute]
+        begins = [
+            span.start_s
+            for span, before, now in zip(compute, [True, *backward], backward, strict=False)
+            if before and not now and not span.name.startswith("step")
+        ]
+        if len(begins) > 2:
+            return (begins[-1] - begins[1]) / (len(begins) - 2)
+        end = max(span.end_s for span in compute if not span.name.startswith("step"))
+        return (end - begins[0]) / len(begins)
+
     @property
     def binding_lane(self) -> str:
         """The lane that a faster machine would have to speed up first: the one compute waits for most, if that is

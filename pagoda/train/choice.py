@@ -81,8 +81,6 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[Trai
 def _check_measured_for(mesh: Mesh) -> None:
     """Raises ConfigError where it is not known how fast ranks like these talk to each other."""
     world, again = mesh.world, "calibrate with as many processes: `torchrun ... -m pagoda calibrate`"
-    if mesh.ranks.replicas > 1:
-        raise ConfigError("--plan search does not work with --replicas: leave one of them out")
     if not hardware_file().exists():
         return  # which is said otherwise
     hardware = read_hardware(hardware_file())

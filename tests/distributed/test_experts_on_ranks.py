@@ -15,6 +15,7 @@ from pagoda.config.memory import Memory
 from pagoda.forecast.describe import exchanged_elements, module_spec
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim import AdamW
+from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
@@ -86,7 +87,8 @@ def executed(config: TrainConfig) -> set[str]:
 def planned(shape: PaperShape, ranks: Ranks) -> set[str]:
     """What lanes do in a rank's step of a paper's shape, with all state in RAM, updates apart."""
     root = module_spec(shape, expert_parallel=ranks.expert_parallel)
-    exchanges = exchanged_elements(root, 512 * shape.top_k * shape.hidden, ranks.expert_parallel)
+    tokens = exchanged_elements(root, 512 * shape.top_k * shape.hidden, ranks.expert_parallel)
+    exchanges = of_tokens(tokens, ranks)
     plan = make_plan(root, AdamW().states("bf16"), Budgets(1 << 50, 1 << 36), Options(), ranks, exchanges)
     traffic = traffic_of(plan)
     moved = {

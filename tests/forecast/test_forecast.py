@@ -219,7 +219,7 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     # A rank has the moments of its own experts whole, and a part of all others.
     experts = 16 * (2304 // 256) * 2 * shape.hidden * shape.ffn
     assert one.bytes["host"]["exp_avg"] == pytest.approx(4 * experts, rel=0.05)
-    tokens = [nbytes for of_tick in exchanges_at(one.plan).values() for nbytes in of_tick]
+    tokens = [exchange.sent for of_tick in exchanges_at(one.plan).values() for exchange in of_tick]
     assert len(tokens) == 6 * 16  # there and back, in forward, in its repetition and in backward
     assert set(tokens) == {2 * 4 * 512 * shape.hidden * 255 // 256}
     assert as_json(one, ()).keys() == as_json(made(), ()).keys()

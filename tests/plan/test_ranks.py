@@ -10,6 +10,7 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers, reduce_pages
+from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST
 from pagoda.plan.options import Options
@@ -159,10 +160,13 @@ def test_a_ring_over_nodes_crosses_each_network_once() -> None:
 
 
 def test_an_exchange_over_nodes_shares_the_network_of_a_node() -> None:
-    rates = Rates(NODE, shared(16, expert_parallel=16))
+    def seconds(sent: int, ranks: Ranks) -> float:
+        (tokens,) = of_tokens({"experts": sent}, ranks)
+        return Rates(NODE, ranks).exchange_seconds(tokens)
+
     leaves = 12 / 15
-    assert rates.exchange_seconds(15 * GIB, 16) == pytest.approx(15 * GIB * leaves * PER_NODE / 1e10)
-    assert Rates(NODE, shared(4, expert_parallel=4)).exchange_seconds(GIB, 4) == pytest.approx(GIB / 1e11)
+    assert seconds(15 * GIB, shared(16, expert_parallel=16)) == pytest.approx(15 * GIB * leaves * PER_NODE / 1e10)
+    assert seconds(GIB, shared(4, expert_parallel=4)) == pytest.approx(GIB / 1e11)
 
 
 # --- experts ----------------------------------------------------------------------------------------------
@@ -176,15 +180,16 @@ def test_experts_are_divided_and_each_held_by_the_ranks_that_have_it(parallel: i
     ranks = shared(8, expert_parallel=parallel)
     local = replace(MOE, experts=MOE.experts // parallel)
     rows = [f"{stack}.{index}.mlp.experts" for stack in ("encoder", "decoder") for index in range(2)]
+    sent = dict.fromkeys(rows, 7)
     plan = make_plan(
-        module_spec(local), STATES["bf16"], Budgets(LARGE, LARGE), Options(), ranks, dict.fromkeys(rows, 7)
+        module_spec(local), STATES["bf16"], Budgets(LARGE, LARGE), Options(), ranks, of_tokens(sent, ranks)
     )
     mixed = [u for u in plan.units if len({".experts." in slot.param.name for slot in u.slots}) > 1]
     assert not mixed
     for unit in plan.units:
         of_experts = ".experts." in unit.slots[0].param.name
         assert plan.layout.group(unit) == (8 // parallel if of_experts else 8)
-    exchanges = [nbytes for of_tick in exchanges_at(plan).values() for nbytes in of_tick]
+    exchanges = [exchange.sent for of_tick in exchanges_at(plan).values() for exchange in of_tick]
     assert len(exchanges) == 2 * 2 * len(rows)  # there and back, in forward and backward
     timeline = simulate(plan, NODE, [1e-6] * (len(plan.trace.accesses) - 1))
     tokens = [span.nbytes for span in timeline.spans if span.name.startswith("tokens")]

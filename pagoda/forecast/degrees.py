@@ -1,0 +1,201 @@
+"""The search of degrees: how many ranks divide layers, stages, experts, and copies of the state."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from typing import Any
+
+from pagoda.config.settings import flag
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.compute import Compute
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.forecast import check_configured
+from pagoda.forecast.machine import Machine, find_machine_for
+from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.forecast.pipeline import stages_of
+from pagoda.forecast.problem import Problem, work_of
+from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem
+from pagoda.forecast.tensor_parallel import tensor_part_of
+from pagoda.plan.activations import recomputes
+from pagoda.plan.exchanges import Exchange
+from pagoda.plan.ranks import Ranks
+from pagoda.simulate.hardware import Hardware
+from pagoda.simulate.rates import Rates
+
+_DEGREES = {
+    "tensor": "tensor_parallel",
+    "pipeline": "pipeline_parallel",
+    "expert": "expert_parallel",
+    "replicas": "replicas",
+}
+"""What may be searched -> the setting."""
+_WHOLE = 2
+"""Ways that are compared on all layers, if they were first compared on a part."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Ranks divided in one way, and how long a step takes then."""
+
+    config: PlanConfig
+    bound_s: float
+    """Compute and what it sends to other ranks: no step is shorter."""
+    kinds: tuple[tuple[ModelDescription, Machine], ...] = ()
+    """What stages have, and the machine as one of their ranks shares it."""
+    numbers: tuple[int, ...] = ()
+    """The kind of each stage."""
+    step_s: float = inf
+    """Of the usual plan; infinite if there is none."""
+
+    @property
+    def flags(self) -> str:
+        """What asks for it."""
+        return " ".join(f"{flag(name)} {value}" for name, value in self.config.degrees.items())
+
+
+def search_degrees(config: PlanConfig) -> tuple[PlanConfig, tuple[str, ...]]:
+    """The configuration with the degrees whose usual plan takes the shortest step, and why.
+
+    A step has the same sequences in every way: ranks that share a batch accumulate more micro-batches. Where none fits,
+    the configuration is the one with every searched degree 1.
+
+    Raises ConfigError where no way can be used, with the reason.
+    """
+    ways, refusals = _ways(config)
+    if not ways:
+        raise refusals[0][1]
+    reasons = [*_left_at_one(config, ways, refusals)]
+    tried: list[Way] = []
+    for way in sorted(ways, key=lambda way: way.bound_s):
+        if tried and way.bound_s >= min(way.step_s for way in tried):
+            break  # and so are all that follow
+        tried.append(replace(way, step_s=_step_s(way)))
+    tried.sort(key=lambda way: way.step_s)
+    best, *others = sorted(
+        (replace(way, step_s=_step_s(way, whole=True)) for way in tried[:_WHOLE]), key=lambda way: way.step_s
+    )
+    if best.step_s == inf:
+        return _plain(config), (f"degrees: none of {len(ways)} ways to divide the ranks fits.", *reasons)
+    chosen = f"degrees: {best.flags}. Of {len(ways)} ways to divide the ranks, its usual plan is the fastest."
+    if others and others[0].step_s < inf:
+        longer = others[0].step_s / best.step_s - 1
+        chosen += f" The next takes {longer:.1%} longer: {others[0].flags}."
+    return best.config, (chosen, *reasons)
+
+
+def _ways(config: PlanConfig) -> tuple[list[Way], list[tuple[PlanConfig, ConfigError]]]:
+    """All ways to divide the ranks that `wrap` accepts, and why it does not accept others."""
+    found: list[Way] = []
+    refused: list[tuple[PlanConfig, ConfigError]] = []
+    described: dict[int, ModelDescription] = {}
+    for asked in _candidates(config):
+        try:
+            machine, experts = find_machine_for(asked), asked.expert_parallel
+            check_configured(asked, machine)
+            if experts not in described:
+                described[experts] = describe_configured(asked)
+            found.append(_way(asked, machine, described[experts]))
+        except ConfigError as refusal:
+            refused.append((asked, refusal))
+    return found, refused
+
+
+def _candidates(config: PlanConfig) -> Iterator[PlanConfig]:
+    """Every combination of the degrees that are to be searched. Tensor-parallel ranks are of one node."""
+    plain = _plain(config)
+    hardware = find_machine_for(replace(plain, expert_parallel=1, replicas=1)).hardware
+    count = config.nodes * hardware.gpus_per_node
+    if count == 1:
+        raise ConfigError("--search-degrees is given, but there is only one rank: leave it out")
+    most = {"tensor": hardware.gpus_per_node}
+    sizes = [
+        _divisors(most.get(name, count)) if name in config.search_degrees else [getattr(config, degree)]
+        for name, degree in _DEGREES.items()
+    ]
+    for parts, stages, row, copies in product(*sizes):
+        if count % (parts * stages) == 0 and count // (parts * stages) % (row * copies) == 0:
+            more = parts * stages // (plain.tensor_parallel * plain.pipeline_parallel)
+            yield replace(
+                plain,
+                tensor_parallel=parts,
+                pipeline_parallel=stages,
+                expert_parallel=row,
+                replicas=copies,
+                accumulation_steps=config.accumulation_steps * more,
+            )
+
+
+def _plain(config: PlanConfig) -> PlanConfig:
+    """The configuration with 1 for each degree that is to be searched."""
+    degrees: dict[str, Any] = {_DEGREES[name]: 1 for name in config.search_degrees}
+    return replace(config, search_degrees=(), **degrees)
+
+
+def _left_at_one(
+    config: PlanConfig, ways: Sequence[Way], refused: Sequence[tuple[PlanConfig, ConfigError]]
+) -> Iterator[str]:
+    """Why degrees that were to be searched cannot be above 1."""
+    for degree in (_DEGREES[name] for name in config.search_degrees):
+        reason = next((why for asked, why in refused if getattr(asked, degree) > 1), None)
+        if reason is not None and all(getattr(way.config, degree) == 1 for way in ways):
+            yield f"{flag(degree)} can only be 1: {reason}"
+
+
+def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> Way:
+    """What a way asks for. Raises ConfigError where that cannot be."""
+    kinds, numbers = [(described, machine)], [0]
+    if config.pipeline_parallel > 1:
+        kinds, numbers = stages_of(config, machine, described)
+    kinds = [(tensor_part_of(part, config.tensor_parallel), alone) for part, alone in kinds]
+    again = config.activations in ("recompute", "recompute+offload")
+    passes = [
+        pass_bound_s(alone.hardware, alone.ranks, *work_of(config, alone, part, again), again) for part, alone in kinds
+    ]
+    of_stages = [passes[number] for number in numbers]
+    bound = sum(of_stages) + (config.accumulation_steps - 1) * max(of_stages)
+    return Way(config, bound, tuple(kinds), tuple(numbers))
+
+
+def pass_bound_s(
+    hardware: Hardware, ranks: Ranks | None, compute: Compute, exchanges: Sequence[Exchange], again: bool
+) -> float:
+    """Seconds of a micro-batch without any wait for weights or updates. `again`: layers are recomputed."""
+    rates = Rates(hardware, ranks)
+    times = ((each, each.forward * (1 + (each.repeated and again)) + each.backward) for each in exchanges)
+    return compute.step_s + sum(rates.exchange_seconds(each) * count for each, count in times)
+
+
+def _step_s(way: Way, whole: bool = False) -> float:
+    """Seconds of a step of the usual plan, of many units by a part of the layers unless it is to be the `whole`."""
+    steps, passes = [], []
+    for part, alone in way.kinds:
+        try:
+            step_s, pass_s = _times(way.config, alone, part, whole)
+        except BudgetError:
+            return inf
+        steps.append(step_s)
+        passes.append(pass_s)
+    slowest = max(way.numbers, key=lambda number: steps[number])
+    others = sum(passes[number] for number in way.numbers) - passes[slowest]
+    return steps[slowest] + others
+
+
+def _times(config: PlanConfig, machine: Machine, described: ModelDescription, whole: bool) -> tuple[float, float]:
+    """Seconds of a step, and of a micro-batch, on a rank of one stage. Raises BudgetError where it does not fit."""
+    closed, _ = resolve_auto(config, machine, described)
+    problem, _ = resolved_problem(closed, machine, described)
+    plan = problem.plan()
+    part = problem if whole else problem.to_compare(plan)
+    timeline = part.simulated(plan if part is problem else part.plan())
+    longer = 1.0 if part is problem else _bound_s(problem) / _bound_s(part)
+    return timeline.step_s * longer, timeline.pass_s * longer
+
+
+def _bound_s(problem: Problem) -> float:
+    again = recomputes(problem.options.activations)
+    return pass_bound_s(problem.hardware, problem.ranks, problem.compute, problem.exchanges, again)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

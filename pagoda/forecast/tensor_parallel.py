@@ -1,0 +1,69 @@
+"""What one of several tensor-parallel ranks has of a model: its part of each divided matrix, and the rest whole.
+
+Layers are divided as in Megatron-LM (arXiv 1909.08053): the first matrices of attention and of the MLP by columns of
+their output, the last by rows of their input. So ranks add up what the last ones give, and in backward the gradient of
+what the first ones are given. Embedding, head and norms stay whole on every rank.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from pagoda.errors import ConfigError
+from pagoda.forecast.divisions import COLUMN, ROW, Division
+from pagoda.forecast.model_description import ModelDescription
+from pagoda.plan.units import ModuleSpec, ParamSpec, TensorShard
+
+
+def tensor_part_of(described: ModelDescription, ranks: int) -> ModelDescription:
+    """What each of `ranks` tensor-parallel ranks has.
+
+    Raises ConfigError where nothing says how the model is divided, or it does not divide into equal parts.
+    """
+    if ranks == 1:
+        return described
+    asked = f"--tensor-parallel is {ranks}"
+    if described.top_k:
+        raise ConfigError(f"{asked}, but {described.name!r} is a mixture of experts: use --expert-parallel")
+    divided = dict(_divided(described.root, described.divisions))
+    if not divided:
+        raise ConfigError(f"{asked}, but nothing says how the layers of {described.name!r} are divided: leave it out")
+    if described.heads % ranks:
+        raise ConfigError(f"{asked}, which does not divide the {described.heads} heads of {described.name!r}")
+    specs = {module.name: module for module in described.root.modules()}
+    for name, division in divided.items():
+        dim = 0 if division == COLUMN else 1
+        size = specs[name].params[0].shape[dim]
+        if size % ranks:
+            raise ConfigError(f"{asked}, which does not divide the {size} {division}s of {name!r}")
+
+    def visit(module: ModuleSpec) -> ModuleSpec:
+        params, division = module.params, divided.get(module.name)
+        if division is not None:
+            params = tuple(_part(param, division, ranks) for param in params)
+        return replace(module, params=params, children=tuple(map(visit, module.children)))
+
+    flops = {name: n / (ranks if name in divided else 1) for name, n in described.forward_flops.items()}
+    return replace(
+        described,
+        root=visit(described.root),
+        forward_flops=flops,
+        tensor_parallel=ranks,
+        summed=tuple(name for name, division in divided.items() if division == ROW),
+        measurable=False,
+    )
+
+
+def _divided(root: ModuleSpec, divisions: Mapping[str, Division]) -> Iterator[tuple[str, Division]]:
+    for module in root.modules():
+        division = next((d for pattern, d in divisions.items() if fnmatchcase(module.name, pattern)), None)
+        if division is not None and module.params:
+            yield module.name, division
+
+
+def _part(param: ParamSpec, division: Division, ranks: int) -> ParamSpec:
+    """A rank's part of a matrix, or of a bias; a bias that is added to a sum is whole everywhere."""
+    if division == ROW and len(param.shape) == 1:
+        return param
+    shard = TensorShard(param.shape, 0 if division == COLUMN else 1, ranks)
+    return replace(param, shape=shard.part_shape, shard=shard)
