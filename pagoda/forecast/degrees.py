@@ -21,6 +21,7 @@ from pagoda.plan.activations import recomputes
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ranks import Ranks
 from pagoda.simulate.hardware import Hardware
+from pagoda.simulate.passes import first_passes, pass_begins
 from pagoda.simulate.rates import Rates
 
 _DEGREES = {
@@ -30,8 +31,10 @@ _DEGREES = {
     "replicas": "replicas",
 }
 """What may be searched -> the setting."""
-_WHOLE = 2
-"""Ways that are compared on all layers, if they were first compared on a part."""
+_FEW_PASSES = 3
+"""Micro-batches that are simulated to compare ways."""
+_WHOLE = 3
+"""Ways, the fastest ones so far, that are then compared on all layers and with more micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def pass_bound_s(
 
 
 def _step_s(way: Way, whole: bool = False) -> float:
-    """Seconds of a step of the usual plan, of many units by a part of the layers unless it is to be the `whole`."""
+    """Seconds of a step of the usual plan. `whole` is as for `_times`."""
     steps, passes = [], []
     for part, alone in way.kinds:
         try:
@@ -182,14 +185,23 @@ def _step_s(way: Way, whole: bool = False) -> float:
 
 
 def _times(config: PlanConfig, machine: Machine, described: ModelDescription, whole: bool) -> tuple[float, float]:
-    """Seconds of a step, and of a micro-batch, on a rank of one stage. Raises BudgetError where it does not fit."""
+    """Seconds of a step, and of a micro-batch, on a rank of one stage: unless it is to be the `whole`, of many units by
+    a part of the layers, and of many micro-batches by the first. Raises BudgetError where it does not fit."""
     closed, _ = resolve_auto(config, machine, described)
     problem, _ = resolved_problem(closed, machine, described)
     plan = problem.plan()
-    part = problem if whole else problem.to_compare(plan)
-    timeline = part.simulated(plan if part is problem else part.plan())
+    if whole:
+        timeline = problem.simulated(plan)
+        return timeline.step_s, timeline.pass_s
+    part = problem.to_compare(plan)
     longer = 1.0 if part is problem else _bound_s(problem) / _bound_s(part)
-    return timeline.step_s * longer, timeline.pass_s * longer
+    plan = plan if part is problem else part.plan()
+    count, few = len(pass_begins(plan.trace)), _FEW_PASSES
+    if count <= few or (trace := first_passes(plan.trace, part.compute.of_step(part.root, plan), few)) is None:
+        timeline = part.simulated(plan)
+        return timeline.step_s * longer, timeline.pass_s * longer
+    timeline = part.simulated(plan.retraced(trace))
+    return (timeline.step_s + (count - few) * timeline.pass_s) * longer, timeline.pass_s * longer
 
 
 def _bound_s(problem: Problem) -> float:

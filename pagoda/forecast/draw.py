@@ -11,7 +11,7 @@ from pagoda.simulate.timeline import COMPUTE, Timeline
 
 KINDS = (
     *("forward", "backward", "fetch", "offload", "spill", "read", "gradient"),
-    *("gather", "reduce", "tokens", "sum", "send", "step", "update", "write", "save", "return"),
+    *("gather", "reduce", "tokens", "step", "update", "write", "save", "return", "sum", "send"),
 )
 """First words of spans' names; each has its colour of matplotlib's tab20."""
 _GIB = 1 << 30

@@ -17,7 +17,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, ring_bytes
-from pagoda.plan.trace import gradients_of
+from pagoda.plan.trace import Phase, gradients_of
 from pagoda.plan.traffic import exchanges_at, traffic_of
 from pagoda.plan.units import ModuleSpec
 from pagoda.simulate.hardware import Link
@@ -144,6 +144,32 @@ def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(sett
             serving = plan.placement.pages(HOST, SERVING) * plan.page_bytes
             assert (serving > 0) == (stage == 3)
             assert serving <= MESSAGE_BYTES + plan.page_bytes
+
+
+def test_a_step_of_several_passes_has_them_on_ranks_too() -> None:
+    for ranks in (None, shared(4)):
+        plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE, LARGE), Options(accumulation_steps=3), ranks)
+        assert [access.phase for access in plan.trace.accesses].count(Phase.FORWARD) == 3 * len(plan.units)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_gather_the_sums_of_every_copy(stage: int) -> None:
+    """Each of two nodes has a copy: gathers stay inside it, and fp32 sums of a rank's slice go to the other."""
+    ranks = shared(8, stage, replicas=2)
+    plan = make_plan(tower(4, 256), STATES["bf16"], Budgets(LARGE, LARGE), Options(page_bytes=4096), ranks)
+    sums = 0
+    for unit, traffic in zip(plan.units, traffic_of(plan), strict=True):
+        assert traffic.merged == 4 * plan.layout.updated_elements(unit)
+        sums += traffic.merged
+    timeline = simulate(plan, NODE, [1e-3] * (len(plan.trace.accesses) - 1))
+    reduces = [span for span in timeline.spans if span.name.startswith("reduce")]
+    moved = sum(traffic.reduced + traffic.merged for traffic in traffic_of(plan))
+    assert sum(span.nbytes for span in reduces) == moved
+    across = sums * PER_NODE / 1e10  # the four ranks of a node share its network
+    inside = sum(traffic.reduced for traffic in traffic_of(plan)) / 1e11
+    assert sum(span.end_s - span.start_s for span in reduces) == pytest.approx(across + inside, rel=1e-6)
+    whole = make_plan(tower(4, 256), STATES["bf16"], Budgets(LARGE, LARGE), Options(page_bytes=4096), shared(8, stage))
+    assert all(traffic.merged == 0 for traffic in traffic_of(whole))
 
 
 # --- how long it takes ------------------------------------------------------------------------------------

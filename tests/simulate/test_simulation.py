@@ -332,3 +332,23 @@ def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_one
     assert seconds[1:] == pytest.approx([seconds[-1]] * (len(seconds) - 1), rel=1e-9)
     assert seconds[-1] <= 1.03 * compute.step_s
     assert simulate(plan, machine, ticks).step_s == pytest.approx(seconds[-1], rel=1e-9)
+
+
+@pytest.mark.parametrize("budget", [LARGE, 6 << 20])
+@pytest.mark.parametrize("passes", [7, 15, 24])
+def test_a_step_of_many_micro_batches_is_one_of_few_in_which_some_come_again(passes: int, budget: int) -> None:
+    options = Options(page_bytes=4096, accumulation_steps=passes, clipping=True)
+    plan = make_plan(tower(12, 256), STATES["bf16"], Budgets(budget, ssd=LARGE), options)
+    ticks = [1e-4 * (1 + tick % 3) for tick in range((len(plan.trace.accesses) - 1) // passes)] * passes
+    few, all_of_them = simulate(plan, FAST, ticks), Simulation(plan, Rates(FAST), ticks).run()
+    assert few.step_s == pytest.approx(all_of_them.step_s, rel=0.01)
+    assert few.pass_s == pytest.approx(all_of_them.pass_s, rel=0.02)
+    assert sum(few.stall_s.values()) == pytest.approx(few.step_s - few.busy_s[COMPUTE])
+    assert few.bytes_moved.keys() == all_of_them.bytes_moved.keys()
+    for lane, nbytes in all_of_them.bytes_moved.items():
+        assert few.bytes_moved[lane] == pytest.approx(nbytes, rel=0.02)
+        assert few.busy_s[lane] == pytest.approx(all_of_them.busy_s[lane], rel=0.02)
+    ends = [max(span.end_s for span in made.spans if span.lane == COMPUTE) for made in (few, all_of_them)]
+    assert few.step_s - ends[0] == pytest.approx(all_of_them.step_s - ends[1], rel=1e-3, abs=1e-9)
+    for tier, account in few.held_bytes.items():
+        assert all(nbytes <= plan.peak_bytes[tier] for _, nbytes in account)
