@@ -307,8 +307,10 @@ class Leases:
 
         def price(run: Run) -> float | None:
             lease = self._owner[run.start]
+            if not self._may_end(lease):
+                return None
             useful = self._useful(lease.unit)
-            return None if not self._may_end(lease) or useful <= needed_at else -useful
+            return None if useful <= needed_at else -useful
 
         tried: list[tuple[int, float]] = []
         victims: list[Run] | None = None

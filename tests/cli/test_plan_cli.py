@@ -91,6 +91,10 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         (("--model", "gpt2", "--hardware", "rtx4090", "--nodes", "2"), "--nodes is 2"),
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "0"), "batch_size is 0"),
         (("--model", "gpt2", "--hardware", "h100", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
+        (("--model", "gpt-1b", "--hardware", "h100", "--tensor-parallel", "3"), "--tensor-parallel is 3, which"),
+        (("--model", "gpt2", "--hardware", "h100", "--tensor-parallel", "2"), "nothing says how the layers of 'gpt2'"),
+        (("--model", "gpt2", "--hardware", "rtx4090", "--search-degrees", "tensor"), "there is only one rank"),
+        (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
         (("--model", "gpt2", "--hardware", "h100", "--memory.page-size", "3"), "memory.page_size is 3"),
         (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "tile_limit is '1'"),
@@ -103,6 +107,23 @@ def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str
     assert done.stdout == ""
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_search_of_degrees_names_flags_that_give_what_it_found(plan: Command) -> None:
+    asked = ("--model", "gpt-1b", "--hardware", "v100-32g-8", "--plan", "usual", "--json")
+    found = json.loads(plan(*asked, "--search-degrees", "tensor", "pipeline").stdout)
+    said = next(reason for reason in found["reasons"] if reason.startswith("degrees: "))
+    flags = said.removeprefix("degrees: ").partition(".")[0].split()
+    again = json.loads(plan(*asked, *flags).stdout)
+    assert again["degrees"] == found["degrees"]
+    assert again["tokens_per_s"] == found["tokens_per_s"]
+    assert again["pipeline"] == found["pipeline"]
+
+
+def test_a_degree_that_can_only_be_one_says_why(plan: Command) -> None:
+    done = plan("--model", "gpt2", "--hardware", "v100-32g-8", "--plan", "usual", "--search-degrees", "tensor")
+    assert done.returncode == 0
+    assert "--tensor-parallel can only be 1" in " ".join(done.stdout.split())
 
 
 def test_the_largest_model_trains_and_a_seventh_more_is_refused_before_anything_is_allocated(

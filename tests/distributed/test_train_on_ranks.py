@@ -63,9 +63,12 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
         assert two["step"] == step + 1
 
 
-def test_ranks_take_the_plan_that_the_first_finds(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_take_the_plan_that_the_first_finds(
+    ranks: RankServer, config: TrainConfig, tmp_path: Path, replicas: int
+) -> None:
     memory = replace(config.memory, host="800KiB", ssd=f"{tmp_path / 'ssd'}:64MiB", unit_limit=None)
-    usual = replace(config, memory=memory, out=tmp_path / "usual")
+    usual = replace(config, memory=memory, replicas=replicas, out=tmp_path / "usual")
     searching = replace(usual, plan="search", out=tmp_path / "search")
     cache = tmp_path / "cache" / "pagoda"
     environment = {"XDG_CACHE_HOME": str(cache.parent)}
