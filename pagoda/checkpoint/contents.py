@@ -1,8 +1,9 @@
 """Contents: what a checkpoint holds, by name: of one rank all, of several what any of them has."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import Any
 
 from pagoda.checkpoint.state import ParameterState, Place, all_states, said_by_everyone
@@ -76,10 +77,16 @@ class Contents:
             if state.name in one.states and name not in but
         ]
 
-    def whole_specs(self, state: StateSpec) -> list[TensorSpec]:
-        """The tensors of one state, of parameters as they were before they were cut into tiles."""
-        having = [one for one in self.stored.values() if state.name in one.states]
-        shapes = {one.place.whole: one.whole_states[state.name] for one in having}
+    def whole_specs(self, state: StateSpec, parts: Callable[[str], int]) -> list[TensorSpec]:
+        """The tensors of one state, of parameters as they were before they were cut. Where a state has one element for
+        many of a parameter's, `parts` says of how many equal parts each has elements of its own."""
+        shapes: dict[str, Shape] = {}
+        for one in self.stored.values():
+            if state.name in one.states:
+                name, of_whole = one.place.whole, one.whole_states[state.name]
+                if state.per > 1:
+                    of_whole = (parts(name) * state.elements(prod(one.place.shape) // parts(name)),)
+                shapes[name] = of_whole
         return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
 
     def cuts(self, shards: bool) -> dict[str, Any]:

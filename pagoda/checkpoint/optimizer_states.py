@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from pagoda.checkpoint.contents import Contents
-from pagoda.checkpoint.state import ParameterState, named, state_of, whole_states
+from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.state import ParameterState, WholeState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
 from pagoda.distributed.tensors import Form
 from pagoda.errors import CheckpointError
 from pagoda.optim.param_groups import check_groups
+from pagoda.optim.rule import Rule
 
 
 def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
@@ -55,10 +57,22 @@ def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
     if isinstance(form, Form):
         wholes = {k: v for k, v in entry.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
         entry = {**entry, **{key: state.part_of(value) for key, value in wholes.items()}}
-    kept, steps = engine.rule.kept_states(entry, state.name, state.spec.shape), engine.rule.steps_in(entry)
-    unit.steps[slot] = steps
-    for name, value in kept.items():
-        state.write(name, value)
+    unit.steps[slot] = engine.rule.steps_in(entry)
+    state.write_entry(entry)
+
+
+def stored_entry(rule: Rule, checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
+    """What a checkpoint has of a whole parameter's moments, as torch has them, whoever had divided it."""
+    dim, parts = checkpoint.division(name)
+    entries = []
+    for part in range(parts):
+        kept = {}
+        for state in rule.own_states():
+            whole, axis = checkpoint.tensor(state.name, name), 0 if state.per > 1 else dim
+            size = whole.shape[axis] // parts
+            kept[state.name] = whole.narrow(axis, part * size, size).whole()
+        entries.append(rule.torch_state(1, kept))
+    return {key: torch.cat([entry[key] for entry in entries], dim) for key, value in entries[0].items() if value.dim()}
 
 
 class OptimizerState:
@@ -76,17 +90,13 @@ class OptimizerState:
         self._engine = next(iter(self._states.values())).engine
 
     def state_dict(self) -> dict[str, Any]:
-        """`state`: name -> `step` (fp32 scalar) and moments, in the parameter's shape; all are copies.
-
-        A state with one element for many of the parameter's is flat.
+        """`state`: name -> `step` (fp32 scalar) and what torch's class has; all are copies. AdamW's moments are fp32,
+        whatever they are kept in.
 
         Raises UsageError between backward and step() where updates run during backward.
         """
         self._engine.settle()
-        states = {
-            name: {"step": torch.tensor(float(whole.steps))} | {moment: whole.read(moment) for moment in whole.moments}
-            for name, whole in self._wholes.items()
-        }
+        states = {name: _whole_entry(whole) for name, whole in self._wholes.items()}
         scale = self._engine.stepper.scaler.state_dict()
         return {"state": states, "param_groups": self._groups(), **({"loss_scale": scale} if scale else {})}
 
@@ -99,7 +109,8 @@ class OptimizerState:
         if entries.keys() != self._wholes.keys():
             raise CheckpointError("The state does not belong to this model: its optimizer has other parameters.")
         for name, whole in self._wholes.items():
-            shapes = {f"{moment} of {name}": whole.moment_shape(moment) for moment in whole.moments}
+            blank = _whole_entry(whole, blank=True)
+            shapes = {f"{key} of {name}": tuple(value.shape) for key, value in blank.items() if key != "step"}
             found = {f"{key} of {name}": value for key, value in entries[name].items() if key != "step"}
             check_shapes(found, shapes)
         check_groups("The state", groups, self._groups())
@@ -108,8 +119,7 @@ class OptimizerState:
             self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
             for name, whole in self._wholes.items():
                 whole.steps = int(entries[name]["step"])
-                for moment in whole.moments:
-                    whole.write(moment, entries[name][moment])
+                _write_whole_entry(whole, entries[name])
             for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in given.items() if key != "params"})
 
@@ -120,3 +130,20 @@ class OptimizerState:
             return Contents.of(self._engine, groups).groups(groups)
         wholes = {name: state.whole for name, state in self._states.items()}
         return [{**group, "params": list(dict.fromkeys(map(wholes.__getitem__, group["params"])))} for group in groups]
+
+
+def _whole_entry(whole: WholeState, blank: bool = False) -> dict[str, torch.Tensor]:
+    """As `read_entry`, of the whole parameter, with numbers as tensors."""
+    entries = [read_entry(state, blank) for state in whole.states]
+    found = {"step": torch.tensor(float(whole.steps))}
+    for key, value in entries[0].items():
+        is_number = not isinstance(value, torch.Tensor) or not value.dim()
+        found[key] = torch.as_tensor(value) if is_number else whole.join([entry[key] for entry in entries])
+    return found
+
+
+def _write_whole_entry(whole: WholeState, entry: Mapping[str, torch.Tensor]) -> None:
+    """Take over what `_whole_entry` gave."""
+    parts = {key: whole.cut(value) for key, value in entry.items() if value.shape == whole.shape}
+    for index, state in enumerate(whole.states):
+        state.write_entry({**entry, **{key: cut[index] for key, cut in parts.items()}})

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """The names under which a parameter is stored."""
         return list(self._cuts[name]["parts"]) if name in self._cuts else [name]
 
+    def division(self, name: str) -> tuple[int, int]:
+        """The dimension along which tensor-parallel ranks had divided a parameter, and how many: 0 and 1 where none
+        had."""
+        cut = self.manifest.get(SHARDS, {}).get(name)
+        return (0, 1) if cut is None else (cut["dim"], len(cut["parts"]))
+
     def damage(self, share: int = 0, of: int = 1) -> Iterator[str]:
         """Reads every tensor; yields what is wrong with each that is not as it was written.
 
@@ -152,14 +159,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             held = [tensors[part] for part in parts if part in tensors]
             if not held:
                 continue
-            if len(held) != len(parts) or dim >= held[0].ndim:
+            axis = 0 if held[0].ndim == 1 else dim  # a state with one element for many of the parameter's is flat
+            if len(held) != len(parts) or axis >= held[0].ndim:
                 raise self._damaged(f"its {state} has not every part of {whole!r}")
             try:
-                joined = cat(held, dim)
+                joined = cat(held, axis)
             except CheckpointError as error:
                 raise self._damaged(f"the parts of {whole!r}: {error}") from error
-            # A state with one element for many of a tiled parameter's is flat.
-            if list(joined.shape) != shape and (whole not in self.manifest.get(TILES, {}) or joined.ndim != 1):
+            if list(joined.shape) != shape and not (joined.ndim == 1 and joined.numel() < prod(shape)):
                 raise self._damaged(f"the parts of {whole!r} are {list(joined.shape)}, not {shape}")
             _show(tensors, whole, joined, parts)
 

@@ -15,6 +15,7 @@ from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.directory import Removable, check_absent, remove_leftovers, write_manifest
 from pagoda.checkpoint.kept_pages import KeptPages, paged_unit
 from pagoda.checkpoint.model_config import model_record
+from pagoda.checkpoint.optimizer_states import stored_entry
 from pagoda.checkpoint.paged import PAGED, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
@@ -28,8 +29,10 @@ from pagoda.memory.page import Run
 from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.optim.param_groups import NamedGroup, check_groups
 from pagoda.optim.rule import plain_setting
+from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit
 
 Adoptable = dict[tuple[int, str], tuple[CommittedPages, Run]]
@@ -171,17 +174,12 @@ class Snapshot:
             self._check_fits(checkpoint, contents, groups)
             adoptable = self._adoptable(checkpoint)
             for state in self._states:
-                checkpoint.check(state.name, contents.whole_specs(state))
+                checkpoint.check(state.name, contents.whole_specs(state, lambda name: checkpoint.division(name)[1]))
             checkpoint.check(BUFFERS, buffer_specs)
             manifest = checkpoint.manifest
             with self._engine.replacing():
                 for unit in self._engine.units:
-                    for state in self._states:
-                        if self._adopt(unit, state.name, adoptable):
-                            continue
-                        for parameter in self._parameters(unit):
-                            if parameter.span(state) is not None:
-                                parameter.copy_in(state, checkpoint.tensor(state.name, parameter.whole))
+                    self._load_unit(unit, checkpoint, adoptable)
                 for name, buffer in buffers.items():
                     buffer.detach().copy_(checkpoint.tensor(BUFFERS, name).whole())
                 for unit in self._engine.units:
@@ -195,6 +193,23 @@ class Snapshot:
         for group in manifest["param_groups"]:  # JSON has no tuples
             group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
         return manifest["param_groups"], manifest["extra"]
+
+    def _load_unit(self, unit: LiveUnit, checkpoint: Checkpoint, adoptable: Adoptable) -> None:
+        """Restore every state of a unit. Moments that are quantized in blocks are quantized anew where blocks lie
+        otherwise in the parameter, because other tensor-parallel ranks divided it."""
+        parameters, blocks = self._parameters(unit), any(state.per > 1 for state in self._states)
+        moved = [each for each in parameters if blocks and each.division != checkpoint.division(each.whole)]
+        for state in self._states:
+            if self._adopt(unit, state.name, adoptable):
+                continue
+            for parameter in parameters:
+                is_copied = state.name in (WEIGHT, LOW) or parameter not in moved
+                if parameter.span(state) is not None and is_copied:
+                    parameter.copy_in(state, checkpoint.tensor(state.name, parameter.whole))
+        for parameter in moved:
+            if parameter.moments():
+                entry = stored_entry(self._engine.rule, checkpoint, parameter.whole)
+                parameter.write_entry({key: parameter.out_of(value) for key, value in entry.items()})
 
     def _adoptable(self, checkpoint: Checkpoint) -> Adoptable:
         """The committed pages of this very store that extents can have as they are.

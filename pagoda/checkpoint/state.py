@@ -73,6 +73,12 @@ class ParameterState(NamedTuple):
         return self.spec.name if self.spec.part is None else self.spec.part.whole
 
     @property
+    def division(self) -> tuple[int, int]:
+        """The dimension along which tensor-parallel ranks divide the parameter, and how many: 0 and 1 where none do."""
+        shard = self.spec.shard
+        return (0, 1) if shard is None else (shard.dim, shard.ranks)
+
+    @property
     def place(self) -> Place:
         part, shard = self.spec.part, self.spec.shard
         if shard is not None:
@@ -196,11 +202,11 @@ class ParameterState(NamedTuple):
 
     def _own(self, whole: LazyTensor, state: StateSpec) -> Read:
         """Reads a state of what this rank has, out of that of the whole parameter."""
-        shard, part = self.spec.shard, self.spec.part
-        if shard is not None:
+        shard, part, index = self.spec.shard, self.spec.part, self.unit.part_index(self.slot)
+        if shard is not None and state.per == 1:
             size = shard.part_shape[shard.dim]
-            return whole.narrow(shard.dim, self.unit.part_index(self.slot) * size, size).read
-        first = 0 if part is None else state.elements(part.start)
+            return whole.narrow(shard.dim, index * size, size).read
+        first = index * state.elements(self.spec.numel) if part is None else state.elements(part.start)
         return lambda start, count: whole.read(first + start, count)
 
     def as_param(self, values: torch.Tensor) -> torch.Tensor:
@@ -210,6 +216,19 @@ class ParameterState(NamedTuple):
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """What this rank has of values in the whole parameter's shape, be these a DTensor or not."""
         return self.unit.part_of(self.slot, values)
+
+    def out_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank has of values in the shape of the parameter in the user's model."""
+        part = self.spec.part
+        if part is None:
+            return self.part_of(whole)
+        return whole.reshape(-1)[part.start : part.start + self.spec.numel].view(self.spec.shape)
+
+    def write_entry(self, entry: Mapping[str, Any]) -> None:
+        """Overwrite what the optimizer's rule keeps with what it makes of an entry in a torch `state_dict`, of this
+        rank's part of the parameter."""
+        for name, value in self.engine.rule.kept_states(entry, self.name, self.spec.shape).items():
+            self.write(name, value)
 
 
 class WholeState:
@@ -236,44 +255,16 @@ class WholeState:
         for state in self.states:
             state.unit.steps[state.slot] = count
 
-    @property
-    def moments(self) -> list[str]:
-        """What the optimizer's rule keeps of it."""
-        return [*self.states[0].moments()]
-
     def master(self) -> torch.Tensor:
         """A copy of the fp32 master."""
-        return self._join([state.as_param(state.master()) for state in self.states])
+        return self.join([state.as_param(state.master()) for state in self.states])
 
     def overwrite(self, values: torch.Tensor) -> None:
         """Make values of any float dtype the master."""
-        rows = [state.spec.shape[0] if state.spec.shape else 1 for state in self.states]
-        for state, part in zip(self.states, self._cut(values, rows), strict=True):
+        for state, part in zip(self.states, self.cut(values), strict=True):
             state.overwrite(part if state.is_quantized else part.float())
 
-    def read(self, moment: str) -> torch.Tensor:
-        """A copy of a moment."""
-        return self._join([state.as_param(state.read(moment)) for state in self.states])
-
-    def write(self, moment: str, values: torch.Tensor) -> None:
-        """Overwrite a moment."""
-        shapes = [state.moments()[moment].shape for state in self.states]
-        parts = self._cut(values, [shape[0] if shape else 1 for shape in shapes])
-        for state, part in zip(self.states, parts, strict=True):
-            state.write(moment, part.cpu().to(state.engine.store.dtype(moment)))
-
-    def moment_shape(self, moment: str) -> Shape:
-        """Shape of a moment of the whole parameter."""
-        first, spans = self.states[0], [state.moments()[moment] for state in self.states]
-        if first.unit.forms[first.slot] is not None:
-            return self.shape
-        if self._part is None:
-            return spans[0].shape
-        if spans[0].shape == first.spec.shape:
-            return self.shape
-        return (sum(span.count for span in spans) * self._ranks,)
-
-    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The whole of which `parts` are what its tiles have; where ranks divide it, a DTensor with this rank's."""
         if self._part is None:
             return parts[0]
@@ -284,8 +275,8 @@ class WholeState:
 
         return DTensor.from_local(joined, self._mesh.experts, (Replicate(), Shard(0)), run_check=False)
 
-    def _cut(self, values: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
-        """What its tiles have of a whole, or of a DTensor as `_join` gives one: `rows` of its first dimension each."""
+    def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What its tiles have of a whole, or of a DTensor as `join` gives one: rows of its first dimension."""
         values = values.detach()
         if self._part is None:
             return [self.states[0].part_of(values)]
@@ -293,7 +284,7 @@ class WholeState:
             values = divided.to_local()
         elif self._ranks > 1:
             values = values.chunk(self._ranks)[self._mesh.expert_index]
-        return list(torch.split(values, rows))
+        return list(torch.split(values, [state.spec.shape[0] for state in self.states]))
 
     @property
     def _mesh(self) -> Mesh:

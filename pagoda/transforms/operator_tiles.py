@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pagoda.distributed.tensors import as_dtensor
+from pagoda.distributed.tensors import as_dtensor, local
 from pagoda.errors import ConfigError
 from pagoda.experts.modules import (
     ExpertStack,
@@ -38,9 +38,9 @@ class Tiling:
     """What was replaced in a model: every linear layer and embedding with more than some elements, and all experts.
 
     Layers that share a weight share its tiles. Their forward hooks move to what takes their place. A linear layer or
-    embedding stays whole, with a warning, where something else uses its weight too, where it is the model itself, or
-    where its class and weight do not say all that it does: hooks before forward, a forward of its own, a norm of
-    vectors, sparse gradients.
+    embedding stays whole, with a warning, where something else uses its weight too, where it is the model itself,
+    where tensor parallelism has divided it, or where its class and weight do not say all that it does: hooks before
+    forward, a forward of its own, a norm of vectors, sparse gradients.
     """
 
     def __init__(
@@ -116,7 +116,9 @@ class Tiling:
         replaced = {whole for _, whole, _ in self._replaced}
         for module in list(model.modules()):
             weight = module._parameters.get("weight")
-            if weight is None or weight.numel() <= most_elements or module in replaced or module not in self._places:
+            if weight is None or local(weight).numel() <= most_elements:
+                continue
+            if module in replaced or module not in self._places:
                 continue
             users = self._users[id(weight)]
             whole = next((user for user in users if not _can_be_tiled(user) or user not in self._places), None)
@@ -249,6 +251,8 @@ def _stays_whole(model: nn.Module, layer: nn.Module, reason: nn.Module) -> str:
     names = {module: name for name, module in model.named_modules()}
     if reason is model:
         why = "it is the model itself"
+    elif as_dtensor(reason.get_parameter("weight")) is not None:
+        why = "tensor parallelism has divided it, and this rank's part is still larger"
     elif _changes_forward(reason):
         why = f"{names[reason]!r} has hooks before its forward, or a forward of its own"
     else:
@@ -257,7 +261,7 @@ def _stays_whole(model: nn.Module, layer: nn.Module, reason: nn.Module) -> str:
 
 
 def _can_be_tiled(layer: nn.Module) -> bool:
-    if _changes_forward(layer):
+    if _changes_forward(layer) or as_dtensor(layer.get_parameter("weight")) is not None:
         return False
     if type(layer) is nn.Embedding:
         return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse

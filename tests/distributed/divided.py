@@ -1,7 +1,7 @@
 """Models that torch's tensor parallelism divides, trained in Pagoda's pages and without them: scenarios of a rank."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +22,18 @@ from zoo import BATCH, LENGTH, VOCABULARY, Outcome, Recipe, batch, loss_of, take
 
 import pagoda
 from pagoda.checkpoint.export import export
+from pagoda.config.training import ActivationMode
 from pagoda.models import build_model
 
-from .scenarios import PAGE, RULES
+from .scenarios import PAGE, RULES, place
 
 LR, DECAY = 1e-2, 0.1
+NAMED: dict[str, Callable[[], Any]] = {
+    **RULES,
+    "adamw": lambda: pagoda.AdamW(lr=LR, weight_decay=DECAY),
+    "adamw-8bit": lambda: pagoda.AdamW(lr=LR, weight_decay=DECAY, moments="8bit"),
+}
+"""Rules by the names that tests give."""
 
 
 class Mixer(nn.Module):
@@ -93,17 +100,17 @@ def divide(model: nn.Module, name: str, mesh: pagoda.Mesh) -> nn.Module:
 class PlainAdamW:
     """AdamW with Pagoda's arithmetic on tensors that torch alone holds, with the methods of Pagoda's optimizer."""
 
-    def __init__(self, model: nn.Module, precision: str) -> None:
-        self.rule = pagoda.AdamW(lr=LR, weight_decay=DECAY)
+    def __init__(self, model: nn.Module, rule: pagoda.AdamW) -> None:
+        self.rule = rule
         self.params = list(model.parameters())
         self.steps = 0
         self.stats = SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
         self.states = []
         self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
         for param in self.params:
-            part = part_of(param)
-            states = {"weight": part, "exp_avg": torch.zeros_like(part).float(), "exp_avg_sq": torch.zeros(part.shape)}
-            self.states.append(states)
+            part = part_of(param).view(-1)
+            own = {spec.name: torch.zeros(spec.elements(part.numel()), dtype=spec.dtype) for spec in rule.own_states()}
+            self.states.append({"weight": part, **own})
 
     @torch.no_grad()
     def take(self) -> None:
@@ -120,7 +127,8 @@ class PlainAdamW:
     def step(self) -> None:
         self.steps += 1
         for gradient, states in zip(self.gradients, self.states, strict=True):
-            reference.update(self.rule, states, gradient, self.rule.scalars(self.steps))
+            assert gradient is not None
+            reference.update(self.rule, states, gradient.reshape(-1), self.rule.scalars(self.steps))
 
     def zero_grad(self) -> None:
         self.gradients = [None] * len(self.params)
@@ -135,15 +143,17 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def plain(name: str, mesh: pagoda.Mesh, precision: str) -> tuple[nn.Module, PlainAdamW]:
+def plain(name: str, mesh: pagoda.Mesh, precision: str, rule: str) -> tuple[nn.Module, PlainAdamW]:
     """A divided model in torch's own memory."""
     model = build(name)
-    masters = {key: part_of(param).clone() for key, param in divide(build(name), name, mesh).named_parameters()}
+    masters = {
+        key: part_of(param).flatten().clone() for key, param in divide(build(name), name, mesh).named_parameters()
+    }
     if precision == "bf16":
         for param in model.parameters():
             param.data = param.data.bfloat16()
     model = divide(model, name, mesh)
-    optimizer = PlainAdamW(model, precision)
+    optimizer = PlainAdamW(model, NAMED[rule]())
     if precision == "bf16":
         for (key, _), states in zip(model.named_parameters(), optimizer.states, strict=True):
             high, states["weight_low"] = reference.split(masters[key])
@@ -182,13 +192,15 @@ def wrapped(
     precision: str = "bf16",
     kind: str = "ram",
     on_meta: bool = False,
-    rule: Any = None,
+    rule: str = "adamw",
     **settings: Any,
 ) -> tuple[nn.Module, Any, pagoda.Mesh]:
-    """A divided model in pages; a rule that takes parameters whole is said by name."""
-    rule = RULES[rule]() if isinstance(rule, str) else rule or pagoda.AdamW(lr=LR, weight_decay=DECAY)
+    """A divided model in pages; `rule` is the name of one."""
+    rule = NAMED[rule]()
     chosen = {key: settings.pop(key) for key in ("stage", "replicas", "expert_parallel") if key in settings}
     by_torch = settings.pop("by_torch", False)
+    if "tile_limit" in settings:
+        settings["tiles"] = pagoda.Tiles(tile_limit=settings.pop("tile_limit"))
     if settings.pop("partition", False):
         settings["activations"] = pagoda.Activations(settings["activations"], partition_activations=True)
     mesh = pagoda.open_mesh(tensor_parallel=tensor, **chosen)
@@ -272,6 +284,7 @@ def train_divided(
         "peak": optimizer.stats.peak_bytes,
         "plan_peak": dict(plan.peak_bytes),
         "on_device": sorted(plan.placement.on_device),
+        "modules": [unit.module for unit in plan.units],
         "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
         "moved": outcome.moved,
         "full": pagoda.full_state_dict(model, all_ranks=True),
@@ -279,13 +292,6 @@ def train_divided(
     }
     optimizer.close()
     return result
-
-
-CASE_RULES = {
-    "adamw": pagoda.AdamW(lr=LR, weight_decay=DECAY),
-    "adamw-8bit": pagoda.AdamW(lr=LR, weight_decay=DECAY, moments="8bit"),
-    "adafactor": pagoda.Adafactor(lr=LR, beta1=0.9),
-}
 
 
 def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +304,7 @@ def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
         case["tensor"],
         parts=int(os.environ["WORLD_SIZE"]) // case["tensor"],
         precision=pagoda.MixedPrecision(precision, gradients or None),  # type: ignore[arg-type]
-        rule=CASE_RULES[case["rule"]],
+        rule=case["rule"],
         kind=case["place"],
         stage=case["stage"],
         replicas=case["replicas"],
@@ -317,11 +323,11 @@ def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_plain(
-    out: Path, name: str, tensor: int, parts: int, steps: int = 3, precision: str = "bf16"
+    out: Path, name: str, tensor: int, parts: int, steps: int = 3, precision: str = "bf16", rule: str = "adamw"
 ) -> dict[str, Any]:
     """Train by torch alone."""
     mesh = pagoda.open_mesh(tensor_parallel=tensor)
-    model, optimizer = plain(name, mesh, precision)
+    model, optimizer = plain(name, mesh, precision, rule)
     outcome = take_steps(name, model, optimizer, mesh, parts, range(steps))
     return {
         "losses": outcome.losses,
@@ -365,6 +371,41 @@ def _stateful(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
 
 
+def choose_together(
+    out: Path, name: str, activations: ActivationMode, room: Sequence[str | None], expert_parallel: int, tensor: int
+) -> dict[str, Any]:
+    """Train a mixture whose ranks have batches of other lengths, and other room for activations."""
+    rank, steps = place()[0], 4
+    torch.manual_seed(0)
+    mesh = pagoda.open_mesh(expert_parallel=expert_parallel, tensor_parallel=tensor)
+    model = divide(build_model(name, seq_len=64), name, mesh)
+    memory = pagoda.Memory(host="1GiB", unit_limit="64KiB", activations=room[rank])
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(lr=1e-2), memory=memory, mesh=mesh, activations=activations, clip_grad_norm=0.5
+    )
+    outcome = Outcome()
+    group = rank // tensor
+    generator = torch.Generator().manual_seed(group)
+    for step in range(steps):
+        ids = torch.randint(256, (2, 48 if (group + step // 2) % 2 else 64), generator=generator)
+        loss = loss_of(model(input_ids=ids, labels=ids))
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+    chosen = pagoda.plan_of(model).activations
+    assert chosen is not None
+    result = {
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "weights": {key: part_of(value).clone() for key, value in model.state_dict().items()},
+        "policies": [str(policy) for policy in chosen.policies],
+        "peak": chosen.peak.kept,
+        "kept": optimizer.stats.activation_bytes.kept,
+    }
+    optimizer.close()
+    return result
+
+
 def change_divided(out: Path, name: str) -> dict[str, Any]:
     """Read and change a divided parameter, and load a state dict of plain tensors."""
     model, optimizer, _ = wrapped(out, name, 2)
@@ -400,7 +441,6 @@ REFUSED: dict[str, Callable[[pagoda.Mesh], Any]] = {
         mesh=mesh,
     ),
     "taken whole": lambda mesh: pagoda.wrap(divide(build("mixer"), "mixer", mesh), pagoda.Muon(), mesh=mesh),
-    "8bit": lambda mesh: pagoda.wrap(divide(build("mixer"), "mixer", mesh), pagoda.AdamW(moments="8bit"), mesh=mesh),
 }
 
 
