@@ -26,7 +26,6 @@ from pagoda.plan.activations import (
     recomputes,
 )
 from pagoda.plan.batch_tiles import tile_count
-from pagoda.plan.combinations import Feature, why_not
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
@@ -38,16 +37,15 @@ def resolve_auto(
 ) -> tuple[PlanConfig, tuple[str, ...]]:
     """`config` with nothing left open, and why.
 
-    Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still and `wrap`
-    takes it, "auto", which means one of its own for each layer. Micro-batches: as few as keep products of matrices at
+    Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still, "auto",
+    which means one of its own for each layer. Micro-batches: as few as keep products of matrices at
     full speed and small, or as many more as it takes for a plan to fit.
     """
     closed = {each.activations: each for each in alternatives(config, machine, described)}
     if len(closed) == 1:
         (only,) = closed.values()
         return only, _said_of_tiles(config, only)
-    if why_not({Feature.AUTO, *([Feature.EXPERTS] if config.expert_parallel > 1 else [])}) is None:
-        closed["auto"] = replace(closed["recompute"], activations="auto")
+    closed["auto"] = replace(closed["recompute"], activations="auto")
     seconds = {mode: _step_s(each, machine, described) for mode, each in closed.items()}
     best = min(closed, key=lambda mode: seconds[mode])
     if seconds[best] == inf:

@@ -75,6 +75,13 @@ class Storages:
         largest = max(self.largest, nbytes)
         return Storages(self.nbytes + nbytes, self.movable + nbytes, self.paged + paged, largest)
 
+    @classmethod
+    def most(cls, each: Sequence["Storages"]) -> "Storages":
+        """What takes no less than any of `each`, whether it stays or is offloaded."""
+        movable = max(one.movable for one in each)
+        stays = max(one.nbytes - one.movable for one in each)
+        return cls(stays + movable, movable, max(one.paged for one in each), max(one.largest for one in each))
+
     def scaled(self, factor: float) -> "Storages":
         """As many storages, each `factor` times as large."""
         return Storages(*(int(factor * n) for n in (self.nbytes, self.movable, self.paged, self.largest)))
@@ -128,6 +135,20 @@ class StepSizes:
     """In the order in which forward runs them."""
     outside: tuple[int, ...]
     """Bytes saved before each block by what is in none, and at the end after the last: one more than blocks."""
+
+    @classmethod
+    def most(cls, each: Sequence["StepSizes"]) -> "StepSizes":
+        """What takes no less than any of `each`, which are of the same blocks."""
+        blocks = tuple(
+            BlockSizes(
+                Storages.most([block.inputs for block in of_each]),
+                Storages.most([block.saved_inputs for block in of_each]),
+                Storages.most([block.inner for block in of_each]),
+                max(block.forward_s for block in of_each),
+            )
+            for of_each in zip(*(sizes.blocks for sizes in each), strict=True)
+        )
+        return cls(blocks, tuple(max(of_each) for of_each in zip(*(sizes.outside for sizes in each), strict=True)))
 
     def scaled(self, factor: float) -> "StepSizes":
         """The sizes of a forward that keeps `factor` times as much."""
@@ -202,6 +223,17 @@ class Room:
     movable_host: float = inf
     """Bytes that can go to RAM and come back while a step computes."""
     movable_ssd: float = inf
+
+    @classmethod
+    def least(cls, each: Sequence["Room"]) -> "Room":
+        """What all of `each` have."""
+        return cls(
+            min(room.kept for room in each),
+            min(room.host for room in each),
+            min(room.ssd for room in each),
+            min(room.movable_host for room in each),
+            min(room.movable_ssd for room in each),
+        )
 
     @classmethod
     def of_step(

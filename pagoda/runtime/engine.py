@@ -28,7 +28,7 @@ from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
-from pagoda.runtime.activations.graph_memory import GraphMemory
+from pagoda.runtime.activations.graph_memory import GraphMemory, alone
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
@@ -140,6 +140,7 @@ class Engine:
             self._meter.stalled,
             poison,
             mesh.tensor.get_group() if plan.options.partition_activations else None,
+            alone if self.rank_group is None else self.rank_group.of_each_forward,
         )
         self.graphs.packing.register(units)
         self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)

@@ -7,6 +7,7 @@ from itertools import chain, zip_longest
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.reduction import Buffers
@@ -125,6 +126,17 @@ class RankGroup:
         found: list[T] = []
         self.collectives.on_all_ranks(what, lambda: found.extend(self.collectives.transport.announce(value)))
         return found
+
+    def of_each_forward(self, what: str, value: T) -> list[T]:
+        """As `announce`, of those ranks that run every block together: where experts are divided all, else those that
+        divide tensors, else this one."""
+        mesh = self.collectives.mesh
+        if mesh.ranks.expert_parallel > 1:
+            return self.announce(what, value)
+        said = [value] * mesh.ranks.tensor_parallel
+        if len(said) > 1:
+            dist.all_gather_object(said, value, group=mesh.tensor.get_group())
+        return said
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
         """Complete a lease of this rank's slice, if ranks have slices; see `Gathering.gather`."""

@@ -25,7 +25,6 @@ from zoo import Outcome, Recipe, batch, loss_of, take_step
 import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.checkpoint.state import ParameterState
-from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.distributed.service import Service
 from pagoda.distributed.start import in_common, on_any_rank
@@ -431,11 +430,11 @@ def send_tokens(out: Path, trained: bool) -> dict[str, Any]:
     return {"tokens": tokens.detach(), "by_rank": by_rank, "results": results.detach(), "grad": tokens.grad}
 
 
-def wrap_indivisible_experts(out: Path, name: str, activations: ActivationMode) -> str:
-    """Give wrap a mesh that divides experts, and a model or a mode that does not allow that."""
+def wrap_indivisible_experts(out: Path, name: str) -> str:
+    """Give wrap a mesh that divides experts, and a model that does not allow that."""
     model = build_model(name, seq_len=16)
     try:
-        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=3), activations=activations)
+        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=3))
     except pagoda.ConfigError as error:
         return str(error)
     return "wrapped"

@@ -219,15 +219,38 @@ def test_tokens_go_to_their_experts_and_results_and_gradients_come_back(
 
 
 @pytest.mark.parametrize(
-    ("model", "activations", "complaint"),
+    ("count", "divided"),
     [
-        ("mixtral-15m", "keep", "does not divide the 8 experts"),
-        ("gpt-1x64", "keep", "no experts to divide"),
-        ("mixtral-15m", "auto", "must recompute the same layers"),
+        (2, {"expert_parallel": 2, "tensor": 1}),
+        pytest.param(4, {"expert_parallel": 2, "tensor": 1}, marks=pytest.mark.slow),
+        pytest.param(4, {"expert_parallel": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"expert_parallel": 1, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
-    model: str, activations: str, complaint: str, ranks: RankServer, tmp_path: Path
+def test_ranks_that_run_blocks_together_choose_alike_what_they_recompute(
+    count: int, divided: dict[str, int], ranks: RankServer, tmp_path: Path
 ) -> None:
-    for said in ranks.run("wrap_indivisible_experts", 3, tmp_path, name=model, activations=activations):
+    """Where one has less room than the others, and their batches differ: as many blocks as this one has to."""
+    shared = {"name": write_mixture("mixtral-15m", tmp_path / "model", layers=4), **divided}
+    wide = [None] * count
+    kept = ranks.run("choose_together", count, tmp_path / "keep", activations="keep", room=wide, **shared)
+    narrow = max(result["kept"] for result in kept) * 2 // 3
+    room = [None] * (count - 1) + [f"{narrow}"]
+    results = ranks.run("choose_together", count, tmp_path / "auto", activations="auto", room=room, **shared)
+    for before, after in zip(kept, results, strict=True):
+        assert after["losses"] == before["losses"]
+        assert after["norms"] == before["norms"]
+        assert all(torch.equal(after["weights"][name], weight) for name, weight in before["weights"].items())
+        assert after["policies"] == results[0]["policies"]
+        assert {*after["policies"]} == {"keep", "recompute"}
+        assert after["peak"] <= narrow
+        assert after["kept"] <= 1.05 * after["peak"]  # experts have other numbers of tokens in each step
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [("mixtral-15m", "does not divide the 8 experts"), ("gpt-1x64", "no experts to divide")],
+)
+def test_what_cannot_be_divided_is_refused(model: str, complaint: str, ranks: RankServer, tmp_path: Path) -> None:
+    for said in ranks.run("wrap_indivisible_experts", 3, tmp_path, name=model):
         assert complaint in said

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ _MOST_BUCKETS = 64
 _NO_LIMIT = 1 << 62
 
 
+def alone(what: str, mine: Any) -> list[Any]:
+    """What every rank says where there is one."""
+    return [mine]
+
+
 class GraphMemory:
     """Runs each block of a forward under its policy.
 
@@ -63,8 +69,12 @@ class GraphMemory:
         stalled: Callable[[str, float], None],
         poison: bool,
         group: dist.ProcessGroup | None = None,
+        agree: Callable[[str, Any], list[Any]] = alone,
     ) -> None:
-        """`group` are the ranks that divide activations among them."""
+        """`group` are the ranks that divide activations among them. `agree` gives what each of those ranks says that
+        run every block together: they have to recompute the same ones. It is asked at the same points of their
+        programs."""
+        self._agree = agree
         self._options = options = store.plan.options
         self._device = device
         self._page_bytes = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
@@ -113,10 +123,12 @@ class GraphMemory:
         self._graphs.add(self.packing.graph)
         # A backward ends before the next forward begins, though the loss may live on with what is left of its graph.
         self._most = max(self._most, sum(not graph.backward_has_begun for graph in self._graphs))
-        self._share(max(self._most, self._at_once))
         shapes = [tensor.shape for tensor in _tensors(inputs)]
-        self._bucket = bucket_of(shapes)
-        self._growth = growth(shapes)
+        mine = self._most, bucket_of(shapes), growth(shapes)
+        of_all = [mine] if self._fixed is not None else self._agree("the shapes of a forward", mine)
+        self._most, self._growth = max(most for most, _, _ in of_all), max(each for _, _, each in of_all)
+        self._bucket = tuple(chain.from_iterable(bucket for _, bucket, _ in of_all))
+        self._share(max(self._most, self._at_once))
         self._trace = self._new_trace()
         if self._bucket in self._refusals:
             raise BudgetError(self._refusals[self._bucket])
@@ -193,10 +205,18 @@ class GraphMemory:
 
         When a step has `ended`, what has not been recomputed needs no gradients.
         """
-        if self._bucket in self._plans or not (self._trace.complete or (ended and self._trace.begun)):
+        if self._bucket in self._plans:
             return
-        sizes = self._trace.sizes(self._page_bytes)
-        room, of_all = self._room(sizes), sizes.scaled(self._at_once)
+        seen = None
+        if self._trace.complete or (ended and self._trace.begun):
+            sizes = self._trace.sizes(self._page_bytes)
+            seen = sizes, self._room(sizes)
+        everyone = [seen] if self._fixed is not None else self._agree("what a forward has left to its backward", seen)
+        shown = [each for each in everyone if each is not None]
+        if len(shown) < len(everyone) or len({len(sizes.blocks) for sizes, _ in shown}) > 1:
+            return
+        sizes, room = StepSizes.most([sizes for sizes, _ in shown]), Room.least([room for _, room in shown])
+        of_all = sizes.scaled(self._at_once)
         if self._fixed is None:
             plan = choose(of_all.scaled(self._growth), room)
             needed = peak_of(of_all, plan.policies, room.host).kept
