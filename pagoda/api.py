@@ -57,7 +57,7 @@ from pagoda.optim.param_groups import (
 from pagoda.optim.rule import Rule, TensorRule, check_rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
-from pagoda.plan.combinations import check_features, features
+from pagoda.plan.combinations import check_experts_of_stages, check_features, features
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.plan.options import Options
@@ -266,12 +266,8 @@ class _Wrapping:
             make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
             plan = agreed_plan(transport, make, root)
         _check_extents(self._rule, plan)
-        if plan.layout.expert_units and mesh.ranks.pipeline_parallel > 1 and mesh.ranks.count > 1:
-            raise ConfigError(
-                "Several ranks of a stage cannot share experts: they use different ones, and a rank that waits for "
-                "another stage cannot take part in what they need. Give each stage one rank, or leave out "
-                "pipeline_parallel."
-            )
+        if plan.layout.expert_units:
+            check_experts_of_stages(mesh.ranks)
         if options.activations != "auto":
             return plan
         budget = self._memory.activation_bytes

@@ -55,8 +55,6 @@ def test_wrap_refuses_what_does_not_work_together_with_the_reason(pair: frozense
     settings = {name: value for feature in pair for name, value in SETTINGS[feature].items()}
     if pair == {Feature.ASYNC, Feature.SPECULATE}:
         settings["update"] = pagoda.Updates("async", speculate=True)
-    if pair == {Feature.EXPERTS, Feature.PIPELINE}:
-        settings["mesh"] = pagoda.Mesh(World(0, 4, 0, 4), Ranks(2, 4, expert_parallel=2, pipeline_parallel=2))
     with pytest.raises(pagoda.ConfigError) as refused:
         pagoda.wrap(nn.Linear(4, 4), **{"optimizer": pagoda.AdamW(), **settings})
     assert f"does not work with {max(pair, key=[*Feature].index)}: {REFUSED[pair]}." in str(refused.value)

@@ -13,6 +13,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, check_configured, forecast
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.plan.combinations import check_experts_of_stages
 from pagoda.plan.exchanges import of_stage
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 
@@ -86,11 +87,8 @@ def stages_of(
     """
     count, ranks = config.pipeline_parallel, machine.ranks
     assert ranks is not None, "a pipeline has several ranks"
-    if described.top_k and ranks.count > 1:
-        raise ConfigError(
-            f"--pipeline-parallel is {count}, so {ranks.count} ranks of a stage would share a mixture of experts, "
-            "which does not work: use as many stages as ranks"
-        )
+    if described.top_k:
+        check_experts_of_stages(ranks)
     alone = machine if ranks.count > 1 else replace(machine, ranks=None)
     handed_on = config.tokens * described.hidden * config.itemsize
     kinds: dict[tuple[int, bool, bool], int] = {}

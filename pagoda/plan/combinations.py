@@ -44,10 +44,6 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.ASYNC, F.DEVICE_UPDATES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.DEVICE_HOMES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
-        (F.EXPERTS, F.PIPELINE, "a rank that waits for another stage cannot take part in what others' experts need"),
-        (F.EIGHT_BIT, F.TENSOR, "blocks of quantized moments would depend on how tensors are divided"),
-        (F.TILES, F.TENSOR, "tensor parallelism has divided the layers already"),
-        (F.AUTO, F.EXPERTS, "it chooses by the sizes that a rank sees, and ranks must recompute the same layers"),
     )
 }
 """Pairs that are refused, each with the reason."""
@@ -89,3 +85,14 @@ def check_features(used: Collection[Feature]) -> None:
     """Raises ConfigError where features do not work together."""
     if (why := why_not(used)) is not None:
         raise ConfigError(f"{why}. Leave one of them out.")
+
+
+def check_experts_of_stages(ranks: Ranks) -> None:
+    """Raises ConfigError where the ranks of a stage of a pipeline, which has experts, would need weights of each other
+    at other times: a rank that waits for another stage takes part in nothing."""
+    if ranks.pipeline_parallel > 1 and (ranks.shares_experts or ranks.shards_weights):
+        raise ConfigError(
+            "The ranks of a stage use different experts, and a rank that waits for another stage cannot send what "
+            "others need of a mixture: give each rank experts of its own, and all other weights, by "
+            f"expert_parallel={ranks.data_parallel} and stage=2, or give each stage one rank."
+        )

@@ -16,38 +16,46 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from zoo import BATCH, LENGTH, VOCABULARY, Outcome, take_step
 
 import pagoda
 from pagoda.models import build_model
 
-from .divided import CASE_RULES
+from .divided import NAMED
 
 PAGE, WIDTH, BLOCKS, MICRO_BATCHES = 4096, 64, 8, 4
-RULES = {**CASE_RULES, "muon": pagoda.Muon(lr=1e-2)}
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
 class Block(nn.Module):
     """A layer with parts, and a buffer in which the model counts its forwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 0) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
         self.register_buffer("calls", torch.zeros(()))
+        self.mixture: nn.Module | None = None
+        if experts:
+            config = MixtralConfig(num_local_experts=experts, intermediate_size=48, hidden_size=WIDTH)
+            self.mixture = MixtralSparseMoeBlock(config)
+            for param in self.mixture.parameters():
+                nn.init.normal_(param, std=0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x if self.mixture is None else x + self.mixture(x)
 
 
 class Part(nn.Module):
     """Some adjoining layers of a model, under the names that they have in the whole."""
 
-    def __init__(self, numbers: range) -> None:
+    def __init__(self, numbers: range, experts: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleDict({str(number): Block() for number in range(BLOCKS)})
+        self.blocks = nn.ModuleDict({str(number): Block(experts) for number in range(BLOCKS)})
         self.head: nn.Module | None = nn.Linear(WIDTH, VOCABULARY, bias=False)
         for number in set(range(BLOCKS)) - set(numbers):
             del self.blocks[str(number)]
@@ -69,12 +77,12 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def build(mesh: pagoda.Mesh, schedule: str) -> tuple[nn.Module, list[Part]]:
+def build(mesh: pagoda.Mesh, schedule: str, experts: int = 0) -> tuple[nn.Module, list[Part]]:
     """What this rank wraps, and its parts, of which there are two where stages are interleaved."""
     chunks = 2 if schedule == "interleaved" else 1
     size = BLOCKS // (mesh.ranks.pipeline_parallel * chunks)
     first = [(chunk * mesh.ranks.pipeline_parallel + mesh.pipeline_stage) * size for chunk in range(chunks)]
-    parts = [Part(range(start, start + size)) for start in first]
+    parts = [Part(range(start, start + size), experts) for start in first]
     if mesh.ranks.tensor_parallel > 1:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         parts = [parallelize_module(part, mesh.tensor, plan) for part in parts]
@@ -84,7 +92,7 @@ def build(mesh: pagoda.Mesh, schedule: str) -> tuple[nn.Module, list[Part]]:
 def settings_of(settings: dict[str, Any]) -> dict[str, Any]:
     """What `wrap` is given for some settings that are said by name."""
     given = {**settings}
-    given["optimizer"] = RULES[given.pop("rule", "adamw")]
+    given["optimizer"] = NAMED[given.pop("rule", "adamw")]()
     if (tiles := given.pop("tiles", None)) is not None:
         given["tiles"] = pagoda.Tiles(**tiles)
     if (gradients := given.pop("gradients", None)) is not None:
@@ -104,13 +112,14 @@ def wrapped(
     kind: str = "ram",
     divided: dict[str, Any] | None = None,
     by_torch: bool = False,
+    experts: int = 0,
     **settings: Any,
 ) -> tuple[nn.Module, list[Part], Any, pagoda.Mesh]:
     """A stage in pages: in RAM, or with the least memory that takes it; or updated in a memory of its own, or living
     there. `by_torch`, torch's mesh says what is divided."""
     mesh = pagoda.open_mesh(**(divided or {}))
     given = init_device_mesh("cpu", (2, mesh.size), mesh_dim_names=("pp", "dp")) if by_torch else mesh
-    model, parts = build(mesh, schedule)
+    model, parts = build(mesh, schedule, experts)
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB"}
     if "ssd" in kind:
         sizes |= {"host": PAGE, "ssd": f"{out}:64MiB"}
@@ -220,17 +229,21 @@ def train_pipeline(
     return result
 
 
-def train_alone(out: Path, groups: int = 1, steps: int = 3, **settings: Any) -> dict[str, Any]:
-    """Train the whole model on one rank, in RAM, on the micro-batches of so many pipelines."""
-    model = Part(range(BLOCKS))
+def train_alone(
+    out: Path, groups: int = 1, steps: int = 3, divided: dict[str, Any] | None = None, experts: int = 0, **settings: Any
+) -> dict[str, Any]:
+    """Train the whole model without stages, in RAM, on the micro-batches of so many pipelines, of which each rank takes
+    its share."""
+    mesh = pagoda.open_mesh(**(divided or {}))
+    model = Part(range(BLOCKS), experts)
     memory = pagoda.Memory(host="64MiB", page_size=PAGE, unit_limit="64KiB")
-    model, optimizer = pagoda.wrap(model, memory=memory, **settings_of(settings))
+    model, optimizer = pagoda.wrap(model, memory=memory, mesh=mesh, **settings_of(settings))
     generator, outcome = torch.Generator().manual_seed(1), Outcome()
     for _ in range(steps):
         ids = torch.randint(VOCABULARY, (groups, MICRO_BATCHES * BATCH, LENGTH), generator=generator)
-        for part in ids.flatten(0, 1).split(BATCH):
+        for part in ids[mesh.rank :: mesh.size].flatten(0, 1).split(BATCH):
             loss = loss_of(model(part), part) / MICRO_BATCHES
-            optimizer.scale(loss / groups).backward()
+            optimizer.scale(loss / (groups // mesh.size)).backward()
             outcome.losses.append(loss.item())
         take_step(optimizer, outcome)
     result = {"losses": outcome.losses, "norms": outcome.norms, **state_of(model, optimizer)}
@@ -335,15 +348,18 @@ def refuse_pipelines(out: Path) -> dict[str, str]:
     return said
 
 
-def share_experts(out: Path, name: str) -> str:
-    """The error of two ranks of a stage that would share a mixture of experts."""
-    mesh = pagoda.open_mesh(pipeline_parallel=2)
-    model = nn.ModuleDict({f"of-stage-{mesh.pipeline_stage}": build_model(name, seq_len=LENGTH)})
-    try:
-        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="1GiB"), mesh=mesh)
-    except pagoda.ConfigError as error:
-        return str(error)
-    return "wrapped"
+def share_experts(out: Path, name: str) -> dict[str, str]:
+    """The errors of two ranks of a stage that would need experts, or weights, of each other."""
+    said = {}
+    for what, divided in {"shared": {"stage": 2}, "gathered": {"expert_parallel": 2}}.items():
+        mesh = pagoda.open_mesh(pipeline_parallel=2, **divided)  # type: ignore[arg-type]
+        model = nn.ModuleDict({f"of-stage-{mesh.pipeline_stage}": build_model(name, seq_len=LENGTH)})
+        try:
+            pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="1GiB"), mesh=mesh)
+            said[what] = "wrapped"
+        except pagoda.ConfigError as error:
+            said[what] = str(error)
+    return said
 
 
 def run_example(out: Path, name: str, words: list[str]) -> str:

@@ -12,6 +12,7 @@ import torch
 from tests.tiny import write_mixture
 
 from .conftest import RankServer
+from .pipelines import BLOCKS
 
 Result = dict[str, Any]
 CLIP = 0.05
@@ -217,11 +218,36 @@ def test_what_stages_cannot_do_is_refused_on_each_of_them(ranks: RankServer, tmp
         assert "stage 0 is at optimizer.step(), stage 1 is at the buffers of a checkpoint" in said["points"]
 
 
-@pytest.mark.slow
-def test_several_ranks_of_a_stage_do_not_share_experts(ranks: RankServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "settings"),
+    [
+        ("1f1b", {"kind": "arena", "activations": "auto"}),
+        pytest.param("interleaved", {"kind": "arena"}, marks=pytest.mark.slow),
+        pytest.param("gpipe", {"kind": "ram", "activations": "recompute"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_ranks_of_a_stage_divide_its_experts(
+    schedule: str, settings: dict[str, Any], stage: int, ranks: RankServer, tmp_path: Path
+) -> None:
+    """With the bits that they have without a pipeline."""
+    shared = {"experts": 4, "clip_grad_norm": CLIP}
+    divided = {"expert_parallel": 2, "stage": stage}
+    expected = ranks.run("train_alone", 2, tmp_path / "alone", groups=2, divided=divided, **shared)
+    divided |= {"pipeline_parallel": 2}
+    results = ranks.run(
+        "train_pipeline", 4, tmp_path / "stages", schedule=schedule, divided=divided, **shared, **settings
+    )
+    assert_same_bits(results, expected)
+    assert len({name for name in joined(results, "weights") if ".mixture.experts." in name}) > 4 * BLOCKS
+
+
+def test_what_ranks_of_a_stage_would_need_of_each_other_is_refused(ranks: RankServer, tmp_path: Path) -> None:
     name = write_mixture("mixtral-15m", tmp_path / "model")
     for said in ranks.run("share_experts", 4, tmp_path, name=name):
-        assert "Several ranks of a stage cannot share experts" in said
+        assert "expert_parallel=2 and stage=2" in said["shared"]
+        assert "expert_parallel=2 and stage=2" in said["gathered"]
 
 
 def test_the_example_learns_and_resumes(ranks: RankServer, tmp_path: Path) -> None:
