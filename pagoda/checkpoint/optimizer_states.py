@@ -109,8 +109,7 @@ class OptimizerState:
         if entries.keys() != self._wholes.keys():
             raise CheckpointError("The state does not belong to this model: its optimizer has other parameters.")
         for name, whole in self._wholes.items():
-            blank = _whole_entry(whole, blank=True)
-            shapes = {f"{key} of {name}": tuple(value.shape) for key, value in blank.items() if key != "step"}
+            shapes = {f"{key} of {name}": shape for key, shape in _whole_shapes(whole).items() if key != "step"}
             found = {f"{key} of {name}": value for key, value in entries[name].items() if key != "step"}
             check_shapes(found, shapes)
         check_groups("The state", groups, self._groups())
@@ -132,9 +131,16 @@ class OptimizerState:
         return [{**group, "params": list(dict.fromkeys(map(wholes.__getitem__, group["params"])))} for group in groups]
 
 
-def _whole_entry(whole: WholeState, blank: bool = False) -> dict[str, torch.Tensor]:
+def _whole_shapes(whole: WholeState) -> dict[str, tuple[int, ...]]:
+    """The shapes of what `_whole_entry` gives."""
+    first = whole.states[0]
+    part = {key: tuple(torch.as_tensor(value).shape) for key, value in read_entry(first, blank=True).items()}
+    return {key: whole.shape if shape == first.spec.shape else shape for key, shape in part.items()}
+
+
+def _whole_entry(whole: WholeState) -> dict[str, torch.Tensor]:
     """As `read_entry`, of the whole parameter, with numbers as tensors."""
-    entries = [read_entry(state, blank) for state in whole.states]
+    entries = [read_entry(state) for state in whole.states]
     found = {"step": torch.tensor(float(whole.steps))}
     for key, value in entries[0].items():
         is_number = not isinstance(value, torch.Tensor) or not value.dim()
