@@ -81,6 +81,17 @@ def test_the_peak_is_the_sum_of_what_is_kept_and_of_one_block_that_is_recomputed
     assert peak_of(large_head, [Policy.RECOMPUTE] * 4).kept == 1 + 4 * 10 + 700
 
 
+@given(st.data())
+def test_no_rank_takes_more_than_the_largest_sizes_of_all(data: st.DataObject) -> None:
+    first = data.draw(steps())
+    count = len(first.blocks)
+    other = data.draw(steps().filter(lambda sizes: len(sizes.blocks) == count))
+    policies = data.draw(st.lists(st.sampled_from(Policy), min_size=count, max_size=count))
+    most = peak_of(StepSizes.most([first, other]), policies, host_room=300)
+    for sizes in (first, other):
+        assert peak_of(sizes, policies, host_room=300).or_more(most) == most
+
+
 def test_ram_is_offloaded_to_first() -> None:
     block = BlockSizes(inner=storages([32, 32]))
     sizes = StepSizes((block,) * 4, (0,) * 5)
