@@ -39,6 +39,7 @@ class Block(nn.Module):
         self.mixture: nn.Module | None = None
         if experts:
             config = MixtralConfig(num_local_experts=experts, intermediate_size=48, hidden_size=WIDTH)
+            config._experts_implementation = "eager"
             self.mixture = MixtralSparseMoeBlock(config)
             for param in self.mixture.parameters():
                 nn.init.normal_(param, std=0.1)

@@ -13,6 +13,7 @@ from tests.tiny import write_mixture
 
 from .conftest import RankServer
 from .pipelines import BLOCKS
+from .test_experts_on_ranks import in_full
 
 Result = dict[str, Any]
 CLIP = 0.05
@@ -241,6 +242,30 @@ def test_the_ranks_of_a_stage_divide_its_experts(
     )
     assert_same_bits(results, expected)
     assert len({name for name in joined(results, "weights") if ".mixture.experts." in name}) > 4 * BLOCKS
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_of_a_stage_have_the_same_experts(ranks: RankServer, alone: Any, tmp_path: Path) -> None:
+    shared = {"experts": 4, "precision": "fp32", "clip_grad_norm": CLIP}
+    settings = {"divided": {"pipeline_parallel": 2, "tensor_parallel": 2}, **shared}
+    in_ram = ranks.run("train_pipeline", 4, tmp_path / "ram", **settings)
+    assert_same_bits(ranks.run("train_pipeline", 4, tmp_path / "ssd", kind="ssd", **settings), in_ram)
+    close(in_ram, alone(**shared))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_stages_with_divided_experts_resumes_with_the_same_bits(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    divided = {"pipeline_parallel": 2, "expert_parallel": 2, "stage": 2}
+    shared = {"directory": str(tmp_path / "step-2"), "experts": 4, "clip_grad_norm": CLIP}
+    saved = ranks.run("save_pipeline", 4, tmp_path / "save", divided=divided, kind="arena", **shared)
+    assert_same_bits(ranks.run("resume_pipeline", 4, tmp_path / "again", divided=divided, **shared), saved)
+    (alone,) = ranks.run("resume_pipeline", 1, tmp_path / "alone", divided={}, **shared)
+    weights, expected = alone["weights"], joined(saved, "weights")
+    expected = {name: value for name, value in expected.items() if not name.endswith("calls")}  # which counted on
+    assert {name for name in expected if ".mixture.experts.tiles." in name}
+    assert not [name for name, value in expected.items() if not torch.equal(in_full(weights, name), value)]
 
 
 def test_what_ranks_of_a_stage_would_need_of_each_other_is_refused(ranks: RankServer, tmp_path: Path) -> None:
