@@ -225,6 +225,7 @@ def test_what_stages_cannot_do_is_refused_on_each_of_them(ranks: RankServer, tmp
         ("1f1b", {"kind": "arena", "activations": "auto"}),
         pytest.param("interleaved", {"kind": "arena"}, marks=pytest.mark.slow),
         pytest.param("gpipe", {"kind": "ram", "activations": "recompute"}, marks=pytest.mark.slow),
+        pytest.param("1f1b", {"kind": "arena", "accumulation_steps": 4, "guess": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
