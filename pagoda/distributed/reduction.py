@@ -109,6 +109,7 @@ class Reduction:
         header, places, at = self._buffers.header_bytes, len(slices), 0
         room = (self._buffers.landing.numel() // places - header) // itemsize // ALIGN_ELEMENTS * ALIGN_ELEMENTS
         padded = 0 if self._shards.differ else slice_elements(spec.trainable_numel, places)
+        padded = padded if len(slices[0]) <= padded else 0  # whole pages
         found = self._laid_out[spec.index] = []
         for start in range(0, max(1, *map(len, slices)), room):
             spans = [_part(span, start, start + room) for span in slices]

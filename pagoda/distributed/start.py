@@ -91,7 +91,8 @@ def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec
 def in_common(plan: Plan) -> dict[str, object]:
     """What of a plan must be the same on all ranks, in plain values, which read alike in every process.
 
-    Where ranks hold other numbers of elements, each has its own homes for them.
+    Where ranks hold other numbers of elements, each has its own homes for them, and where no weight is gathered before
+    use, its own leases.
     """
     layout, trace = plan.layout, plan.trace
     common: dict[str, object] = {
@@ -101,9 +102,10 @@ def in_common(plan: Plan) -> dict[str, object]:
         "states": [(state.name, str(state.dtype), state.per) for state in layout.states],
         "gradient": str(layout.gradient_dtype),
         "ranks": layout.ranks,
-        "leases": plan.placement.pages(plan.lease_tier or HOST, LEASES),
         "trace": [(access.unit, access.phase.name) for access in trace.accesses],
     }
+    if plan.ranks is not None and plan.ranks.shards_weights:
+        common["leases"] = plan.placement.pages(plan.lease_tier or HOST, LEASES)
     if layout.slices.differ:
         places = {unit.index: range(layout.group(unit)) for unit in plan.units}
         common["slices"] = [[layout.slices.trained(unit, at) for at in places[unit.index]] for unit in plan.units]

@@ -11,7 +11,7 @@ from pagoda.optim.rule import StateSpec
 from pagoda.plan.packed import Packed, ShapedSpan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Slices, slice_elements
-from pagoda.plan.units import UnitSpec, enclosing
+from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
 WEIGHT_BACK, GRAD_QUEUE = "weight_back", "grad_queue"
@@ -121,8 +121,12 @@ class Layout:
 
     @cached_property
     def slices(self) -> Slices:
-        """What each rank holds."""
-        return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units)
+        """What each rank holds. Where every rank has all weights, each page of these is in one slice, so that an update
+        never shares a page with what other ranks send."""
+        whole = ALIGN_ELEMENTS
+        if self.ranks is not None and not self.ranks.shards_weights:
+            whole = self.page_bytes // self.weight.dtype.itemsize
+        return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, whole)
 
     def is_cut(self, unit: UnitSpec, state: str) -> bool:
         """Whether ranks have slices of a state of a unit, not all of it each."""
@@ -282,6 +286,11 @@ class Layout:
     def gathers_after_update(self, unit: UnitSpec) -> bool:
         """Whether every rank has all of a unit's weights and updates a slice of them."""
         return self.ranks is not None and not self.ranks.shards_weights and self.group(unit) > 1
+
+    @property
+    def sharing_pages(self) -> int:
+        """Pages in which the updated slices of a unit's weights come together, on their way to a copy on SSD."""
+        return max(map(self.trained_weight_pages, filter(self.gathers_after_update, self.units)), default=0)
 
     @cached_property
     def block_elements(self) -> int:

@@ -120,6 +120,8 @@ class _Placer:
             device.pop(UPDATE_RING, None)
         if kept.grads != self.all:
             host[STAGING] = kept.staging
+        if kept.weights != self.all and self.layout.sharing_pages:
+            host[SERVING] = self.layout.sharing_pages
         if kept.leases:
             host[FETCH_RING if self.device is not None else LEASES] = kept.leases
         slot = 0 if kept.weights == kept.moments == self.all else self._slot(kept.weights != self.all)
@@ -170,11 +172,8 @@ class _Placer:
             kept = first_that_fit(self.weight, min(most, self.host - taken))
             if kept == self.all:
                 return kept, 0, self.host - taken - weights + self.least_staging
-            if any(map(layout.gathers_after_update, layout.units)):
-                # Each rank would read all weights from its drive and write all of them, not 1/N as in stage 3.
-                stage3 = "memory.host, or use ZeRO stage 3: in stages 1 and 2 every rank keeps all weights in RAM"
-                self._refuse(HOST, min(taken + weights, everything), self.host, stage3)
-        taken_if_streamed = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=True)
+        slots = layout.least_ring_slots * self._slot(weights_on_ssd=True)
+        taken_if_streamed = self.least_staging + slots + layout.sharing_pages
         left = self.host - taken_if_streamed
         leases = least = 0
         if self.device is not None:

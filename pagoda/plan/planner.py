@@ -266,7 +266,8 @@ def _paged(layout: Layout, asked: int | None) -> Layout:
     sliced = layout.ranks is not None and layout.ranks.data_parallel > 1
     if sliced or layout.gradient is not None:  # else gradients are as large as weights, and need not be looked at
         states.append(GRAD)
-    exact = sum(layout.elements(unit, state) * layout.itemsize(state) for unit in layout.units for state in states)
+    least = replace(layout, page_bytes=_MIN_PAGE_BYTES)  # slices may be whole pages
+    exact = sum(least.elements(unit, state) * layout.itemsize(state) for unit in layout.units for state in states)
     while page > _MIN_PAGE_BYTES:
         paged = replace(layout, page_bytes=page)
         if sum(map(paged.total_pages, states)) * page <= exact * (1 + MAX_WASTE):

@@ -44,12 +44,15 @@ class Slices:
         packed: Mapping[str, Packed],
         ranks: Ranks | None,
         expert_units: frozenset[int],
+        whole: int = ALIGN_ELEMENTS,
     ) -> None:
+        """Equal slices are multiples of `whole` elements, but for the end of the last one."""
         self._units = units
         self._states = states
         self._packed = packed
         self._ranks = ranks
         self._experts = expert_units
+        self._whole = whole
         self._takes_whole = states[0].whole
 
     @property
@@ -68,7 +71,7 @@ class Slices:
     def trained(self, unit: UnitSpec, place: int) -> Span:
         """The trainable elements of a unit that the rank at a place updates."""
         if self._takes_whole is None:
-            return Span(*equal_slice(0, unit.trainable_numel, self.group(unit), place))
+            return Span(*equal_slice(0, unit.trainable_numel, self.group(unit), place, self._whole_of(unit)))
         return Span(*self._of_wholes[0][unit.index][place])
 
     def frozen(self, unit: UnitSpec, place: int) -> Span:
@@ -83,7 +86,8 @@ class Slices:
     def room(self, unit: UnitSpec, place: int) -> int:
         """Elements that extents have for a slice of the trainable ones: at least a block, so every rank has some."""
         if self._takes_whole is None:
-            return slice_elements(unit.trainable_numel, self.group(unit))
+            slice_of_it = slice_elements(unit.trainable_numel, self.group(unit), self._whole_of(unit))
+            return min(slice_of_it, align(unit.trainable_numel))
         return max(len(self.trained(unit, place)), min(ALIGN_ELEMENTS, unit.trainable_numel))
 
     def spans(self, unit: UnitSpec, place: int, frozen: bool) -> tuple[Span, ...]:
@@ -102,6 +106,10 @@ class Slices:
             start, stop = packed.before(unit, span.start), packed.before(unit, span.stop)
             found.append(Span(start, stop, start - packed.before(unit, span.start - span.at)))
         return tuple(span for span in found if len(span))
+
+    def _whole_of(self, unit: UnitSpec) -> int:
+        """What equal slices of a unit are multiples of."""
+        return self._whole if self.group(unit) > 1 else ALIGN_ELEMENTS
 
     @property
     def fullest_rank(self) -> int:
@@ -148,14 +156,15 @@ class Slices:
         ]
 
 
-def slice_elements(elements: int, group: int) -> int:
-    """Elements of each of `group` equal slices: whole blocks of those that are quantized together."""
-    return align(-(-elements // group))
+def slice_elements(elements: int, group: int, whole: int = ALIGN_ELEMENTS) -> int:
+    """Elements of each of `group` equal slices: a multiple of `whole`, by default the blocks that are quantized
+    together."""
+    return -(-elements // (group * whole)) * whole
 
 
-def equal_slice(start: int, stop: int, group: int, index: int) -> tuple[int, int]:
+def equal_slice(start: int, stop: int, group: int, index: int, whole: int = ALIGN_ELEMENTS) -> tuple[int, int]:
     """Slice number `index` of `group` equal ones of [start, stop). The last ones may be short or empty."""
-    each = slice_elements(stop - start, group)
+    each = slice_elements(stop - start, group, whole)
     return min(start + index * each, stop), min(start + (index + 1) * each, stop)
 
 

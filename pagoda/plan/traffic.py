@@ -43,6 +43,10 @@ class Traffic:
     """UPDATE: what its arithmetic reads and writes."""
     published: int
     """UPDATE: the new weights, where every rank keeps those of all slices."""
+    sent_from_ssd: int
+    """UPDATE: those of them that this rank has updated, where their home is SSD: they are read to be sent."""
+    kept_on_ssd: int
+    """UPDATE: those that the other ranks have updated, which are written to SSD here."""
 
 
 def traffic_of(plan: Plan) -> tuple[Traffic, ...]:
@@ -65,6 +69,8 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         merged = (ranks.replicas - 1) * slice_elements(unit.trainable_numel, group) * _SUM_BYTES
     published = unit.trainable_numel * layout.weight.dtype.itemsize if layout.gathers_after_update(unit) else 0
     elements = layout.updated_elements(unit)
+    through_ssd = published if placement.home(index, WEIGHT) == SSD else 0
+    sent_from_ssd = min(through_ssd, elements * layout.weight.dtype.itemsize)
     gradient = elements * layout.itemsize(GRAD)
     resident, passes_device = index in placement.resident, index in placement.updated_on_device
     if resident or passes_device:
@@ -85,6 +91,8 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         brought=gradient if passes_device else 0,
         touched=2 * states + gradient if unit.trainable_numel else 0,
         published=ring_bytes(published, group),
+        sent_from_ssd=sent_from_ssd,
+        kept_on_ssd=through_ssd - sent_from_ssd,
     )
 
 
@@ -154,6 +162,7 @@ def bytes_written_to_ssd(plan: Plan) -> int:
     traffic, placement = traffic_of(plan), plan.placement
     trained = frozenset(unit.index for unit in plan.units if unit.trainable_numel)
     states = sum(traffic[unit].streamed for unit in trained - placement.updated_on_device)
+    states += sum(of.kept_on_ssd for of in traffic)
     during_backward = plan.options.update_during_backward
     made = (g for g in gradients_of(plan.trace, trained) if not (during_backward and g.last))
     gradients = sum(traffic[g.unit].buffer for g in made if placement.home(g.unit, GRAD) == SSD)

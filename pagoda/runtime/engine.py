@@ -339,7 +339,7 @@ class Engine:
             if reduces
             else None,
             self.device,
-            self._lanes["d2h"],
+            self._lanes,
             self._executor,
             self._meter.stalled,
         )

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from pagoda.distributed.order import CollectiveKind
+from pagoda.distributed.order import Call, CollectiveKind
 from pagoda.distributed.service import Service
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import NonFiniteGradientError, RankError
@@ -21,7 +21,8 @@ from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Event
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import UnitGradient
-from pagoda.runtime.lanes import Handle
+from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.sharing import SharedWeights
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
@@ -37,6 +38,7 @@ class Gathering:
         units: Sequence[LiveUnit],
         executor: Executor,
         landing: torch.Tensor | None,
+        lanes: dict[str, Lane],
     ) -> None:
         """Weights that this rank has no use for arrive in `landing`, uint8."""
         self._collectives = collectives
@@ -48,15 +50,20 @@ class Gathering:
         self._dtype = store.dtype(WEIGHT)
         self._most = MESSAGE_BYTES // self._dtype.itemsize
         """Elements of a message."""
-        pages = store.plan.placement.pages(HOST, SERVING)
-        self._window = store.host.take(pages).view() if pages else None
+        self._shared: SharedWeights | None = None
+        """Where ranks have all weights, the way to those of them that are on SSD."""
+        self._window: memoryview | None = None
         """What a slice on SSD passes, message by message: one has been sent before the next is read."""
         self._reading = threading.Lock()
         self._updated: dict[int, Handle] = {}
         """unit -> this rank's latest update of a slice that is shared."""
         collectives.take_part |= {CollectiveKind.GATHER: self._give, CollectiveKind.SHARE: self._share_unasked}
-        mesh = collectives.mesh
-        self._service = Service(collectives.transport, self._answer) if mesh.ranks.shards_weights else None
+        shards_weights, pages = collectives.mesh.ranks.shards_weights, store.plan.placement.pages(HOST, SERVING)
+        if pages and shards_weights:
+            self._window = store.host.take(pages).view()
+        elif pages:
+            self._shared = SharedWeights(store, lanes)
+        self._service = Service(collectives.transport, self._answer) if shards_weights else None
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
         """Complete a lease, shape [numel], in which this rank's slice lies once `own` has ended, and which others'
@@ -113,10 +120,26 @@ class Gathering:
     # --- weights of all ranks ---
 
     def _share(self, unit: LiveUnit, extent: str) -> None:
-        home = self._store.tensor(unit.index, extent)
-        assert home is not None, "ranks that have all weights have them in RAM"
+        home, order = self._store.tensor(unit.index, extent), self._collectives.order
+        if home is not None:
+            self._share_into(unit, home)
+            return
+        assert self._shared is not None, "a plan with weights on SSD has room to share them"
+        if order.failed:  # the others wait for this rank, whatever it has
+            self._share_into(unit, self._shared.weights)
+            return
+        try:
+            self._shared.read_own(unit, extent)
+        except BaseException:
+            order.fail(Call(CollectiveKind.SHARE, unit.index), None, alike=True)
+            raise
+        self._share_into(unit, self._shared.weights)
+        self._shared.write_others(unit, extent)
+
+    def _share_into(self, unit: LiveUnit, weights: torch.Tensor) -> None:
+        """Complete a unit's trained weights by what other ranks have updated."""
         spans = [(span.start, span.stop) for span in self._shards.trained_slices(unit.spec)]
-        self._collectives.sharers(unit.spec).gather(home, spans)
+        self._collectives.sharers(unit.spec).gather(weights, spans)
 
     def _share_unasked(self, unit: LiveUnit, version: int | None) -> None:
         """Share a unit that other ranks have updated, and this one may be about to."""

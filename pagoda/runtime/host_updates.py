@@ -154,7 +154,7 @@ class HostPath(UpdatePath):
         """What a block has of each state; nothing of a state that its parameter has not."""
         spec, parts = self._store.plan.units[unit], {}
         for state in self._states:
-            origin = 0 if state.name in self._streamed[unit] else self._store.shards.origin(spec, state.name)
+            origin = self._store.shards.origin(spec, state.name)
             elements = range(state.elements(origin + start), state.elements(origin + stop))
             parts[state.name] = Part(elements, elements.start * state.dtype.itemsize)
         return parts

@@ -58,7 +58,7 @@ class RankGroup:
         gradients: Gradients,
         buffers: Buffers | None,
         device: Device,
-        copies: Lane,
+        lanes: dict[str, Lane],
         executor: Executor,
         stalled: Callable[[str, float], None],
     ) -> None:
@@ -73,11 +73,11 @@ class RankGroup:
         listed = not store.plan.layout.expert_units
         self.collectives = Collectives(mesh, transport, store.shards, device, units, driver.scheduler, listed)
         landing = buffers.landing if buffers is not None else None
-        self._gathering = Gathering(self.collectives, store, units, executor, landing)
+        self._gathering = Gathering(self.collectives, store, units, executor, landing, lanes)
         self._reducer: Reducer | None = None
         if buffers is not None:
             early = store.plan.options.update_during_backward
-            self._reducer = Reducer(self.collectives, gradients, buffers, device, copies, driver, stalled, early)
+            self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver, stalled, early)
         store.assemble = self._assemble
 
     @property

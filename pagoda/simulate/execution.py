@@ -87,6 +87,8 @@ class Execution:
             self._updates[unit].update(operation)
         elif kind is Kind.READ_AHEAD:
             self._updates[unit].read_ahead(operation)
+        elif kind is Kind.SHARE:
+            self._lanes.when_ended(self._updates[unit].share(unit, ()), partial(self._ended, operation))
         elif kind is Kind.FETCH and operation.version > self._versions[unit]:
             self._early.setdefault(unit, []).append(operation)
         elif chains := self._chains(kind, unit):
@@ -137,9 +139,6 @@ class Execution:
             return [[self._move("ssd_write", f"spill {unit.name}", traffic.buffer)]]
         if kind is Kind.RELOAD:
             return [[self._move("ssd_read", f"gradient {unit.name}", traffic.buffer)]]
-        if kind is Kind.SHARE:
-            seconds = self._rates.ring_seconds(traffic.published, self._plan.layout.group(unit))
-            return [[Work(COLLECTIVE, f"gather {unit.name}", traffic.published, seconds)]]
         if kind is not Kind.OFFLOAD:
             return []
         chain = []

@@ -82,6 +82,8 @@ class SimulatedUpdates:
         self._ahead_unit = -1
         """The unit that is read ahead."""
         self._ahead: list[Task] = []
+        self._sharing: list[Task] = []
+        """What must end before the next unit is shared through RAM."""
 
     def update(self, operation: Operation) -> None:
         """Execute an UPDATE."""
@@ -134,15 +136,29 @@ class SimulatedUpdates:
 
     def _last_is_fed(self, operation: Operation, computed: Task, last: Task) -> None:
         """Tell how an update gets on. Its last chunk is the last of all in every lane."""
-        spec = self._plan.units[operation.unit]
         computed.then.append(partial(self._gradient_used, operation))
         published = last if self._weights_stream(operation.unit) else computed
-        sent = self._traffic[operation.unit].published
-        if sent and not operation.undoable:
-            seconds = self._rates.ring_seconds(sent, self._plan.layout.group(spec))
-            published = self._lanes.submit(Work(COLLECTIVE, f"gather {spec.name}", sent, seconds), [published])
+        if self._traffic[operation.unit].published and not operation.undoable:
+            published = self.share(operation.unit, [published])
         published.then.append(partial(self._weights_written, operation))
         self._lanes.when_ended(last, partial(self._lanes.when_ended, published, partial(self._ended, operation)))
+
+    def share(self, unit: int, after: Sequence[Task]) -> Task:
+        """Have ranks send each other what they have updated. On its way from SSD and back, one unit after another takes
+        the room for one."""
+        spec, traffic = self._plan.units[unit], self._traffic[unit]
+        sent, read, write = traffic.published, traffic.sent_from_ssd, traffic.kept_on_ssd
+        name, seconds = f"share {spec.name}", self._rates.ring_seconds(sent, self._plan.layout.group(spec))
+        if read or write:
+            after = [self._submit_move("ssd_read", name, read, [*after, *self._sharing])]
+        task = self._lanes.submit(Work(COLLECTIVE, name, sent, seconds), after)
+        if write:
+            task = self._submit_move("ssd_write", name, write, [task])
+            self._sharing = [task]
+        return task
+
+    def _submit_move(self, lane: str, name: str, nbytes: int, after: Sequence[Task]) -> Task:
+        return self._lanes.submit(Work(lane, name, nbytes, self._rates.seconds(lane, nbytes)), after)
 
     def _read(self, chunk: _Chunk) -> Task | None:
         """Begin to read a chunk, if its states stream and there is a slot."""

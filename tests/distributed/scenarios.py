@@ -30,7 +30,7 @@ from pagoda.distributed.service import Service
 from pagoda.distributed.start import in_common, on_any_rank
 from pagoda.distributed.transport import Transport
 from pagoda.distributed.world import join, launched
-from pagoda.errors import RankError
+from pagoda.errors import RankError, StorageError
 from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import partial
 from pagoda.memory.sizes import parse_bytes
@@ -38,11 +38,12 @@ from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.kernels import warm_up as warm_up_kernels
 from pagoda.plan.collective import reduce_pages
-from pagoda.plan.layout import GRAD
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import UNDO, Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.runtime.sharing import SharedWeights
 from pagoda.schedule import updates
 from pagoda.train import TrainConfig, run
 
@@ -105,8 +106,8 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh, lat
         raise AssertionError("one page of RAM is not enough")
     except pagoda.BudgetError as refused:
         host = refused.needed_bytes or 0
-    if kind == "moments-ssd":
-        host += layout.total_pages(GRAD) * PAGE  # in stages 1 and 2, where it has room for all weights
+    if kind == "moments-ssd":  # room for all weights and gradients
+        host += (layout.total_pages(GRAD) + layout.total_pages(WEIGHT)) * PAGE
     if recipe.rule is not None:
         host += 8 * PAGE  # ranks hold other numbers of pages, by some
     return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", **sizes)
@@ -265,11 +266,13 @@ def train_guessing(
     return result
 
 
-def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None) -> dict[str, Any]:
+def train_saved(
+    out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None, stage: int = 3
+) -> dict[str, Any]:
     """Train from a checkpoint, or from the start, a step for each directory of `saves`, and save a checkpoint there in
     place of the one before; give back the state at each, the tensors copied in, and the commits at the end."""
     made = recipe_of(recipe)
-    model, optimizer = wrapped(made, "ssd", out, 3, kept=1)
+    model, optimizer = wrapped(made, "ssd", out, stage, kept=1)
     done, states, outcome, last = 0, {}, Outcome(), loads
     with mock.patch.object(ParameterState, "copy_in", autospec=True, side_effect=ParameterState.copy_in) as copy_in:
         if loads is not None:
@@ -458,6 +461,23 @@ def fall_silent(out: Path) -> None:
     if place()[0] == 1:
         time.sleep(5)
     take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 5))
+
+
+def fail_to_share(out: Path, lane: str) -> None:
+    """The drive of rank 1 fails in the middle of its steps, when it reads or writes weights that ranks share."""
+    made = Recipe("llama", steps=5)
+    model, optimizer = wrapped(made, "ssd", out, 1)
+    move = SharedWeights._move
+
+    def fails(self: SharedWeights, used: str, *arguments: Any) -> None:
+        if used == lane and optimizer.stats.step >= 2:
+            raise StorageError("the drive is gone")
+        move(self, used, *arguments)
+
+    if place()[0] == 1:
+        SharedWeights._move = fails  # type: ignore[method-assign]
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(5))
+    optimizer.drain()
 
 
 def leave_early(out: Path) -> None:

@@ -33,6 +33,15 @@ def test_a_rank_that_is_silent_is_named_once_the_others_give_up(ranks: RankServe
         assert f"or has not answered rank {rank} for 2 s" in errors[rank]
 
 
+@pytest.mark.parametrize("lane", ["ssd_read", "ssd_write"])
+def test_a_rank_whose_drive_fails_while_weights_are_shared_stops_the_others(
+    lane: str, ranks: RankServer, tmp_path: Path
+) -> None:
+    errors = errors_of(ranks, "fail_to_share", 2, tmp_path, arguments={"lane": lane})
+    assert "the drive is gone" in errors[1]
+    assert "Rank 1" in errors[0]
+
+
 def test_a_rank_that_leaves_early_stops_the_others_which_name_it(ranks: RankServer, tmp_path: Path) -> None:
     errors = errors_of(ranks, "leave_early", 2, tmp_path)
     assert "Rank 1 has closed its optimizer" in errors[0]

@@ -52,7 +52,7 @@ def part(tmp_path: Path) -> Iterator[Parts]:
 def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
     """Rank 0 asks rank 1 for its weights after one update; each of the waits of rank 1 takes a second of the clock."""
     executor: Any = SimpleNamespace(is_to_come=lambda _: False)
-    Gathering(collectives, part.store, part.units, executor, None)
+    Gathering(collectives, part.store, part.units, executor, None, {})
     waits = 0
 
     def sleep(_: float) -> None:

@@ -19,11 +19,13 @@ RECIPE = {"model": "llama", "precision": "fp32", "steps": 3}
 Result = dict[str, Any]
 
 
-def trained(ranks: RankServer, count: int, out: Path, steps: range, loads: int | None = None) -> list[Result]:
+def trained(
+    ranks: RankServer, count: int, out: Path, steps: range, loads: int | None = None, stage: int = 3
+) -> list[Result]:
     """A checkpoint after each of some steps, beside the directories of the ranks."""
     saves = [str(out / f"step-{step}") for step in steps]
     source = None if loads is None else str(out / f"step-{loads}")
-    return ranks.run("train_saved", count, out, recipe=RECIPE, saves=saves, loads=source)
+    return ranks.run("train_saved", count, out, recipe=RECIPE, saves=saves, loads=source, stage=stage)
 
 
 def commits(out: Path) -> list[int]:
@@ -37,17 +39,18 @@ def whole(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[R
     return trained(ranks, 2, tmp_path_factory.mktemp("whole"), range(1, 4))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_keep_their_pages_and_adopt_them_again(
-    ranks: RankServer, whole: list[Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stage: int, ranks: RankServer, whole: list[Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained(ranks, 2, tmp_path, range(1, 3))
+    trained(ranks, 2, tmp_path, range(1, 3), stage=stage)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"], "the one before is gone"
     assert commits(tmp_path) == [1, 1]
     for file in (tmp_path / "step-2").glob("*.safetensors"):
         assert file.stat().st_size <= 4096, "headers only"
     assert main(["inspect", str(tmp_path / "step-2"), "--verify"]) == 0
     assert "every tensor is as it was written" in capsys.readouterr().out
-    for result, expected in zip(trained(ranks, 2, tmp_path, range(3, 4), loads=2), whole, strict=True):
+    for result, expected in zip(trained(ranks, 2, tmp_path, range(3, 4), 2, stage), whole, strict=True):
         assert result["copied"] == 0
         assert result["losses"] == expected["losses"][2:]
         assert_same_state(expected["states"]["step-2"], result["states"]["loaded"])
@@ -57,9 +60,12 @@ def test_ranks_keep_their_pages_and_adopt_them_again(
 
 
 @pytest.mark.slow
-def test_more_ranks_read_the_pages_of_fewer(ranks: RankServer, whole: list[Result], tmp_path: Path) -> None:
-    trained(ranks, 2, tmp_path, range(1, 3))
-    for result in trained(ranks, 4, tmp_path, range(3, 4), loads=2):
+@pytest.mark.parametrize(("wrote", "reads"), [(3, 3), (2, 3), (3, 1)])
+def test_more_ranks_of_any_stage_read_the_pages_of_fewer(
+    wrote: int, reads: int, ranks: RankServer, whole: list[Result], tmp_path: Path
+) -> None:
+    trained(ranks, 2, tmp_path, range(1, 3), stage=wrote)
+    for result in trained(ranks, 4, tmp_path, range(3, 4), loads=2, stage=reads):
         assert_same_state(whole[0]["states"]["step-2"], result["states"]["loaded"])
         assert result["commits"] == 1
     assert commits(tmp_path) == [1] * 4
@@ -85,12 +91,19 @@ def test_one_process_reads_the_pages_of_ranks_below_the_directory_it_is_given_an
 QUICK = ("all have agreed", "the checkpoint has its name")
 
 
-@pytest.mark.parametrize("moment", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
+DEATHS = [
+    *(pytest.param(3, m, marks=() if m in QUICK else pytest.mark.slow) for m in MOMENTS),
+    *(pytest.param(2, m, marks=pytest.mark.slow) for m in MOMENTS),
+]
+
+
+@pytest.mark.parametrize(("stage", "moment"), DEATHS)
 def test_a_rank_that_dies_while_saving_leaves_a_checkpoint_whole_or_none_of_it(
-    moment: str, ranks: RankServer, whole: list[Result], tmp_path: Path
+    stage: int, moment: str, ranks: RankServer, whole: list[Result], tmp_path: Path
 ) -> None:
     saves = [str(tmp_path / f"step-{step}") for step in (1, 2)]
-    status = ranks.ask("die_while_saving", 2, tmp_path, arguments={"recipe": RECIPE, "saves": saves, "moment": moment})
+    arguments = {"recipe": RECIPE, "saves": saves, "moment": moment, "stage": stage}
+    status = ranks.ask("die_while_saving", 2, tmp_path, arguments=arguments)
     assert None not in status, "a rank hangs"
     assert status[MOMENTS[moment].victim] == -signal.SIGKILL
     found = sorted(path.name for path in tmp_path.glob("step-*"))
@@ -99,7 +112,7 @@ def test_a_rank_that_dies_while_saving_leaves_a_checkpoint_whole_or_none_of_it(
         "the one before is gone": ["step-2"],
     }.get(moment, ["step-1"])
     last = int(found[-1].removeprefix("step-"))
-    results = trained(ranks, 2, tmp_path, range(last + 1, last + 2), loads=last)
+    results = trained(ranks, 2, tmp_path, range(last + 1, last + 2), last, stage)
     for result, expected in zip(results, whole, strict=True):
         assert result["copied"] == 0
         assert_same_state(expected["states"][f"step-{last}"], result["states"]["loaded"])

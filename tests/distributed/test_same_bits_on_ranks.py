@@ -63,6 +63,19 @@ CASES: dict[str, Case] = {
     "adafactor, stage 2": (2, {"rule": "adafactor"}, {"stage": 2}),
     "a class of torch, in an arena": (2, {"rule": "adagrad"}, {"kind": "arena"}),
     "a class of torch, stage 1": (2, {"rule": "adagrad"}, {"stage": 1}),
+    "stage 1, on ssd": (2, {"clip": 0.5}, {"stage": 1, "kind": "ssd"}),
+    "stage 2, on ssd, four ranks": (4, {"clip": 0.5, "precision": "fp32"}, {"stage": 2, "kind": "ssd"}),
+    "stage 1, during backward, on ssd": (2, {"clip": None, "announced": True}, {"stage": 1, "kind": "ssd"}),
+    "stage 2, in an arena, on ssd": (
+        2,
+        {"layers": 6, "clip": None, "announced": True},
+        {"stage": 2, "kind": "arena-ssd"},
+    ),
+    "stage 2, frozen, on ssd": (2, {"frozen": True, "checkpointing": True}, {"stage": 2, "kind": "ssd"}),
+    "stage 1, 8-bit moments, on ssd": (2, {"moments": "8bit"}, {"stage": 1, "kind": "ssd"}),
+    "muon, stage 1, on ssd": (2, {"rule": "muon", "clip": None, "announced": True}, {"stage": 1, "kind": "ssd"}),
+    "muon, stage 2, frozen, on ssd": (2, {"rule": "muon", "frozen": True}, {"stage": 2, "kind": "ssd"}),
+    "adafactor, stage 2, on ssd": (4, {"rule": "adafactor", "precision": "fp32"}, {"stage": 2, "kind": "ssd"}),
 }
 LATE: dict[str, Case] = {
     f"{count} ranks, stage {stage}, {kind}, {late} late": (
@@ -78,6 +91,8 @@ LATE: dict[str, Case] = {
         (2, 2, 1, "ram"),
         (4, 2, 2, "arena"),
         (2, 2, 1, "moments-ssd"),
+        (2, 2, 1, "ssd"),
+        (4, 1, 2, "ssd"),
     )
 }
 CASES |= {
@@ -99,6 +114,9 @@ QUICK = (
     "muon, on ssd",
     "adafactor, stage 2",
     "a class of torch, stage 1",
+    "stage 1, on ssd",
+    "stage 2, on ssd, four ranks",
+    "muon, stage 1, on ssd",
 )
 
 

@@ -58,12 +58,12 @@ def least_host(stage: Stage) -> int:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_weights_that_all_ranks_have_are_in_ram_or_the_refusal_says_what_to_do(stage: Stage) -> None:
-    with pytest.raises(pagoda.BudgetError, match=r"use ZeRO stage 3: .* every rank keeps all weights in RAM"):
-        agreed(stage, host=4096)
-    plan = agreed(stage, least_host(stage))
-    assert plan.bytes["host"]["weight"] == 2 * 8 * 64 * 64
-    agreed(3, least_host(3))
+def test_weights_that_all_ranks_have_are_on_ssd_where_ram_has_no_room(stage: Stage) -> None:
+    plan, unit = agreed(stage, least_host(stage)), 2 * 64 * 64
+    assert plan.bytes["ssd"]["weight"] + plan.bytes["host"].get("weight", 0) == 8 * unit
+    assert plan.bytes["ssd"]["weight"] > 0
+    assert plan.bytes["host"]["serving"] == unit
+    assert "serving" not in agreed(stage, host=1 << 20).bytes["host"]
 
 
 def test_a_rank_whose_share_does_not_fit_stops_all() -> None:

@@ -172,6 +172,37 @@ def test_replicas_gather_the_sums_of_every_copy(stage: int) -> None:
     assert all(traffic.merged == 0 for traffic in traffic_of(whole))
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_with_all_weights_on_ssd_reads_its_slice_to_send_it_and_writes_the_others(stage: int) -> None:
+    """Against stage 3, which reads and writes a slice: each step writes all weights, and reads one slice more."""
+    n, root = 4, tower(16, 256)
+    weights = 2 * sum(param.numel for param in root.walk())
+    budgets, options = Budgets(4 << 20, ssd=LARGE), Options(page_bytes=4096)
+    plan, sliced = (make_plan(root, STATES["bf16"], budgets, options, shared(n, s)) for s in (stage, 3))
+    on_ssd = plan.bytes["ssd"]["weight"]
+    assert on_ssd > 0.25 * weights
+    kept, sent = (sum(getattr(of, name) for of in traffic_of(plan)) for name in ("kept_on_ssd", "sent_from_ssd"))
+    assert kept == pytest.approx(on_ssd * (n - 1) / n, rel=0.02)
+    assert sent == pytest.approx(on_ssd / n, rel=0.02)
+    assert not any(of.kept_on_ssd or of.sent_from_ssd for of in traffic_of(sliced))
+    timeline = simulate(plan, NODE, [1e-3] * (len(plan.trace.accesses) - 1))
+    moved = {
+        lane: sum(span.nbytes for span in timeline.spans if (span.lane, span.name[:6]) == (lane, "share "))
+        for lane in ("ssd_read", COLLECTIVE, "ssd_write")
+    }
+    assert (moved["ssd_read"], moved["ssd_write"]) == (sent, kept)
+    assert moved[COLLECTIVE] == ring_bytes(weights, n)
+
+
+@given(any_ranks, large_trees)
+def test_no_page_of_weights_is_in_two_slices_where_every_rank_has_all(ranks: Ranks, root: ModuleSpec) -> None:
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), Options(), ranks)
+    for unit in plan.units if ranks.stage < 3 else ():
+        ends = [plan.layout.slices.trained(unit, place).stop for place in range(plan.layout.group(unit))]
+        assert ends[-1] == unit.trainable_numel
+        assert all(2 * end % plan.page_bytes == 0 for end in ends if end < unit.trainable_numel)
+
+
 # --- how long it takes ------------------------------------------------------------------------------------
 
 
