@@ -129,6 +129,8 @@ class Order:
         """Why nobody can be talked to any more."""
         self.failed = False
         """Whether something has failed here: what this rank gives is of no use."""
+        self._stops = False
+        """Whether the others are to be stopped as soon as ranks say something."""
         self.asked = 0
         """Units that this rank had to ask for by itself, as the list does not have them."""
         self.served = 0
@@ -173,12 +175,14 @@ class Order:
         self._settle(Call(CollectiveKind.LEAVE))
 
     def fail(self, call: Call, part: Part | None, alike: bool) -> None:
-        """What a collective needs has failed here, so this rank cannot do its part. Take part all the same, unless all
-        do it `alike` and know of it anyway, and stop the others."""
+        """What a collective needs has failed here, so this rank cannot do its part. Take part all the same, and stop
+        the others: after what all do `alike` only once ranks next say something, as more of that may follow."""
         self.failed = True
         if alike or self.come_to(call, part) or call.kind is not CollectiveKind.GATHER:
             self._take_part(call.kind, call.about, call.version)
-        self._stop()
+        self._stops = alike
+        if not alike:
+            self._stop()
 
     def _enter(self, part: Part | None) -> None:
         """Come to another part of compute's program."""
@@ -251,6 +255,9 @@ class Order:
 
     def _settle(self, call: Call) -> Sequence[Call]:
         """Take part in what others want until `call` is what all do now; returns every rank's call."""
+        if self._stops:
+            self._stops = False
+            self._stop()
         if self._broken is not None:
             raise self._broken
         try:

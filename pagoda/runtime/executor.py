@@ -183,6 +183,10 @@ class Executor:
     def _ended(self, operation: Operation, error: BaseException | None) -> None:
         if error is None:
             self.driver.tell(self._scheduler.ended, operation)
+        elif operation.kind is Kind.FETCH:
+            # It is tried again as long as compute waits. What has ended here has more to tell first, such as that the
+            # update failed that makes the weights: until then, each try would fail at once.
+            self._update_lane.submit(lambda: self.driver.tell(self._failed, operation, error))
         else:
             self.driver.tell(self._failed, operation, error)
 
