@@ -24,6 +24,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         (2, 2, "moments-ssd", "..x.xx."),
         (2, 1, "ram", ".x.x."),
         (2, 1, "arena", "..x."),
+        (2, 1, "ssd", "..x."),
         (4, 2, "ram", ".x.."),
     )
 }
