@@ -32,9 +32,9 @@ STUDY: list[dict[str, Any]] = [
     {**change, **lateness}
     for change, all_lateness in (
         ({}, ({"late": 0}, LATE, PREDICTED)),
-        ({"beta1": 0.5}, ({"late": 0}, LATE)),
-        ({"lr": 1e-4}, ({"late": 0}, LATE, PREDICTED)),
         ({"batch_size": 4}, ({"late": 0}, LATE, PREDICTED)),
+        ({"beta1": 0.5}, ({"late": 0}, LATE)),
+        ({"lr": 1e-4}, ({"late": 0}, LATE)),
         ({"warmup": 100}, ({"late": 0}, LATE)),
     )
     for lateness in all_lateness

@@ -175,7 +175,7 @@ def make_plan(
     updates or homes on the device cannot be had.
     """
     passes = options.accumulation_steps or 1
-    if ranks is not None and ranks.shares_experts and root.experts() and options.update_during_backward:
+    if ranks is not None and ranks.shares_experts and any(root.experts()) and options.update_during_backward:
         options = replace(options, accumulation_steps=None)  # a rank knows only at `step()` which experts others use
     limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
     if rank is not None and layout.slices.differ:
