@@ -44,6 +44,7 @@ from pagoda.plan.placement import UNDO, Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.runtime.sharing import SharedWeights
+from pagoda.runtime.undo import Undo
 from pagoda.schedule import updates
 from pagoda.train import TrainConfig, run
 
@@ -182,7 +183,8 @@ def take_steps(
             factor = factors[step] if factors else 1.0
             optimizer.scale(loss * factor / (parts // size)).backward()
             if "after" in evaluations:
-                evaluate(model, data)
+                found = evaluate(model, data)
+                assert found == loss.item(), f"the weights have changed before the step: {found} for {loss.item()}"
             losses.append(loss.item())
         if step >= steps.start:
             outcome.losses.append(losses)
@@ -190,10 +192,10 @@ def take_steps(
             outcome.guesses.append((optimizer.stats.updates_kept, optimizer.stats.updates_undone))
 
 
-def evaluate(model: nn.Module, data: dict[str, torch.Tensor]) -> None:
-    """A forward that no step is made of."""
+def evaluate(model: nn.Module, data: dict[str, torch.Tensor]) -> float:
+    """The loss of a forward that no step is made of."""
     with torch.no_grad():
-        loss_of(model(**data))
+        return loss_of(model(**data)).item()
 
 
 def train(
@@ -231,6 +233,16 @@ def train(
     return result
 
 
+def slowed(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The same, which takes longer."""
+
+    def slowly(self: Any) -> None:
+        time.sleep(0.01)
+        method(self)
+
+    return slowly
+
+
 def train_guessing(
     out: Path,
     recipe: dict[str, Any],
@@ -242,8 +254,11 @@ def train_guessing(
     parts: int = 0,
     **departures: Any,
 ) -> dict[str, Any]:
-    """Train with updates that guess that nothing is clipped, or without; there is room to undo them."""
+    """Train with updates that guess that nothing is clipped, or without; there is room to undo them. Guessing and
+    undoing take their time, so that what does not wait for them shows."""
     updates.CALM_STEPS = 0
+    for method in (Undo.begin, Undo.revert):
+        setattr(Undo, method.__name__, slowed(method))
     made = recipe_of({**recipe, "steps": len(factors), "announced": True})
     copied = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
     room = 0 if (kind, made.moments) == ("ssd", "fp32") else copied
