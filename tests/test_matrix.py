@@ -26,7 +26,7 @@ from pagoda.construction.construct import describe
 from pagoda.optim import Rule, StateSpec
 from pagoda.plan.combinations import Feature, why_not
 from pagoda.plan.device_updates import DEVICE_SLOTS, slot_pages
-from pagoda.plan.layout import GRAD
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
@@ -198,7 +198,9 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
             beside = DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page)
         elif place == HOME:
             split = pagoda.Split(device_home_share=1.0)
-            beside = sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), GRAD))
+            late = options.max_staleness or 0
+            names = (*(s.name for s in layout.states), *[GRAD] * (1 + late), *[WEIGHT] * (late > 0))
+            beside = sum(map(layout.total_pages, names))
             beside = beside if few else beside // 2
         device = (layout.lease_pages(ahead=1) + beside) * page
         memory = replace(memory, device=f"cpu:{device}", split=split)

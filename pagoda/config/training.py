@@ -90,7 +90,7 @@ class MixedPrecision(Settings):
 class Updates(Settings):
     """When weights are updated, and how far updates may lag.
 
-    Asynchronous updates keep the gradients of `max_staleness` + 1 steps in RAM, and a second extent of every weight.
+    Asynchronous updates keep the gradients of `max_staleness` + 1 steps in memory, and a second extent of every weight.
     """
 
     update: UpdateMode = "sync"

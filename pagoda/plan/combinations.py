@@ -41,8 +41,6 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.WHOLE, F.DEVICE_HOMES, _NO_KERNEL),
         (F.GRADIENTS, F.DEVICE_UPDATES, _NO_KERNEL),
         (F.GRADIENTS, F.DEVICE_HOMES, _NO_KERNEL),
-        (F.ASYNC, F.DEVICE_UPDATES, "asynchronous updates run on the CPU alone"),
-        (F.ASYNC, F.DEVICE_HOMES, "asynchronous updates run on the CPU alone"),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
     )
 }

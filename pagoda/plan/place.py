@@ -206,7 +206,7 @@ class _Placer:
         lines[CHECKPOINT] = layout.piece_pages
         lines[WORK] = layout.work_pages
         if self.options.max_staleness is not None:
-            grads = layout.total_pages(GRAD)
+            grads = sum(self._by_unit(GRAD).values())
             lines |= {GRAD: grads, GRAD_QUEUE: self.options.max_staleness * grads}
         if self.device is not None:
             widest = min(BOUNCE_ELEMENTS, max(unit.trainable_numel for unit in layout.units))
@@ -333,11 +333,10 @@ class _Placer:
         resident = [unit for unit in layout.units if unit.index in self.resident]
         used_at_home = {unit.index for unit in resident if not layout.is_cut(unit, WEIGHT)}
         total = sum(layout.lease_of(unit) for unit in layout.units if unit.index not in used_at_home)
-        lines = {
-            state: sum(layout.pages(unit, state) for unit in resident)
-            for state in (*(s.name for s in layout.states), GRAD)
-        }
-        lines |= {COLLECTIVE_BUFFERS: reduce_pages(layout), UPDATE_RING: self.update_ring}
+        lines = {COLLECTIVE_BUFFERS: reduce_pages(layout), UPDATE_RING: self.update_ring}
+        for unit in resident:
+            for line, pages in self._lines_at_home(unit).items():
+                lines[line] = lines.get(line, 0) + pages
         beside = sum(lines.values())
         leases = min(self.device - beside, total)
         least = min(layout.lease_pages(ahead=1), total)
@@ -362,16 +361,23 @@ class _Placer:
         if not share or self.device is None:
             return frozenset()
         needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_pages(layout)
-        states = (*(state.name for state in layout.states), GRAD)
-        pages = {unit.index: sum(layout.pages(unit, state) for state in states) for unit in layout.units[:-1]}
+        pages = {unit.index: sum(self._lines_at_home(unit).values()) for unit in layout.units[:-1]}
         return first_that_fit(pages, int(share * (self.device - needed)))
+
+    def _lines_at_home(self, unit: UnitSpec) -> dict[str, int]:
+        """Line -> pages that a unit takes of the device if it lives there."""
+        late = self.options.max_staleness
+        lines = {state: self.layout.pages(unit, state) for state in (*(s.name for s in self.layout.states), GRAD)}
+        if late is not None:
+            lines |= {WEIGHT_BACK: lines[WEIGHT], GRAD_QUEUE: late * lines[GRAD]}
+        return lines
 
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes
         if tier == HOST:
             needed, available = needed + self.reserved, available + self.reserved
             if self.asynchronous:
-                grads = format_bytes(self.layout.total_pages(GRAD) * page)
+                grads = format_bytes(self.fixed.get(GRAD, 0) * page)
                 setting += f", or lower max_staleness: RAM keeps gradients of max_staleness + 1 steps, {grads} each"
         raise BudgetError(
             f"The training state does not fit: {tier} needs at least {format_at_least(needed * page)} and has "

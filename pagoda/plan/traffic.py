@@ -38,9 +38,9 @@ class Traffic:
     streamed: int
     """UPDATE: states that come from another tier, and go back there."""
     brought: int
-    """UPDATE: the gradient, where it comes with them."""
+    """UPDATE: the gradient of each step, where it comes with them."""
     touched: int
-    """UPDATE: what its arithmetic reads and writes."""
+    """UPDATE: what its arithmetic reads and writes for each step."""
     published: int
     """UPDATE: the new weights, where every rank keeps those of all slices."""
     sent_from_ssd: int

@@ -101,8 +101,7 @@ class Store:
     def in_place(self, unit: int, numel: int) -> torch.Tensor:
         """The first `numel` weights of a unit that are in memory, with a storage object that nobody else holds."""
         home = self._tensors[unit, self.front[unit]]
-        tier = self.device if unit in self.plan.placement.resident else self.host
-        assert tier is not None
+        tier = self._tier_of(unit)
         return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
 
     def copy_out(self, unit: int, state: str, first: int, count: int, into: memoryview) -> None:
@@ -257,8 +256,15 @@ class Store:
         if home is None:
             return []
         pages = self.plan.layout.pages(unit, GRAD)
+        tier = self._tier_of(unit.index)
         waiting = range(self.plan.options.max_staleness or 0)
-        return [home, *(self.host.take(pages).tensor(home.dtype) for _ in waiting)]
+        return [home, *(tier.take(pages).tensor(home.dtype) for _ in waiting)]
+
+    def _tier_of(self, unit: int) -> Region:
+        """The memory that is home to what is not on SSD of a unit."""
+        tier = self.device if unit in self.plan.placement.resident else self.host
+        assert tier is not None
+        return tier
 
     def close(self, device: bool = True) -> None:
         """Release the tiers, of the device only if told so; host memory goes with the last tensor over it."""

@@ -90,7 +90,7 @@ class SimulatedUpdates:
         if operation.unit != self._ahead_unit:
             self._drop_ahead()
         times = len(operation.steps) * (self._copying(operation.unit) if operation.undoable else 1.0)
-        self._queue.append(_Feeding(operation, self._chunks(operation.unit), times, self._ahead))
+        self._queue.append(_Feeding(operation, self._chunks(operation.unit, len(operation.steps)), times, self._ahead))
         self._ahead, self._ahead_unit = [], -1
         self._feed()
 
@@ -108,7 +108,7 @@ class SimulatedUpdates:
                 return
             if feeding.fed == len(feeding.chunks):
                 self._queue.popleft()
-        chunks = self._chunks(self._ahead_unit) if self._ahead_unit >= 0 else ()
+        chunks = self._chunks(self._ahead_unit, 1) if self._ahead_unit >= 0 else ()
         for chunk in chunks[len(self._ahead) :]:
             read = self._read(chunk)
             if read is None:
@@ -176,8 +176,8 @@ class SimulatedUpdates:
         self._slots += 1
         self._feed()
 
-    def _cut(self, unit: int) -> Sequence[_Chunk]:
-        """The chunks of a unit's update."""
+    def _cut(self, unit: int, steps: int) -> Sequence[_Chunk]:
+        """The chunks of a unit's update by the gradients of some steps; their compute is that of one."""
         (read, update, write), traffic, name = self._path, self._traffic[unit], self._plan.units[unit].name
         layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
         rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
@@ -189,7 +189,7 @@ class SimulatedUpdates:
             blocks, seconds = ceil((stop - start) / self._block), rate(stop - start)
             streamed, brought, touched = (
                 nbytes * stop // total - nbytes * start // total if total else 0
-                for nbytes in (traffic.streamed, traffic.streamed + traffic.brought, traffic.touched)
+                for nbytes in (traffic.streamed, traffic.streamed + steps * traffic.brought, traffic.touched)
             )
             if not traffic.streamed:
                 chunks.append(_Chunk(None, Work(update, f"update {name}", touched, seconds, blocks), None))

@@ -60,7 +60,6 @@ def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
     ("asked", "reason"),
     [
         ({"budgets": Budgets(LARGE)}, r"memory\.device"),
-        ({"options": {"max_staleness": 1}}, r"update='async'"),
         ({"options": {"gradients": torch.float32}}, r"MixedPrecision\.gradients"),
         ({"states": Adafactor().states("bf16")}, "Adafactor"),
     ],

@@ -36,12 +36,18 @@ from pagoda.plan.planner import make_plan
 from pagoda.runtime.engine import Engine
 
 from .conftest import Wrap
+from .test_device import memory as on_device
 
 SOON_S = 30
 STEPS = 6
+PASSING, HOME, BOTH = "passing", "home", "both"
+"""States of units pass a device that updates them; or units live there; or some do, and others pass."""
+ON_DEVICE = {PASSING: (0.5, 0.0), HOME: (0.0, 0.8), BOTH: (1.0, 0.8)}
 
 
 def memory_of(recipe: Recipe, placement: str, directory: Path, max_staleness: int) -> pagoda.Memory:
+    if placement in ON_DEVICE:
+        return on_device(recipe, *ON_DEVICE[placement])
     return squeeze(recipe.build(), placement, directory, max_staleness=max_staleness)
 
 
@@ -95,7 +101,11 @@ def versions_read(steps: int, bound: int, unit: int) -> list[int]:
     return read
 
 
-@each_once(placement=[HOST_WEIGHTS, ALL_ON_SSD, ARENA], checkpointing=[False, True], bound=[1, 2, 3])
+@each_once(
+    placement=[HOST_WEIGHTS, ALL_ON_SSD, ARENA, *ON_DEVICE],
+    checkpointing=[False, True],
+    bound=[1, 2, 3],
+)
 def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gradient_is_a_step(
     placement: str, checkpointing: bool, bound: int, tmp_path: Path, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,14 +115,20 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
     memory = memory_of(recipe, placement, tmp_path, bound)
     updates = pagoda.Updates("async", max_staleness=bound)
     model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update=updates)
-    delays, path = random.Random(bound), engine_of(model)._executor.feeders[0].path
-    adamw = path._kernel
+    delays = random.Random(bound)
 
-    def slow_adamw(*args: Any) -> None:
-        time.sleep(delays.choice([0, 0, 0.002, 0.01]))
-        adamw(*args)
+    def slow(adamw: Callable[..., None]) -> Callable[..., None]:
+        def slow_adamw(*args: Any) -> None:
+            time.sleep(delays.choice([0, 0, 0.002, 0.01]))
+            adamw(*args)
 
-    monkeypatch.setattr(path, "_kernel", slow_adamw)
+        return slow_adamw
+
+    for path in (feeder.path for feeder in engine_of(model)._executor.feeders):
+        monkeypatch.setattr(path, "_kernel", slow(path._kernel))  # type: ignore[attr-defined]
+    planned = pagoda.plan_of(model).placement
+    assert bool(planned.updated_on_device) == (placement in (PASSING, BOTH))
+    assert bool(planned.resident) == (placement in (HOME, BOTH))
     mine = Outcome([], [])
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -217,7 +233,7 @@ def test_a_graph_older_than_the_published_weights_is_refused(wrap: Wrap) -> None
 # --- nothing is lost ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD])
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, BOTH])
 def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_that(
     placement: str, tmp_path: Path, wrap: Wrap
 ) -> None:
@@ -349,6 +365,21 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
     assert tight.peak_bytes["host"] <= needed
     assert tight.bytes["ssd"][WEIGHT_BACK] == tight.bytes["ssd"][WEIGHT]
     assert tight.bytes["host"][GRAD] + tight.bytes["host"][GRAD_QUEUE] == 4 * host[GRAD]
+
+
+def test_the_device_holds_what_a_unit_that_lives_there_takes() -> None:
+    root, states = describe(Recipe("llama").build()), pagoda.AdamW().states("bf16")
+    options = Options(PAGE, 1 << 17, clipping=True, max_staleness=2, split=pagoda.Split(device_home_share=1.0))
+    plan = make_plan(root, states, Budgets(1 << 40, 1 << 20), options)
+    lives = [unit for unit in plan.units if unit.index in plan.placement.resident]
+    assert 0 < len(lives) < len(plan.units)
+    device, host = plan.bytes["device"], plan.bytes["host"]
+    for state in (WEIGHT, GRAD):
+        assert device[state] == sum(plan.layout.pages(unit, state) for unit in lives) * PAGE
+    assert device[WEIGHT_BACK] == device[WEIGHT]
+    assert device[GRAD_QUEUE] == 2 * device[GRAD]
+    assert host[GRAD] == plan.layout.total_pages(GRAD) * PAGE - device[GRAD]
+    assert host[GRAD_QUEUE] == 2 * host[GRAD]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def memory(placement: str, directory: Path, recipe: Recipe) -> pagoda.Memory:
     return replace(same, device=device, split=same.split if share or homes else None)
 
 
-def train(recipe: Recipe, placement: str, directory: Path) -> Outcome:
+def train(recipe: Recipe, placement: str, directory: Path, **settings: Any) -> Outcome:
     def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         generator = torch.Generator().manual_seed(1)
         for _ in range(STEPS):
@@ -53,6 +53,7 @@ def train(recipe: Recipe, placement: str, directory: Path) -> Outcome:
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
+        **settings,
     )
 
 
@@ -72,9 +73,9 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def assert_same_everywhere(recipe: Recipe, placement: str, directory: Path) -> Outcome:
-    outcome = train(recipe, placement, directory)
-    outcome.assert_same_bits(train(recipe, "all", directory))
+def assert_same_everywhere(recipe: Recipe, placement: str, directory: Path, **settings: Any) -> Outcome:
+    outcome = train(recipe, placement, directory, **settings)
+    outcome.assert_same_bits(train(recipe, "all", directory, **settings))
     return outcome
 
 
@@ -100,6 +101,14 @@ def test_nor_does_it_with_other_states(precision: str, moments: Moments, placeme
 @pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
 def test_nor_do_updates_during_backward(placement: str, tmp_path: Path) -> None:
     assert_same_everywhere(Recipe("llama", clip=None, announced=True, frozen=True), placement, tmp_path)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("bound", [1, 2])
+@pytest.mark.parametrize("placement", [FEW, PASSING, BOTH, HOME])
+def test_nor_do_asynchronous_updates(placement: str, bound: int, tmp_path: Path) -> None:
+    updates = pagoda.Updates("async", max_staleness=bound)
+    assert_same_everywhere(Recipe("llama", accumulation=2), placement, tmp_path, update=updates)
 
 
 @pytest.mark.parametrize("model", ["llama", "conv"])
