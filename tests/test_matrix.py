@@ -195,7 +195,7 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
         split, beside, few = None, 0, case["unit"] == LARGEST_UNIT
         if place == UPDATED:
             split = pagoda.Split(device_update_share=1.0 if few else 0.6)
-            beside = DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page)
+            beside = DEVICE_SLOTS * slot_pages(layout)
         elif place == HOME:
             split = pagoda.Split(device_home_share=1.0)
             late = options.max_staleness or 0

@@ -13,7 +13,8 @@ from pagoda.config.training import Precision
 from pagoda.optim import triton_squares, triton_updates
 from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.codecs import BLOCK
-from pagoda.optim.rule import ElementwiseRule, gradient_dtype
+from pagoda.optim.gradient_kernels import arriving_dtype
+from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
 
 DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
 """An update in place: states in StateSpec order and the gradient, flat and contiguous, and what a CPU kernel takes
@@ -28,16 +29,20 @@ _SIZE = 1024
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
-def update_kernel(rule: ElementwiseRule, precision: Precision) -> DeviceKernel:
-    """The kernel of a rule; raises ConfigError for a precision that is not known."""
+def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> DeviceKernel:
+    """The kernel of a rule for weights in `precision` and gradients in that too, or in another dtype.
+
+    Raises ConfigError for a precision that is not known.
+    """
     plain = PLAIN.get(rule.kernel_name)
     function: Any = triton_updates.adamw_8bit if plain is None else triton_updates.update
     constants = {} if plain is None else {"rule": plain[0], "noisy": plain[1]}
-    form = FORMS[gradient_dtype(precision)]
+    weight = gradient_dtype(precision)
+    forms = {"form": FORMS[weight], "arriving": FORMS[gradient or weight]}
     count = len(rule.scalars(1))
 
-    def update(states: Sequence[torch.Tensor], gradient: torch.Tensor, arguments: Sequence[float]) -> None:
-        n = gradient.numel()
+    def update(states: Sequence[torch.Tensor], grad: torch.Tensor, arguments: Sequence[float]) -> None:
+        n = grad.numel()
         random = len(arguments) - count
         noise = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3] if plain else ()
         scalars = tuple(arguments[random:])
@@ -47,7 +52,7 @@ def update_kernel(rule: ElementwiseRule, precision: Precision) -> DeviceKernel:
         if plain:
             tensors = [*tensors, tensors[0], tensors[0]][:4]  # nor are those of moments that the rule has not
         grid = (cdiv(n, _SIZE),)
-        function[grid](*tensors, _bits(gradient), n, *noise, scalars, **constants, form=form, size=_SIZE, **_STRICT)
+        function[grid](*tensors, _bits(grad), n, *noise, scalars, **constants, **forms, size=_SIZE, **_STRICT)
 
     return update
 
@@ -66,15 +71,18 @@ def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
     )
 
 
-def warm_up(rule: ElementwiseRule, precision: Precision, device: torch.device, piece: int) -> None:
+def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: torch.device, piece: int) -> None:
     """Compile, or load from Triton's cache, all that is used with these, so that no step waits for it."""
     states = rule.states(precision)
     # Aligned, as every block of a unit is.
-    tensors = [torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device) for state in states]
-    gradient = torch.zeros(BLOCK, dtype=states[0].dtype, device=device)
-    noise = () if rule.noise("", 1) is None else (0, 0, 0)
-    update_kernel(rule, precision)(tensors, gradient, (*noise, *rule.scalars(1)))
-    square_sums(gradient, torch.zeros(triton_squares.LANES.value, dtype=torch.float64, device=device), piece)
+    if isinstance(rule, ElementwiseRule):
+        tensors = [torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device) for state in states]
+        noise = () if rule.noise("", 1) is None else (0, 0, 0)
+        grad = torch.zeros(BLOCK, dtype=gradient, device=device)
+        update_kernel(rule, precision, gradient)(tensors, grad, (*noise, *rule.scalars(1)))
+    sums = torch.zeros(triton_squares.LANES.value, dtype=torch.float64, device=device)
+    for dtype in {gradient, arriving_dtype(gradient, states[0].dtype)}:
+        square_sums(torch.zeros(BLOCK, dtype=dtype, device=device), sums, piece)
     torch.cuda.synchronize(device)
 
 

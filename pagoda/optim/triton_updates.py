@@ -46,10 +46,11 @@ def update(
     rule: tl.constexpr,
     noisy: tl.constexpr,
     form: tl.constexpr,
+    arriving: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
-    """One step on ``n`` elements, `size` a program, of masters in a `form` (`arithmetic`), with fp32 moments or
-    (`noisy`) bf16 ones.
+    """One step on ``n`` elements, `size` a program, of masters in a `form` (`arithmetic`), by gradients in the form
+    `arriving`, with fp32 moments or (`noisy`) bf16 ones.
 
     `index` is the first element's in its parameter, the keys are those of `Key`, each as an int32 of the same bits.
     Their values shall not compile kernels of their own.
@@ -57,7 +58,7 @@ def update(
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
     w = load_master(weight, weight_low, at, mask, form)
-    grad = as_fp32(tl.load(gradient + at, mask, 0), form)
+    grad = as_fp32(tl.load(gradient + at, mask, 0), arriving)
     if rule == _SGD:
         w, _ = sgd_element(w, w, grad, scalars, False)
     elif rule == _SGD_MOMENTUM:
@@ -110,6 +111,7 @@ def adamw_8bit(
     n: tl.tensor,
     scalars: tl.tensor,
     form: tl.constexpr,
+    arriving: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
     """AdamW with 8-bit moments: a program has whole quantization blocks, and the first element is that of one."""
@@ -119,7 +121,7 @@ def adamw_8bit(
     mask = at < n
     there = row * _BLOCK < n
     w = load_master(weight, weight_low, at, mask, form)
-    grad = as_fp32(tl.load(gradient + at, mask, 0), form)
+    grad = as_fp32(tl.load(gradient + at, mask, 0), arriving)
     m = decode(tl.load(exp_avg + at, mask, 0), True) * tl.load(exp_avg_scale + row, there, 0.0)[:, None]
     v = decode(tl.load(exp_avg_sq + at, mask, 0), False) * tl.load(exp_avg_sq_scale + row, there, 0.0)[:, None]
     w, m, v = adam_element(w, m, v, grad, scalars, True)

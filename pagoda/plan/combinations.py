@@ -39,8 +39,6 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.WHOLE, F.TENSOR, _PARTS),
         (F.WHOLE, F.DEVICE_UPDATES, _NO_KERNEL),
         (F.WHOLE, F.DEVICE_HOMES, _NO_KERNEL),
-        (F.GRADIENTS, F.DEVICE_UPDATES, _NO_KERNEL),
-        (F.GRADIENTS, F.DEVICE_HOMES, _NO_KERNEL),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
     )
 }

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.combinations import Feature, features, why_not
-from pagoda.plan.layout import Layout
+from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import Options
 from pagoda.plan.units import UnitSpec
 
@@ -33,19 +33,19 @@ def state_bytes(states: Sequence[StateSpec], elements: int) -> int:
     return sum(state.nbytes(elements) for state in states)
 
 
-def slot_offsets(states: Sequence[StateSpec], elements: int) -> tuple[Mapping[str, int], int]:
-    """Where each state of a block of `elements` starts in its slot, in bytes, and where the gradient does."""
+def slot_offsets(layout: Layout) -> tuple[Mapping[str, int], int]:
+    """Where each state of a block starts in its slot, in bytes, and where the gradient does."""
     offsets, at = {}, 0
-    for state in states:
+    for state in layout.states:
         offsets[state.name] = at
-        at += -(-state.nbytes(elements) // _ALIGN) * _ALIGN
+        at += -(-state.nbytes(layout.block_elements) // _ALIGN) * _ALIGN
     return offsets, at
 
 
-def slot_pages(states: Sequence[StateSpec], elements: int, page_bytes: int) -> int:
-    """Pages of one slot. A gradient has the weight's dtype, as `states` has it first."""
-    _, gradient = slot_offsets(states, elements)
-    return pages_for(gradient + elements * states[0].dtype.itemsize, page_bytes)
+def slot_pages(layout: Layout) -> int:
+    """Pages of one slot."""
+    _, gradient = slot_offsets(layout)
+    return pages_for(gradient + layout.block_elements * layout.itemsize(GRAD), layout.page_bytes)
 
 
 def on_device(units: Iterable[UnitSpec], share: float) -> frozenset[int]:

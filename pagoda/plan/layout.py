@@ -74,11 +74,6 @@ class Layout:
         return self.gradient or self.weight.dtype
 
     @property
-    def has_device_kernels(self) -> bool:
-        """Whether a GPU has kernels for it: by blocks, with gradients in the weights' own dtype."""
-        return self.gradient_dtype is self.weight.dtype and self.weight.whole is None
-
-    @property
     def offloaded_itemsize(self) -> int:
         """Bytes of an element of a gradient on its way from compute; longer ones are widened where they are kept."""
         return min(self.gradient_dtype.itemsize, self.weight.dtype.itemsize)

@@ -87,7 +87,7 @@ class _Placer:
         self.update_ring = 0
         """Pages of the device through which the states of units pass that are updated there."""
         if self.split.device_update_share and self.device is not None:
-            self.update_ring = DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page)
+            self.update_ring = DEVICE_SLOTS * slot_pages(layout)
         self.resident = self._resident_units()
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))

@@ -19,7 +19,7 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.cuda import CudaArena, PinnedArena
 from pagoda.optim.gradient_kernels import LANES
 from pagoda.optim.kernels import update_kernel
-from pagoda.optim.rule import ElementwiseRule
+from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 
@@ -92,8 +92,8 @@ class Device:
         """RAM that `copy_in` reads and `copy_out` writes."""
         return Arena(nbytes)
 
-    def warm_up(self, rule: ElementwiseRule, precision: Precision) -> None:
-        """Compile the device's own kernels, so that no step waits for it."""
+    def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
+        """Compile the device's own kernels, for gradients kept in a dtype, so that no step waits for it."""
 
     def computing(self) -> None:
         """Called by the compute thread, now and then: what it tells the device from now on may be on another stream."""
@@ -126,22 +126,21 @@ class Device:
     def store_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
     ) -> Arrival:
-        """Start copying a flat gradient to RAM once compute has passed `after`; its square sum has the bits of the
-        CPU's `kernel`. Called by one thread."""
-        n, itemsize = gradient.numel(), gradient.element_size()
-        to, source = target.data_ptr(), gradient.data_ptr()
-        sums = [
-            kernel(to + start * itemsize, source + start * itemsize, min(BOUNCE_ELEMENTS, n - start))
-            for start in range(0, n, BOUNCE_ELEMENTS)
-        ]
+        """Start copying a flat gradient to where it is kept, on the device or, in the same dtype, in RAM, once compute
+        has passed `after`; its square sum has the bits of the CPU's `kernel`. Called by one thread."""
+        pieces = zip(target.split(BOUNCE_ELEMENTS), gradient.split(BOUNCE_ELEMENTS), strict=True)
+        sums = [kernel(to.data_ptr(), source.data_ptr(), source.numel()) for to, source in pieces]
         return Arrival((), lambda: sums)
 
-    def update_kernel(self, rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
-        """The update of states that lie on the device, to be called inside `pipe`."""
-        kernel = update_kernel(rule, precision)
+    def update_kernel(
+        self, rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None
+    ) -> UpdateKernel:
+        """The update of states that lie on the device, to be called inside `pipe`, by gradients in the weights' dtype
+        or in another."""
+        kernel = update_kernel(rule, precision, gradient)
 
-        def update(states: Sequence[torch.Tensor], gradient: torch.Tensor, arguments: Sequence[float]) -> None:
-            kernel(*(state.data_ptr() for state in states), gradient.data_ptr(), gradient.numel(), *arguments)
+        def update(states: Sequence[torch.Tensor], grad: torch.Tensor, arguments: Sequence[float]) -> None:
+            kernel(*(state.data_ptr() for state in states), grad.data_ptr(), grad.numel(), *arguments)
 
         return update
 
@@ -203,10 +202,10 @@ class CudaDevice(Device):
     def host_arena(self, nbytes: int) -> Arena:
         return PinnedArena(nbytes)
 
-    def warm_up(self, rule: ElementwiseRule, precision: Precision) -> None:
+    def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
         from pagoda.optim import triton_kernels
 
-        triton_kernels.warm_up(rule, precision, self.torch_device, BOUNCE_ELEMENTS)
+        triton_kernels.warm_up(rule, precision, gradient, self.torch_device, BOUNCE_ELEMENTS)
 
     def computing(self) -> None:
         self._compute = torch.cuda.current_stream(self.torch_device)
@@ -234,7 +233,8 @@ class CudaDevice(Device):
     def store_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
     ) -> Arrival:
-        # Straight to its extent, at the link's rate: the CPU neither copies it again nor sums its squares.
+        # Straight to its extent, at the link's rate: the CPU neither copies it again nor sums its squares. One that is
+        # widened stays on the device, whose copy does that.
         return self._square(gradient, after, self.copy_out(target, gradient, after))
 
     def add_gradient(
@@ -269,10 +269,12 @@ class CudaDevice(Device):
         self._arriving[self._turn] = arrival
         return arrival
 
-    def update_kernel(self, rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
+    def update_kernel(
+        self, rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None
+    ) -> UpdateKernel:
         from pagoda.optim import triton_kernels
 
-        return triton_kernels.update_kernel(rule, precision)
+        return triton_kernels.update_kernel(rule, precision, gradient)
 
     def pipe(self, number: int, work: Callable[[], None], after: Event = PAST) -> Event:
         stream = self._pipes[number]

@@ -49,9 +49,9 @@ class DevicePath(UpdatePath):
         layout, tier = self._store.plan.layout, self._store.device
         assert tier is not None
         block, states, slots = layout.block_elements, layout.states, []
-        offsets, gradient = slot_offsets(states, block)
+        offsets, gradient = slot_offsets(layout)
         for number in range(DEVICE_SLOTS if self._store.plan.placement.pages(DEVICE, UPDATE_RING) else 0):
-            pages = tier.take(slot_pages(states, block, layout.page_bytes))
+            pages = tier.take(slot_pages(layout))
             tensors = [pages.tensor(state.dtype, state.elements(block), offsets[state.name]) for state in states]
             slots.append(_Slot(number, tensors, pages.tensor(self._store.dtype(GRAD), block, gradient)))
         return slots

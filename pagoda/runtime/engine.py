@@ -104,9 +104,7 @@ class Engine:
         self.rule = rule
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)
-        if plan.layout.has_device_kernels:
-            assert isinstance(rule, ElementwiseRule)
-            device.warm_up(rule, precision)
+        device.warm_up(rule, precision, kept)
         staging = plan.placement.pages(HOST, STAGING)
         self.gradients = Gradients(
             self.store,

@@ -355,6 +355,6 @@ def open_feeders(
     feeders = [Feeder(store, path)]
     if store.plan.placement.on_device:
         assert isinstance(rule, ElementwiseRule)
-        kernel = device.update_kernel(rule, precision)
+        kernel = device.update_kernel(rule, precision, store.plan.layout.gradient_dtype)
         feeders.append(Feeder(store, DevicePath(store, kernel, lanes, device)))
     return feeders

@@ -349,12 +349,13 @@ class Gradients:
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
         """Store or add a flat gradient, shape [n]; the square sum is that of the result.
 
-        On the d2h lane. What is added or widened comes in pieces: from a device of its own, each is on its way while
-        the one before is added.
+        On the d2h lane. What is added or widened in RAM comes in pieces: from a device of its own, each is on its way
+        while the one before is added.
         """
-        if accumulate and unit.index in self._store.plan.placement.resident:
+        lives_there = unit.index in self._store.plan.placement.resident
+        if accumulate and lives_there:
             return self._device.add_gradient(self._kernels.add_gradient, into, grad, issued)
-        if not accumulate and self._store.plan.layout.has_device_kernels:
+        if not accumulate and (lives_there or into.dtype is grad.dtype):
             return self._device.store_gradient(self._kernels.store_gradient, into, grad, issued)
         kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
         starts = range(0, grad.numel(), BOUNCE_ELEMENTS)

@@ -137,13 +137,15 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
     from pagoda.optim import ElementwiseRule, kernels, triton_kernels
     from pagoda.optim.gradient_kernels import LANES
 
-    def update_kernel(rule: ElementwiseRule, precision: Precision) -> triton_kernels.DeviceKernel:
-        kernel = kernels.update_kernel(rule, precision)
+    def update_kernel(
+        rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None
+    ) -> triton_kernels.DeviceKernel:
+        kernel = kernels.update_kernel(rule, precision, gradient)
 
-        def update(states: Sequence[torch.Tensor], gradient: torch.Tensor, arguments: Sequence[float]) -> None:
-            native.kernel([gradient], list(states), "update")
-            addresses = [native.reach(tensor.data_ptr()) for tensor in (*states, gradient)]
-            kernel(*addresses, gradient.numel(), *arguments)
+        def update(states: Sequence[torch.Tensor], grad: torch.Tensor, arguments: Sequence[float]) -> None:
+            native.kernel([grad], list(states), "update")
+            addresses = [native.reach(tensor.data_ptr()) for tensor in (*states, grad)]
+            kernel(*addresses, grad.numel(), *arguments)
 
         return update
 

@@ -44,7 +44,7 @@ def on_device(states: States) -> States:
 
 
 def step(name: str, precision: Precision, states: States, gradient: torch.Tensor) -> None:
-    kernel = triton_kernels.update_kernel(RULES[name], precision)
+    kernel = triton_kernels.update_kernel(RULES[name], precision, gradient.dtype)
     kernel(list(states.values()), gradient, arguments(RULES[name]))
 
 
@@ -71,6 +71,22 @@ def test_any_number_of_elements_is_updated_and_none_beside_them(case: tuple[str,
     name, precision = case
     theirs, gradient = random_states(RULES[name], precision, n + 256, seed=n)
     gradient = gradient[:n]
+    ours = on_device({name: state.clone() for name, state in theirs.items()})
+    step(name, precision, ours, gradient.to(DEVICE))
+    make_vectors.update(name, precision, theirs, gradient)
+    assert_same_states(ours, theirs)
+
+
+@each_once(
+    name=[*RULES],
+    precision=["bf16", "fp16", "fp32"],
+    arriving=[torch.float32, torch.bfloat16, torch.float16],
+)
+def test_a_gradient_of_another_dtype_is_widened_as_on_the_cpu(
+    name: str, precision: Precision, arriving: torch.dtype
+) -> None:
+    theirs, gradient = random_states(RULES[name], precision, 700, seed=5)
+    gradient = gradient.to(arriving)
     ours = on_device({name: state.clone() for name, state in theirs.items()})
     step(name, precision, ours, gradient.to(DEVICE))
     make_vectors.update(name, precision, theirs, gradient)
@@ -129,7 +145,8 @@ for form in (0, 1, 2):
     kernels.append((triton_updates.adamw_8bit, codes, {"size": 1024}))
     kernels.append((triton_squares.square_sums, types | {"sums": "*fp64"}, {"piece": 1 << 20}))
     for kernel, types, constants in kernels if every else kernels[form::3]:
-        print(ptx(kernel, types, form=form, **constants))
+        forms = {"form": form, "arriving": form} if "arriving" in kernel.arg_names else {"form": form}
+        print(ptx(kernel, types, **forms, **constants))
 """
 
 

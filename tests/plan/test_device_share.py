@@ -49,7 +49,7 @@ def plan_with(share: float, device: int = LARGE, **options: object) -> Plan:
 
 def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
     without, half = plan_with(0.0), plan_with(0.5)
-    ring = DEVICE_SLOTS * slot_pages(half.layout.states, half.layout.block_elements, 4096) * 4096
+    ring = DEVICE_SLOTS * slot_pages(half.layout) * 4096
     assert half.bytes[DEVICE] == {**without.bytes[DEVICE], UPDATE_RING: ring}
     assert UPDATE_RING not in without.bytes[DEVICE]
     assert any("updated on the device" in reason for reason in half.reasons)
@@ -60,7 +60,6 @@ def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
     ("asked", "reason"),
     [
         ({"budgets": Budgets(LARGE)}, r"memory\.device"),
-        ({"options": {"gradients": torch.float32}}, r"MixedPrecision\.gradients"),
         ({"states": Adafactor().states("bf16")}, "Adafactor"),
     ],
 )

@@ -50,10 +50,9 @@ def train(recipe: Recipe, placement: str, directory: Path, **settings: Any) -> O
         memory(placement, directory, recipe),
         loop,
         moments=recipe.moments,
-        precision=recipe.precision,
+        **{"precision": recipe.precision, **settings},
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
-        **settings,
     )
 
 
@@ -101,6 +100,16 @@ def test_nor_does_it_with_other_states(precision: str, moments: Moments, placeme
 @pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
 def test_nor_do_updates_during_backward(placement: str, tmp_path: Path) -> None:
     assert_same_everywhere(Recipe("llama", clip=None, announced=True, frozen=True), placement, tmp_path)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("placement", [FEW, SSD, PASSING, BOTH, HOME])
+@pytest.mark.parametrize(("weights", "gradients"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_nor_does_it_with_gradients_in_another_dtype(
+    weights: Any, gradients: Any, placement: str, tmp_path: Path
+) -> None:
+    recipe = Recipe("llama", precision=weights, accumulation=2)
+    assert_same_everywhere(recipe, placement, tmp_path, precision=pagoda.MixedPrecision(weights, gradients))
 
 
 @pytest.mark.usefixtures("_deterministic")

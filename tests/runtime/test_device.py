@@ -31,7 +31,7 @@ def layout_of(recipe: Recipe) -> Layout:
 
 
 def ring_bytes(layout: Layout) -> int:
-    return DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, PAGE) * PAGE
+    return DEVICE_SLOTS * slot_pages(layout) * PAGE
 
 
 def device_bytes(recipe: Recipe, homes: float, ring: bool) -> int:
