@@ -25,7 +25,7 @@ from pagoda.config.training import training_of
 from pagoda.construction.construct import describe
 from pagoda.optim import Rule, StateSpec
 from pagoda.plan.combinations import Feature, why_not
-from pagoda.plan.device_updates import DEVICE_SLOTS, slot_pages
+from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -192,16 +192,17 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     root = describe(model)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):
-        split, beside, few = None, 0, case["unit"] == LARGEST_UNIT
+        split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in WHOLE
         if place == UPDATED:
-            split = pagoda.Split(device_update_share=1.0 if few else 0.6)
-            beside = DEVICE_SLOTS * slot_pages(layout)
+            split = pagoda.Split(device_update_share=1.0 if few or whole else 0.6)
         elif place == HOME:
-            split = pagoda.Split(device_home_share=1.0)
+            split = pagoda.Split(device_home_share=1.0, device_update_share=float(whole))
             late = options.max_staleness or 0
             names = (*(s.name for s in layout.states), *[GRAD] * (1 + late), *[WEIGHT] * (late > 0))
             beside = sum(map(layout.total_pages, names))
             beside = beside if few else beside // 2
+        if split is not None and split.device_update_share:
+            beside += slot_count(layout) * slot_pages(layout)
         device = (layout.lease_pages(ahead=1) + beside) * page
         memory = replace(memory, device=f"cpu:{device}", split=split)
     if place in ON_SSD:
@@ -257,7 +258,7 @@ def check(case: Case, directory: Path) -> None:
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
     for units, where in ((plan.placement.updated_on_device, UPDATED), (plan.placement.resident, HOME)):
-        assert not units or place == where
+        assert not units or place == where or (place == HOME and case["rule"] in WHOLE)
         assert units or small or place != where
     bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}
     # What a model does itself may add gradients up in another order.

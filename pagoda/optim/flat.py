@@ -1,4 +1,4 @@
-"""The kernels on flat CPU tensors: for code off the hot path, which lane threads have by address."""
+"""The kernels on flat tensors: for code off the hot path, which lane threads have by address."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,8 +37,8 @@ def update(
 ) -> None:
     """One update in place, on a whole parameter of N elements.
 
-    states: a contiguous CPU tensor for each of ``rule.states(precision)``, by name; the dtype of "weight" tells the
-    precision.
+    states: a contiguous tensor for each of ``rule.states(precision)``, by name, all on the CPU or all on a GPU; the
+    dtype of "weight" tells the precision.
     gradient: N elements, bf16, fp16 or fp32; only read.
     scalars, noise: the rule's, of one step.
     Raises ConfigError naming the first tensor that is unfit.
@@ -46,9 +46,15 @@ def update(
     n = gradient.numel()
     precision = _PRECISIONS[states["weight"].dtype]
     specs = rule.states(precision)
+    rounding = () if noise is None else (0, *noise)
+    if gradient.device.type == "cuda":
+        from pagoda.optim import triton_kernels
+
+        tensors = [states[spec.name].view(-1) for spec in specs]
+        triton_kernels.update_kernel(rule, precision, gradient.dtype)(tensors, gradient.view(-1), (*rounding, *scalars))
+        return
     addresses = [_address(spec.name, states[spec.name], spec.dtype, spec.elements(n)) for spec in specs]
     addresses.append(_address("gradient", gradient, gradient.dtype, n))
-    rounding = () if noise is None else (0, *noise)
     kernels.update_kernel(rule, precision, gradient.dtype)(*addresses, n, *rounding, *scalars)
 
 

@@ -216,7 +216,7 @@ class ElementwiseRule(Rule):
 class TensorRule(Rule):
     """A rule that takes parameters whole: tensors of their shapes, one parameter after another.
 
-    What it computes with is fp32, in RAM, whatever the precision of the weights.
+    What it computes with is fp32, in RAM or on a GPU, whatever the precision of the weights.
     """
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:

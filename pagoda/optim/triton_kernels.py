@@ -14,7 +14,7 @@ from pagoda.optim import triton_squares, triton_updates
 from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.codecs import BLOCK
 from pagoda.optim.gradient_kernels import arriving_dtype
-from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
 
 DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
 """An update in place: states in StateSpec order and the gradient, flat and contiguous, and what a CPU kernel takes
@@ -57,6 +57,21 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     return update
 
 
+def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
+    """Split fp32 masters into weights of 16 bits and what is kept beside them; all are flat."""
+    _halves(triton_updates.split, master, weight, weight_low)
+
+
+def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
+    """The reverse of `split`."""
+    _halves(triton_updates.join, master, weight, weight_low)
+
+
+def _halves(function: Any, master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
+    n, form = weight.numel(), FORMS[weight.dtype]
+    function[(cdiv(n, _SIZE),)](_bits(weight), weight_low, master, n, form=form, size=_SIZE, **_STRICT)
+
+
 def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
     """The partial sums of squares of each `piece` elements of a flat gradient; `piece` is a power of two.
 
@@ -73,17 +88,30 @@ def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: torch.device, piece: int) -> None:
     """Compile, or load from Triton's cache, all that is used with these, so that no step waits for it."""
-    states = rule.states(precision)
-    # Aligned, as every block of a unit is.
+    weight = gradient_dtype(precision)
     if isinstance(rule, ElementwiseRule):
-        tensors = [torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device) for state in states]
-        noise = () if rule.noise("", 1) is None else (0, 0, 0)
-        grad = torch.zeros(BLOCK, dtype=gradient, device=device)
-        update_kernel(rule, precision, gradient)(tensors, grad, (*noise, *rule.scalars(1)))
+        _warm_up_update(rule, precision, gradient, device)
+    elif isinstance(rule, TensorRule):
+        for beside in rule.beside():
+            _warm_up_update(beside, "fp32", torch.float32, device)
+        if precision != "fp32":
+            kinds = weight, torch.int16, torch.float32
+            halves = [torch.zeros(BLOCK, dtype=kind, device=device) for kind in kinds]
+            join(*halves)
+            split(halves[2], *halves[:2])
     sums = torch.zeros(triton_squares.LANES.value, dtype=torch.float64, device=device)
-    for dtype in {gradient, arriving_dtype(gradient, states[0].dtype)}:
+    for dtype in {gradient, arriving_dtype(gradient, weight)}:
         square_sums(torch.zeros(BLOCK, dtype=dtype, device=device), sums, piece)
     torch.cuda.synchronize(device)
+
+
+def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+    # Aligned, as every block of a unit is.
+    states = rule.states(precision)
+    tensors = [torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device) for state in states]
+    noise = () if rule.noise("", 1) is None else (0, 0, 0)
+    grad = torch.zeros(BLOCK, dtype=gradient, device=device)
+    update_kernel(rule, precision, gradient)(tensors, grad, (*noise, *rule.scalars(1)))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -128,3 +128,23 @@ def adamw_8bit(
     store_master(weight, weight_low, at, w, mask, form)
     _encode_blocks(m, exp_avg, exp_avg_scale, at, mask, row, there, True)
     _encode_blocks(v, exp_avg_sq, exp_avg_sq_scale, at, mask, row, there, False)
+
+
+@jit(do_not_specialize=("n",))
+def join(
+    weight: tl.tensor, weight_low: tl.tensor, master: tl.tensor, n: tl.tensor, form: tl.constexpr, size: tl.constexpr
+) -> None:
+    """The fp32 masters of ``n`` elements of a 16-bit `form`, `size` a program."""
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    mask = at < n
+    tl.store(master + at, load_master(weight, weight_low, at, mask, form), mask)
+
+
+@jit(do_not_specialize=("n",))
+def split(
+    weight: tl.tensor, weight_low: tl.tensor, master: tl.tensor, n: tl.tensor, form: tl.constexpr, size: tl.constexpr
+) -> None:
+    """The reverse of `join`."""
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    mask = at < n
+    store_master(weight, weight_low, at, tl.load(master + at, mask, 0.0), mask, form)

@@ -30,15 +30,12 @@ class Feature(StrEnum):
 F = Feature
 ON_DEVICE = (F.DEVICE_UPDATES, F.DEVICE_HOMES)
 
-_NO_KERNEL = "a GPU has no kernel for that"
 _PARTS = "tensor-parallel ranks have parts of parameters"
 REFUSED: Mapping[frozenset[Feature], str] = {
     frozenset(pair): why
     for *pair, why in (
         (F.WHOLE, F.TILES, "tiles cut parameters"),
         (F.WHOLE, F.TENSOR, _PARTS),
-        (F.WHOLE, F.DEVICE_UPDATES, _NO_KERNEL),
-        (F.WHOLE, F.DEVICE_HOMES, _NO_KERNEL),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
     )
 }

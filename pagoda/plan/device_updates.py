@@ -5,12 +5,13 @@ come back, while the CPU updates other units.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.combinations import Feature, features, why_not
 from pagoda.plan.layout import GRAD, Layout
-from pagoda.plan.options import Options
+from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.units import UnitSpec
 
 UPDATE_RING = "update_ring"
@@ -19,12 +20,21 @@ DEVICE_SLOTS = 4
 """Blocks on the device at once: one comes, one is updated, one goes, one to spare."""
 _ALIGN = 256
 """Bytes: what every part of a slot starts on, as CUDA's own allocations do."""
+_WHOLE_SLOTS = 2
+WORK = "work"
+"""What a rule that takes parameters whole computes in, in fp32."""
 
 
 def why_not_on_device(feature: Feature, layout: Layout, options: Options, device: int | None) -> str | None:
     """Why the device, whose budget is `device`, cannot update units, or be home to any; None where it can."""
     if device is None:
         return "compute has no memory of its own: give memory.device"
+    share = (options.split or DEFAULT_SPLIT).device_update_share
+    if layout.weight.whole is not None and share != 1:
+        return (
+            "an optimizer that takes whole parameters (Adafactor, Muon) adds up in another order on a GPU. So all "
+            "of its updates run there, or none: set split.device_update_share to 1"
+        )
     return why_not(features(options, layout.states, layout.ranks) | {feature})
 
 
@@ -33,19 +43,23 @@ def state_bytes(states: Sequence[StateSpec], elements: int) -> int:
     return sum(state.nbytes(elements) for state in states)
 
 
+def slot_count(layout: Layout) -> int:
+    """Blocks on the device at once. Where a parameter is one, few: one comes or goes while the other is updated."""
+    return DEVICE_SLOTS if layout.weight.whole is None else _WHOLE_SLOTS
+
+
 def slot_offsets(layout: Layout) -> tuple[Mapping[str, int], int]:
-    """Where each state of a block starts in its slot, in bytes, and where the gradient does."""
-    offsets, at = {}, 0
-    for state in layout.states:
-        offsets[state.name] = at
-        at += -(-state.nbytes(layout.block_elements) // _ALIGN) * _ALIGN
-    return offsets, at
+    """Where each state of a block starts in its slot, the gradient (`GRAD`) and the work area (`WORK`), and where the
+    slot ends; in bytes."""
+    sizes = {state.name: layout.most_in_block(state) * state.dtype.itemsize for state in layout.states}
+    sizes |= {GRAD: layout.block_elements * layout.itemsize(GRAD), WORK: 4 * layout.work_elements}
+    *starts, end = accumulate((-(-nbytes // _ALIGN) * _ALIGN for nbytes in sizes.values()), initial=0)
+    return dict(zip(sizes, starts, strict=True)), end
 
 
 def slot_pages(layout: Layout) -> int:
     """Pages of one slot."""
-    _, gradient = slot_offsets(layout)
-    return pages_for(gradient + layout.block_elements * layout.itemsize(GRAD), layout.page_bytes)
+    return pages_for(slot_offsets(layout)[1], layout.page_bytes)
 
 
 def on_device(units: Iterable[UnitSpec], share: float) -> frozenset[int]:

@@ -11,7 +11,7 @@ from pagoda.optim.rule import StateSpec
 from pagoda.plan.packed import Packed, ShapedSpan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Slices, slice_elements
-from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, enclosing
+from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
 WEIGHT_BACK, GRAD_QUEUE = "weight_back", "grad_queue"
@@ -174,11 +174,31 @@ class Layout:
         sizes = (p.numel if takes_whole(p.name, p.shape) else min(p.numel, self.block_limit) for p in trained)
         return max(sizes, default=0)
 
+    def most_in_block(self, state: StateSpec) -> int:
+        """Elements of a state that a block of an update has at most, on any rank."""
+        takes_whole = self.weight.whole
+        if takes_whole is None:
+            return state.elements(self.block_elements)
+        most = 0
+        for unit in self.units:
+            for slot, placed in enumerate(unit.slots):
+                span = self.span(unit, slot, state) if placed.param.trainable else None
+                if span is not None:
+                    whole = takes_whole(placed.param.name, placed.param.shape)
+                    most = max(most, span.count if whole else min(span.count, self.block_limit))
+        return most
+
+    @property
+    def work_elements(self) -> int:
+        """fp32 elements for the gradient of what an update takes at once, and for its master unless that is stored; 0
+        for a rule that takes any block."""
+        tensors = 1 if self.weight.dtype is torch.float32 else 2
+        return tensors * align(self._widest_cut)
+
     @property
     def work_pages(self) -> int:
-        """RAM for the fp32 gradient of what an update takes at once, and for its fp32 master unless that is stored."""
-        tensors = 1 if self.weight.dtype is torch.float32 else 2
-        return tensors * pages_for(4 * self._widest_cut, self.page_bytes)
+        """Pages of RAM for `work_elements`."""
+        return pages_for(4 * self.work_elements, self.page_bytes)
 
     @property
     def least_ring_slots(self) -> int:
@@ -250,6 +270,16 @@ class Layout:
     def _known_pages(self) -> dict[tuple[int, str], int]:
         """Pages of extents that were asked for before: a planner asks for each some dozen times."""
         return {}
+
+    def of_all_ranks(self) -> list["Layout"]:
+        """This layout on every rank, where ranks hold other numbers of elements than each other; else itself."""
+        if not self.slices.differ:
+            return [self]
+        assert self.ranks is not None
+        layouts = [replace(self, rank=rank) for rank in range(self.ranks.count)]
+        for layout in layouts:
+            layout.__dict__["slices"] = self.slices
+        return layouts
 
     def with_block_limit(self, block_limit: int) -> "Layout":
         """The same extents, streamed in other blocks."""

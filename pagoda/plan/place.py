@@ -9,7 +9,7 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.collective import reduce_pages, serving_pages
-from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
+from pagoda.plan.device_updates import UPDATE_RING, WORK, on_device, slot_count, slot_pages
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -28,7 +28,6 @@ from pagoda.plan.placement import (
     SPARE,
     STAGING,
     UNDO,
-    WORK,
     Budgets,
     Placement,
 )
@@ -87,7 +86,7 @@ class _Placer:
         self.update_ring = 0
         """Pages of the device through which the states of units pass that are updated there."""
         if self.split.device_update_share and self.device is not None:
-            self.update_ring = DEVICE_SLOTS * slot_pages(layout)
+            self.update_ring = slot_count(layout) * slot_pages(layout)
         self.resident = self._resident_units()
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
@@ -116,7 +115,7 @@ class _Placer:
         homes = self._homes(kept)
         host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
         passing = self._passing_device(kept)
-        if not passing:
+        if not passing and self.layout.weight.whole is None:
             device.pop(UPDATE_RING, None)
         if kept.grads != self.all:
             host[STAGING] = kept.staging
@@ -148,6 +147,8 @@ class _Placer:
             staging = min(self.grads, self.host - weights - moments)
             grads_in = self.all if staging == self.grads else frozenset()
             return _InRam(self.all, grads_in, self.all, staging)
+        if self.update_ring and self.layout.weight.whole is not None:
+            self._refuse(HOST, needed, self.host, "memory.host: split.device_update_share=1 needs all states in RAM")
         if self.ssd is None:
             self._refuse(HOST, needed, self.host, "memory.host, or add memory.ssd='DIR'")
         weights_in, leases, left = self._divided_weights(needed)
@@ -334,10 +335,10 @@ class _Placer:
         used_at_home = {unit.index for unit in resident if not layout.is_cut(unit, WEIGHT)}
         total = sum(layout.lease_of(unit) for unit in layout.units if unit.index not in used_at_home)
         lines = {COLLECTIVE_BUFFERS: reduce_pages(layout), UPDATE_RING: self.update_ring}
+        beside = sum(lines.values()) + sum(map(self._most_at_home, resident))
         for unit in resident:
-            for line, pages in self._lines_at_home(unit).items():
+            for line, pages in self._lines_at_home(layout, unit).items():
                 lines[line] = lines.get(line, 0) + pages
-        beside = sum(lines.values())
         leases = min(self.device - beside, total)
         least = min(layout.lease_pages(ahead=1), total)
         if leases < least:
@@ -361,13 +362,18 @@ class _Placer:
         if not share or self.device is None:
             return frozenset()
         needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_pages(layout)
-        pages = {unit.index: sum(self._lines_at_home(unit).values()) for unit in layout.units[:-1]}
+        pages = {unit.index: self._most_at_home(unit) for unit in layout.units[:-1]}
         return first_that_fit(pages, int(share * (self.device - needed)))
 
-    def _lines_at_home(self, unit: UnitSpec) -> dict[str, int]:
+    def _most_at_home(self, unit: UnitSpec) -> int:
+        """Pages that a unit takes of the device if it lives there, on the rank that has most of it: the same units live
+        there on all ranks."""
+        return max(sum(self._lines_at_home(layout, unit).values()) for layout in self.layout.of_all_ranks())
+
+    def _lines_at_home(self, layout: Layout, unit: UnitSpec) -> dict[str, int]:
         """Line -> pages that a unit takes of the device if it lives there."""
         late = self.options.max_staleness
-        lines = {state: self.layout.pages(unit, state) for state in (*(s.name for s in self.layout.states), GRAD)}
+        lines = {state: layout.pages(unit, state) for state in (*(s.name for s in layout.states), GRAD)}
         if late is not None:
             lines |= {WEIGHT_BACK: lines[WEIGHT], GRAD_QUEUE: late * lines[GRAD]}
         return lines

@@ -3,13 +3,12 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from pagoda.plan.device_updates import UPDATE_RING
+from pagoda.plan.device_updates import UPDATE_RING, WORK
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT_BACK
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS, SERVING = "collective", "serving"
 CHECKPOINT = "checkpoint"
-WORK = "work"
 SPARE = "spare"
 UNDO = "undo"
 ACTIVATIONS = "activations"

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from pagoda.plan.activations import OFFLOAD_LANES, recomputes
-from pagoda.plan.device_updates import state_bytes
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import SSD
@@ -73,13 +72,9 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     sent_from_ssd = min(through_ssd, elements * layout.weight.dtype.itemsize)
     gradient = elements * layout.itemsize(GRAD)
     resident, passes_device = index in placement.resident, index in placement.updated_on_device
-    if resident or passes_device:
-        states = state_bytes(layout.states, elements)
-        streamed = 0 if resident else states
-    else:
-        states = sum(layout.updated_bytes(unit, state) for state in layout.states)
-        on_ssd = (state for state in layout.states if placement.home(index, state.name) == SSD)
-        streamed = sum(layout.updated_bytes(unit, state) for state in on_ssd)
+    states = sum(layout.updated_bytes(unit, state) for state in layout.states)
+    moving = [state for state in layout.states if passes_device or placement.home(index, state.name) == SSD]
+    streamed = sum(layout.updated_bytes(unit, state) for state in moving)
     return Traffic(
         fetched=fetched,
         gathered=gathered,

@@ -1,35 +1,38 @@
 """Updates on the device: blocks of states pass it through a ring, while the CPU updates other units."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from pagoda.optim.rule import StateSpec
-from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, slot_offsets, slot_pages, state_bytes
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, WORK, slot_count, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.updates import IN_PLACE, Block, UpdatePath
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Room on the device for a block of every state and its gradient."""
 
     number: int
-    states: Sequence[torch.Tensor]
-    """Flat, in StateSpec order."""
+    states: Mapping[str, torch.Tensor]
+    """Flat, by name, in StateSpec order."""
     gradient: torch.Tensor
+    work: torch.Tensor | None
+    """fp32, for a rule that takes parameters whole."""
 
 
 class DevicePath(UpdatePath):
-    """Updates blocks on the device.
+    """Updates blocks on the device, by an element-wise rule.
 
     Units that live there are updated in place, once compute has read the weights for the last time. The states of
     others live in RAM: a block comes with its gradient, is updated and goes back, all of it in the pipe of its slot, so
@@ -43,25 +46,35 @@ class DevicePath(UpdatePath):
         self._kernel = kernel
         self._device = device
         self._ring = Ring(self._open_slots())
+        self._works_in_slots = store.plan.layout.weight.whole is not None
+        """Whether units that live on the device need a slot too."""
 
-    def _open_slots(self) -> list[_Slot]:
+    def _open_slots(self) -> list[Slot]:
         """The ring's pages of the device's tier, if the plan has a ring."""
         layout, tier = self._store.plan.layout, self._store.device
         assert tier is not None
-        block, states, slots = layout.block_elements, layout.states, []
-        offsets, gradient = slot_offsets(layout)
-        for number in range(DEVICE_SLOTS if self._store.plan.placement.pages(DEVICE, UPDATE_RING) else 0):
+        at, _ = slot_offsets(layout)
+        slots = []
+        for number in range(slot_count(layout) if self._store.plan.placement.pages(DEVICE, UPDATE_RING) else 0):
             pages = tier.take(slot_pages(layout))
-            tensors = [pages.tensor(state.dtype, state.elements(block), offsets[state.name]) for state in states]
-            slots.append(_Slot(number, tensors, pages.tensor(self._store.dtype(GRAD), block, gradient)))
+            states = {
+                state.name: pages.tensor(state.dtype, elements, at[state.name])
+                for state in layout.states
+                if (elements := layout.most_in_block(state))
+            }
+            gradient = pages.tensor(layout.gradient_dtype, layout.block_elements, at[GRAD])
+            work = layout.work_elements
+            slots.append(Slot(number, states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
         return slots
 
     def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
         update, start, count, device = block.update, block.start, block.stop - block.start, self._device
         unit, weights = update.unit, update.weights
         old, new = (self._homes(unit.spec, extent, start, count) for extent in (weights.read, weights.write))
-        at, states = self._store.shards.origin(unit.spec, GRAD) + start, state_bytes(self._states, count)
+        at, states = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
         brought = count * self._store.dtype(GRAD).itemsize * len(update.parts)
+        lives_there = unit.index in self._store.plan.placement.resident
+        slot = None if lives_there and not self._works_in_slots else self._ring.take()
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
             buffer = record.buffer
@@ -70,57 +83,68 @@ class DevicePath(UpdatePath):
 
         def update_at_home() -> None:
             if weights != IN_PLACE:
-                device.copy(new[0], old[0])
-            self._compute(block, new, gradient_of)
+                device.copy(new[WEIGHT], old[WEIGHT])
+            self._compute(block, new, gradient_of, slot)
 
         def update_in_slot() -> None:
-            there = [tensor[: len(at_home)] for tensor, at_home in zip(slot.states, old, strict=True)]
+            assert slot is not None
+            there = {name: slot.states[name][: len(at_home)] for name, at_home in old.items()}
 
             def bring(record: UnitGradient) -> torch.Tensor:
                 device.copy(slot.gradient[:count], gradient_of(record))
                 return slot.gradient
 
-            for target, source in zip(there, old, strict=True):
-                device.copy(target, source)
-            self._compute(block, there, bring)
-            for target, source in zip(new, there, strict=True):
-                device.copy(target, source)
+            for name, tensor in there.items():
+                device.copy(tensor, old[name])
+            self._compute(block, there, bring, slot)
+            for name, tensor in there.items():
+                device.copy(new[name], tensor)
 
-        lane, label, touched = self._lanes["device_update"], f"update {unit.spec.name}", 2 * states + brought
-        if unit.index in self._store.plan.placement.resident:
-            pipe, issued = start // self._block % DEVICE_SLOTS, update.parts[-1][0].issued
-            computed.append(lane.submit(lambda: device.pipe(pipe, update_at_home, issued), (), touched, label))
-            return
-        slot = self._ring.take()
-        self._lanes["h2d"].count(states + brought)
-        self._lanes["d2h"].count(states)
-        computed.append(lane.submit(lambda: device.pipe(slot.number, update_in_slot), (), touched, label))
-        computed[-1].then(lambda _: self._ring.give_back(slot))
+        pipe = start // self._block % DEVICE_SLOTS if slot is None else slot.number
+        if lives_there:
+            work = partial(device.pipe, pipe, update_at_home, update.parts[-1][0].issued)
+        else:
+            self._lanes["h2d"].count(states + brought)
+            self._lanes["d2h"].count(states)
+            work = partial(device.pipe, pipe, update_in_slot)
+        label = f"update {unit.spec.name}"
+        computed.append(self._lanes["device_update"].submit(work, (), 2 * states + brought, label))
+        if slot is not None:
+            computed[-1].then(lambda _: self._ring.give_back(slot))
 
     def _compute(
-        self, block: Block, states: Sequence[torch.Tensor], bring: Callable[[UnitGradient], torch.Tensor]
+        self,
+        block: Block,
+        states: Mapping[str, torch.Tensor],
+        bring: Callable[[UnitGradient], torch.Tensor],
+        slot: Slot | None,
     ) -> None:
         """Update a block where its states lie now; `bring` says where its part of a gradient does, until the next."""
-        begin = self._store.shards.updated(block.update.unit.spec).start + block.start
         for record, pieces in groupby(block.pieces, lambda piece: piece[0]):
             gradient = bring(record)
             for _, piece in pieces:
-                first, size = piece.start - begin, piece.stop - piece.start
-                parts = [
-                    tensor[state.elements(first) :][: state.elements(size)]
-                    for state, tensor in zip(self._states, states, strict=True)
-                ]
-                self._kernel(parts, gradient[first : first + size], piece.arguments)
+                self._apply(block.update.unit.spec, block.start, piece, gradient, states, slot)
 
-    def _homes(self, unit: UnitSpec, weights: str, start: int, count: int) -> list[torch.Tensor]:
-        """A block of every state where it lives, with the weights of an extent."""
-        return [
-            self._home(unit, state, weights if state.name == WEIGHT else state.name, start, count)
-            for state in self._states
-        ]
+    def _apply(
+        self,
+        unit: UnitSpec,
+        start: int,
+        piece: Segment,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        slot: Slot | None,
+    ) -> None:
+        """Update a piece of the block from `start` on, of which are the gradient and the states."""
+        first, size = piece.start - self._store.shards.updated(unit).start - start, piece.stop - piece.start
+        parts = [states[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
+        self._kernel(parts, gradient[first : first + size], piece.arguments)
 
-    def _home(self, unit: UnitSpec, state: StateSpec, extent: str, start: int, count: int) -> torch.Tensor:
-        home = self._store.tensor(unit.index, extent)
-        assert home is not None, "what is updated on the device is in memory"
-        first = state.elements(self._store.shards.origin(unit, state.name) + start)
-        return home[first : first + state.elements(count)]
+    def _homes(self, unit: UnitSpec, weights: str, start: int, count: int) -> dict[str, torch.Tensor]:
+        """What a block has of every state where it lives, with the weights of an extent."""
+        homes = {}
+        for state in self._states:
+            home = self._store.tensor(unit.index, weights if state.name == WEIGHT else state.name)
+            assert home is not None, "what is updated on the device is in memory"
+            first = state.elements(self._store.shards.origin(unit, state.name) + start)
+            homes[state.name] = home[first : first + state.elements(count)]
+        return homes

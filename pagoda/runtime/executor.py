@@ -20,7 +20,7 @@ from pagoda.runtime.host_updates import HostPath
 from pagoda.runtime.lanes import Handle, Lane, Latch
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.store import Store
-from pagoda.runtime.tensor_updates import TensorPath
+from pagoda.runtime.tensor_updates import DeviceTensorPath, TensorPath
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import IN_PLACE, Feeder, Update, UpdatePath, WeightExtents
@@ -354,7 +354,10 @@ def open_feeders(
         path = TensorPath(store, lanes)
     feeders = [Feeder(store, path)]
     if store.plan.placement.on_device:
-        assert isinstance(rule, ElementwiseRule)
-        kernel = device.update_kernel(rule, precision, store.plan.layout.gradient_dtype)
-        feeders.append(Feeder(store, DevicePath(store, kernel, lanes, device)))
+        if isinstance(rule, ElementwiseRule):
+            kernel = device.update_kernel(rule, precision, store.plan.layout.gradient_dtype)
+            path = DevicePath(store, kernel, lanes, device)
+        else:
+            path = DeviceTensorPath(store, lanes, device)
+        feeders.append(Feeder(store, path))
     return feeders

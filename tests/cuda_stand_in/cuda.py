@@ -149,6 +149,16 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
 
         return update
 
+    def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
+        native.kernel([master], [weight, weight_low], "split")
+        kernel, _ = kernels.halves(weight.dtype)
+        kernel(*(native.reach(each.data_ptr()) for each in (master, weight, weight_low)), master.numel())
+
+    def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
+        native.kernel([weight, weight_low], [master], "join")
+        _, kernel = kernels.halves(weight.dtype)
+        kernel(*(native.reach(each.data_ptr()) for each in (weight, weight_low, master)), weight.numel())
+
     def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
         native.kernel([gradient], [into], "square_sums")
         store, _ = kernels.gradient_kernels(gradient.dtype)
@@ -161,4 +171,5 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
         ctypes.memmove(native.reach(into.data_ptr()), lanes.data_ptr(), lanes.nbytes)
 
     triton_kernels.update_kernel = update_kernel
+    triton_kernels.split, triton_kernels.join = split, join
     triton_kernels.square_sums = square_sums

@@ -24,6 +24,7 @@ import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.config.training import ActivationMode
 from pagoda.models import build_model
+from pagoda.optim.rule import TensorRule
 
 from .scenarios import PAGE, RULES, place
 
@@ -224,7 +225,8 @@ def wrapped(
         sizes["device"] = "cpu:1MiB"
     if "on-device" in kind:
         home = float(kind.startswith("home"))
-        split = pagoda.Split(device_home_share=home, device_update_share=1 - home)
+        passing = 1.0 if isinstance(rule, TensorRule) else 1 - home
+        split = pagoda.Split(device_home_share=home, device_update_share=passing)
         sizes |= {"device": "cpu:4MiB", "split": split}
 
     def wrap(**sizes: Any) -> tuple[nn.Module, Any]:

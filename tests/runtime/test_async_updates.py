@@ -24,6 +24,7 @@ from zoo import (
     loss_of,
     run,
     squeeze,
+    usual_loop,
 )
 
 import pagoda
@@ -365,6 +366,17 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
     assert tight.peak_bytes["host"] <= needed
     assert tight.bytes["ssd"][WEIGHT_BACK] == tight.bytes["ssd"][WEIGHT]
     assert tight.bytes["host"][GRAD] + tight.bytes["host"][GRAD_QUEUE] == 4 * host[GRAD]
+
+
+@pytest.mark.parametrize("rule", [pagoda.Muon(lr=1e-2), pagoda.Adafactor(lr=1e-2)], ids=["muon", "adafactor"])
+def test_parameters_that_are_taken_whole_are_updated_late_on_the_device_as_on_the_cpu(rule: Any) -> None:
+    recipe = Recipe("llama", rule=rule)
+    updates = pagoda.Updates("async", max_staleness=2)
+
+    def outcome(memory: pagoda.Memory) -> Outcome:
+        return run(recipe.build(), memory, usual_loop(recipe), rule=rule, clip_grad_norm=0.5, update=updates)
+
+    outcome(on_device(recipe, *ON_DEVICE[BOTH])).assert_same_bits(outcome(RESIDENT))
 
 
 def test_the_device_holds_what_a_unit_that_lives_there_takes() -> None:

@@ -15,7 +15,7 @@ import pagoda
 from pagoda.memory.cuda import CudaArena
 from pagoda.optim import Moments
 
-from .test_device import assert_updated_on_device, device_bytes, memory as in_ram
+from .test_device import WHOLE, assert_updated_on_device, device_bytes, memory as in_ram
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,11 +25,14 @@ pytestmark = [
 STEPS = 5
 FEW, SSD, PASSING, BOTH, HOME = "few", "ssd", "passing", "both", "home"
 """In the least device memory: states in RAM; on SSD; updated on the device, all of them or half; half at home there."""
+PASSING_AND_HOME = "passing-and-home"
+"""Half at home there, and all others updated there."""
 
 
 def memory(placement: str, directory: Path, recipe: Recipe) -> pagoda.Memory:
     """Everything leased at once, or what `placement` says."""
-    share, homes = {PASSING: 1.0, BOTH: 0.5}.get(placement, 0.0), 0.5 * (placement == HOME)
+    share = {PASSING: 1.0, PASSING_AND_HOME: 1.0, BOTH: 0.5}.get(placement, 0.0)
+    homes = 0.5 * (placement in (HOME, PASSING_AND_HOME))
     same = in_ram(recipe, share, homes, ssd=directory if placement == SSD else None)
     device = "64MiB" if placement == "all" else str(device_bytes(recipe, homes, ring=share > 0))
     return replace(same, device=device, split=same.split if share or homes else None)
@@ -50,6 +53,7 @@ def train(recipe: Recipe, placement: str, directory: Path, **settings: Any) -> O
         memory(placement, directory, recipe),
         loop,
         moments=recipe.moments,
+        rule=recipe.rule,
         **{"precision": recipe.precision, **settings},
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
@@ -110,6 +114,20 @@ def test_nor_does_it_with_gradients_in_another_dtype(
 ) -> None:
     recipe = Recipe("llama", precision=weights, accumulation=2)
     assert_same_everywhere(recipe, placement, tmp_path, precision=pagoda.MixedPrecision(weights, gradients))
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_rules_that_take_parameters_whole_have_the_same_bits_in_one_place(
+    name: str, precision: str, tmp_path: Path
+) -> None:
+    """On the CPU, wherever states live; and on the GPU, wherever they live."""
+    recipe = Recipe("llama", rule=WHOLE[name], precision=precision, accumulation=2)
+    assert_same_everywhere(recipe, SSD, tmp_path)
+    passing = train(recipe, PASSING, tmp_path)
+    passing.assert_same_bits(train(recipe, PASSING_AND_HOME, tmp_path))
+    assert not any(step["update"] for step in passing.moved)
 
 
 @pytest.mark.usefixtures("_deterministic")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import each_once
 from zoo import PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, batch, loss_of, train
 
 import pagoda
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
-from pagoda.plan.device_updates import DEVICE_SLOTS, slot_pages
+from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -25,13 +26,13 @@ def resident(recipe: Recipe) -> Outcome:
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    states = AdamW(moments=recipe.moments).states(recipe.precision)  # type: ignore[arg-type]
+    states = (recipe.rule or AdamW(moments=recipe.moments)).states(recipe.precision)  # type: ignore[arg-type]
     options = Options(PAGE, parse_bytes(UNIT_LIMIT))
     return make_plan(describe(recipe.build()), states, Budgets(1 << 40), options).layout
 
 
 def ring_bytes(layout: Layout) -> int:
-    return DEVICE_SLOTS * slot_pages(layout) * PAGE
+    return slot_count(layout) * slot_pages(layout) * PAGE
 
 
 def device_bytes(recipe: Recipe, homes: float, ring: bool) -> int:
@@ -183,3 +184,49 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_resumes_in_ram(
     whole = losses(on_device, None, tmp_path / "saved")
     assert losses(RESIDENT, tmp_path / "saved", None) == whole[3:]
     assert losses(on_device, tmp_path / "saved", None) == whole[3:]
+
+
+WHOLE = {
+    "adafactor": pagoda.Adafactor(lr=1e-2, beta1=0.9),
+    "muon": pagoda.Muon(lr=1e-2),
+    "nadam": pagoda.Optim(torch.optim.NAdam, lr=1e-3),
+}
+
+
+@each_once(name=[*WHOLE], homes=[0.0, 0.6, 0.3], precision=["bf16", "fp32", "fp16"])
+def test_parameters_that_are_taken_whole_are_all_updated_on_the_device(name: str, homes: float, precision: str) -> None:
+    recipe = Recipe("llama", rule=WHOLE[name], precision=precision, frozen=homes > 0, accumulation=2)
+    outcome = train(recipe, memory(recipe, 1.0, homes))
+    outcome.assert_same_bits(train(recipe, RESIDENT))
+    assert outcome.plan is not None
+    placement = outcome.plan.placement
+    trained = {unit.index for unit in outcome.plan.units if unit.trainable_numel}
+    assert bool(placement.resident) == (homes > 0)
+    assert placement.on_device >= trained
+    assert not any(step["update"] for step in outcome.moved)
+    assert outcome.moved[-1]["device_update"] > 0
+
+
+@pytest.mark.parametrize(("update_share", "homes"), [(0.5, 0.0), (0.0, 1.0), (0.9, 0.5)])
+def test_some_of_them_there_and_others_on_the_cpu_are_refused(update_share: float, homes: float) -> None:
+    recipe = Recipe("llama", rule=WHOLE["muon"])
+    with pytest.raises(pagoda.ConfigError, match=r"in another order on a GPU.* set split\.device_update_share to 1"):
+        pagoda.wrap(recipe.build(), recipe.rule, memory=memory(recipe, update_share, homes))
+
+
+def test_they_need_ram_for_all_that_the_device_is_no_home_to(tmp_path: Path) -> None:
+    recipe = Recipe("llama", rule=WHOLE["muon"])
+    tight = memory(recipe, 1.0, host=int(states_of(recipe) * 0.8), ssd=tmp_path)
+    with pytest.raises(pagoda.BudgetError, match="needs all states in RAM") as refused:
+        pagoda.wrap(recipe.build(), recipe.rule, memory=tight)
+    assert refused.value.tier == "host"
+    enough = replace(tight, host=refused.value.needed_bytes)
+    train(recipe, enough).assert_same_bits(train(recipe, RESIDENT))
+
+
+def test_a_plan_by_itself_never_moves_them_to_the_device() -> None:
+    """On a GPU their bits would be others."""
+    recipe = Recipe("llama", rule=WHOLE["adafactor"])
+    small = replace(memory(recipe, 1.0, homes=0.6, host=int(states_of(recipe) * 0.7)), split=None)
+    with pytest.raises(pagoda.BudgetError):
+        pagoda.wrap(recipe.build(), recipe.rule, memory=small)
