@@ -175,6 +175,7 @@ class Recipe:
     announced: bool = False
     frozen: bool = False
     precision: str = "bf16"
+    """Of weights, and with "+" that of gradients: "bf16+fp32"."""
     moments: Moments = "fp32"
     rule: Rule | None = None
     """None: AdamW."""
@@ -182,6 +183,11 @@ class Recipe:
     steps: int = 5
     layers: int | None = None
     """Of llama, gpt2 and qwen3, where the usual ones are too few to be streamed."""
+
+    @property
+    def numbers(self) -> pagoda.MixedPrecision:
+        weights, _, gradients = self.precision.partition("+")
+        return pagoda.MixedPrecision(weights, gradients or None)  # type: ignore[arg-type]
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -287,7 +293,7 @@ def train(recipe: Recipe, memory: pagoda.Memory, loop: Loop | None = None) -> Ou
         loop or usual_loop(recipe),
         moments=recipe.moments,
         rule=recipe.rule,
-        precision=recipe.precision,
+        precision=recipe.numbers,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
         activations=recipe.activations,

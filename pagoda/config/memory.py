@@ -33,7 +33,8 @@ class Split:
     """Leases of the size of the largest unit, in addition to those in use at once; fewer if the budget is tight."""
     device_update_share: float = 0.0
     """Largest share of the parameters that the GPU updates: their states pass through it, block by block, while the CPU
-    updates the others. Only units with all their states in RAM are updated there."""
+    updates the others. Only units with all their states in RAM are updated there. An optimizer that takes whole
+    parameters needs 0 or 1."""
     device_home_share: float = 0.0
     """Largest share of the GPU's memory, without what leases and the update ring need, that is home to whole units: all
     their states and gradients are there, and are updated there."""

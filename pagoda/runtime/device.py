@@ -129,8 +129,11 @@ class Device:
     ) -> Arrival:
         """Start copying a flat gradient to where it is kept, on the device or, in the same dtype, in RAM, once compute
         has passed `after`; its square sum has the bits of the CPU's `kernel`. Called by one thread."""
-        pieces = zip(target.split(BOUNCE_ELEMENTS), gradient.split(BOUNCE_ELEMENTS), strict=True)
-        sums = [kernel(to.data_ptr(), source.data_ptr(), source.numel()) for to, source in pieces]
+        n = gradient.numel()
+        sums = [
+            kernel(target[start:].data_ptr(), gradient[start:].data_ptr(), min(BOUNCE_ELEMENTS, n - start))
+            for start in range(0, n, BOUNCE_ELEMENTS)
+        ]
         return Arrival((), lambda: sums)
 
     def update_kernel(

@@ -13,9 +13,10 @@ from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optim.rule import StateSpec
+from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, before
 from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO, WORK
+from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
 from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec

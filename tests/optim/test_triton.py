@@ -15,7 +15,17 @@ from pagoda.optim import gradient_dtype
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 
 from . import make_vectors
-from .blocks import RULES, States, assert_same_states, random_states, random_values, store_gradient
+from .blocks import (
+    RULES,
+    States,
+    assert_same_states,
+    join,
+    random_states,
+    random_values,
+    same_bits,
+    split,
+    store_gradient,
+)
 from .make_vectors import CASES, arguments, load, load_gradient
 
 pytest.importorskip("triton")
@@ -93,6 +103,18 @@ def test_a_gradient_of_another_dtype_is_widened_as_on_the_cpu(
     assert_same_states(ours, theirs)
 
 
+@each_once(precision=["bf16", "fp16"], n=[1, 2500])
+def test_masters_are_split_and_joined_with_the_bits_of_the_cpu(precision: Precision, n: int) -> None:
+    master = random_values(n, 1e-1, torch.Generator().manual_seed(n), edges=True)
+    theirs = split(master, gradient_dtype(precision))
+    ours = [torch.zeros_like(half, device=DEVICE) for half in theirs]
+    triton_kernels.split(master.to(DEVICE), *ours)
+    assert all(same_bits(mine.cpu(), half) for mine, half in zip(ours, theirs, strict=True))
+    joined = torch.zeros(n, device=DEVICE)
+    triton_kernels.join(*ours, joined)
+    assert same_bits(joined.cpu(), join(*theirs))
+
+
 def random_gradient(precision: Precision, n: int, edges: bool = False) -> torch.Tensor:
     return random_values(n, 1.0, torch.Generator().manual_seed(n), edges).to(gradient_dtype(precision))
 
@@ -143,6 +165,8 @@ for form in (0, 1, 2):
     kernels = [(triton_updates.update, fp32, {"rule": rule, "noisy": False, "size": 1024}) for rule in range(5)]
     kernels.append((triton_updates.update, half, {"rule": 0, "noisy": True, "size": 1024}))
     kernels.append((triton_updates.adamw_8bit, codes, {"size": 1024}))
+    masters = types | {"master": "*fp32"}
+    kernels += [(triton_updates.split, masters, {"size": 1024}), (triton_updates.join, masters, {"size": 1024})]
     kernels.append((triton_squares.square_sums, types | {"sums": "*fp64"}, {"piece": 1 << 20}))
     for kernel, types, constants in kernels if every else kernels[form::3]:
         forms = {"form": form, "arriving": form} if "arriving" in kernel.arg_names else {"form": form}
@@ -150,7 +174,7 @@ for form in (0, 1, 2):
 """
 
 
-@pytest.mark.parametrize(("forms", "kernels"), [("one", 8), pytest.param("every", 24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("forms", "kernels"), [("one", 10), pytest.param("every", 30, marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(
     forms: str, kernels: int, tmp_path: Path
 ) -> None:

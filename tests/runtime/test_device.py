@@ -13,6 +13,7 @@ import pagoda
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
+from pagoda.optim.rule import kept_dtype
 from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import Options
@@ -26,8 +27,9 @@ def resident(recipe: Recipe) -> Outcome:
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    states = (recipe.rule or AdamW(moments=recipe.moments)).states(recipe.precision)  # type: ignore[arg-type]
-    options = Options(PAGE, parse_bytes(UNIT_LIMIT))
+    numbers = recipe.numbers
+    states = (recipe.rule or AdamW(moments=recipe.moments)).states(numbers.precision)
+    options = Options(PAGE, parse_bytes(UNIT_LIMIT), gradients=kept_dtype(numbers.gradients))
     return make_plan(describe(recipe.build()), states, Budgets(1 << 40), options).layout
 
 
