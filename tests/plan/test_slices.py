@@ -63,12 +63,20 @@ def shape(layers: int) -> ModuleSpec:
     return ModuleSpec("", (), (embedding, *map(layer, range(layers))))
 
 
-def plans(rule: Rule, count: int, stage: Stage = 3, layers: int = 12, replicas: int = 1) -> list[Plan]:
+def plans(
+    rule: Rule,
+    count: int,
+    stage: Stage = 3,
+    layers: int = 12,
+    replicas: int = 1,
+    device: int | None = None,
+    split: pagoda.Split | None = None,
+) -> list[Plan]:
     """Of every rank."""
-    options = Options(PAGE, unit_limit=64 << 10)
+    options = Options(PAGE, unit_limit=64 << 10, split=split)
     ranks = Ranks(count, count, stage, replicas=replicas)
-    root, states = shape(layers), rule.states("bf16")
-    return [make_plan(root, states, Budgets(1 << 30), options, ranks, rank=rank) for rank in range(count)]
+    root, states, budgets = shape(layers), rule.states("bf16"), Budgets(1 << 30, device)
+    return [make_plan(root, states, budgets, options, ranks, rank=rank) for rank in range(count)]
 
 
 RULES: dict[str, Rule] = {
@@ -119,6 +127,22 @@ def test_a_rank_holds_its_share_up_to_a_parameter(name: str, count: int) -> None
     largest = 100 * 64 * 16
     assert max(held) <= alone / count + largest
     assert min(held) >= alone / count - largest
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", RULES)
+def test_the_same_units_live_on_the_device_of_every_rank_beside_as_many_leases(name: str, stage: Stage) -> None:
+    split = pagoda.Split(device_home_share=1.0, device_update_share=1.0)
+    first, *others = plans(RULES[name], 4, stage, device=2 << 20, split=split)
+    lives, held = first.placement.resident, first.bytes["device"]
+    assert 0 < len(lives) < len(first.units)
+    assert first.placement.on_device == {unit.index for unit in first.units}
+    for plan in others:
+        assert plan.placement.resident == lives
+        device = plan.bytes["device"]
+        assert (device["leases"], device["update_ring"]) == (held["leases"], held["update_ring"])
+        assert plan.peak_bytes["device"] <= 2 << 20
+    assert len({plan.peak_bytes["device"] for plan in (first, *others)}) > 1  # slices differ
 
 
 def test_ranks_agree_on_units_pages_and_slices() -> None:
