@@ -278,7 +278,7 @@ class Layout:
         assert self.ranks is not None
         layouts = [replace(self, rank=rank) for rank in range(self.ranks.count)]
         for layout in layouts:
-            layout.__dict__["slices"] = self.slices
+            layout.__dict__.update(slices=self.slices, _packed=self._packed)
         return layouts
 
     def with_block_limit(self, block_limit: int) -> "Layout":

@@ -87,6 +87,8 @@ class _Placer:
         """Pages of the device through which the states of units pass that are updated there."""
         if self.split.device_update_share and self.device is not None:
             self.update_ring = slot_count(layout) * slot_pages(layout)
+        self.on_ranks = layout.of_all_ranks() if self.split.device_home_share else [layout]
+        """The layout of every rank, where they differ."""
         self.resident = self._resident_units()
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
@@ -368,7 +370,7 @@ class _Placer:
     def _most_at_home(self, unit: UnitSpec) -> int:
         """Pages that a unit takes of the device if it lives there, on the rank that has most of it: the same units live
         there on all ranks."""
-        return max(sum(self._lines_at_home(layout, unit).values()) for layout in self.layout.of_all_ranks())
+        return max(sum(self._lines_at_home(layout, unit).values()) for layout in self.on_ranks)
 
     def _lines_at_home(self, layout: Layout, unit: UnitSpec) -> dict[str, int]:
         """Line -> pages that a unit takes of the device if it lives there."""
