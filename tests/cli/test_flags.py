@@ -29,7 +29,10 @@ OF_A_RUN = {
     # Not planned.
     "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
 }  # fmt: skip
-OF_A_MACHINE = {"hardware", "nodes", "gpus_per_node", "pipeline_parallel", "max_model", "json", "plot"}
+OF_A_MACHINE = {
+    "hardware", "nodes", "gpus_per_node", "tensor_parallel", "pipeline_parallel", "search_degrees", "max_model", "json",
+    "plot",
+}  # fmt: skip
 COMMANDS = {"train": TrainRequest, "plan": PlanConfig}
 
 

@@ -193,11 +193,11 @@ def wrapped(
     precision: str = "bf16",
     kind: str = "ram",
     on_meta: bool = False,
-    rule: str = "adamw",
+    rule: str | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, Any, pagoda.Mesh]:
-    """A divided model in pages; `rule` is the name of one."""
-    rule = NAMED[rule]()
+    """A divided model in pages; `rule` is the name of one, AdamW where it is left out."""
+    rule = NAMED[rule or "adamw"]()
     chosen = {key: settings.pop(key) for key in ("stage", "replicas", "expert_parallel") if key in settings}
     by_torch = settings.pop("by_torch", False)
     if "tile_limit" in settings:

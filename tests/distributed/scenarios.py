@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -107,8 +108,14 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh, lat
         raise AssertionError("one page of RAM is not enough")
     except pagoda.BudgetError as refused:
         host = refused.needed_bytes or 0
-    if kind == "moments-ssd":  # room for all weights and gradients
-        host += (layout.total_pages(GRAD) + layout.total_pages(WEIGHT)) * PAGE
+    if kind == "moments-ssd":  # the least that is home to all weights
+
+        def holds_weights(pages: int) -> bool:
+            plan = make_plan(root, states, Budgets(pages * PAGE, device, 1 << 40), options, ranks)
+            return "weight" not in plan.bytes["ssd"]
+
+        counts = range(host // PAGE, host // PAGE + layout.total_pages(GRAD) + layout.total_pages(WEIGHT))
+        host = counts[bisect(counts, False, key=holds_weights)] * PAGE
     if recipe.rule is not None:
         host += 8 * PAGE  # ranks hold other numbers of pages, by some
     return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", **sizes)

@@ -85,7 +85,7 @@ def test_a_stage_is_a_grid_of_consecutive_ranks_that_count_from_0(tensor: int) -
 
 def layout_of(stage: int, ranks: int, frozen: int) -> tuple[Layout, UnitSpec]:
     """Ten parameters of a unit, the last `frozen` of which train nothing."""
-    params = tuple(ParamSpec(f"p{i}", (1000 + 37 * i,), trainable=i < 10 - frozen) for i in range(10))
+    params = tuple(ParamSpec(f"p{i}", (2000 + 37 * i,), trainable=i < 10 - frozen) for i in range(10))
     units = discover(ModuleSpec("", params), 1 << 30, 2)
     states = AdamW().states("bf16")
     return Layout(units, states, 4096, ranks=Ranks(ranks, ranks, stage)), units[0]  # type: ignore[arg-type]

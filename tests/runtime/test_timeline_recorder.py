@@ -151,9 +151,9 @@ def test_compute_tells_the_scheduler_what_the_simulated_one_does(
             told.append((unit, last))
         gradient(scheduler, unit, complete, last)
 
-    def stepped(scheduler: Scheduler, *decided: Any) -> None:
+    def stepped(scheduler: Scheduler, *decided: Any, **changed: Any) -> None:
         told.append("step")
-        end_step(scheduler, *decided)
+        end_step(scheduler, *decided, **changed)
 
     monkeypatch.setattr(Scheduler, "access", accessed)
     monkeypatch.setattr(Scheduler, "gradient", made)
