@@ -32,10 +32,13 @@ class SharedWeights:
         """Have this rank's slice of a unit there, as it has updated it. The others are to come."""
         self._room.poison()
         own, pages = self._store.shards.updated(unit.spec), self._pages(unit)
-        held = range(own.start * self._itemsize // self._page, pages_for(own.stop * self._itemsize, self._page))
-        reads = [held] if len(own) else []
-        if unit.spec.trainable_numel < unit.spec.numel and pages not in (held.stop, 0):
-            reads.append(range(pages - 1, pages))  # it may have frozen weights, too
+        reads = []
+        if len(own):
+            reads.append(
+                range(own.start * self._itemsize // self._page, pages_for(own.stop * self._itemsize, self._page))
+            )
+        if unit.spec.trainable_numel < unit.spec.numel and pages and not any(pages - 1 in each for each in reads):
+            reads.append(range(pages - 1, pages))  # it may have frozen weights, too, which others do not send
         self._move("ssd_read", unit, extent, reads)
 
     def write_others(self, unit: LiveUnit, extent: str) -> None:
