@@ -107,7 +107,7 @@ def _ways(config: PlanConfig) -> tuple[list[Way], list[tuple[PlanConfig, ConfigE
 def _candidates(config: PlanConfig) -> Iterator[PlanConfig]:
     """Every combination of the degrees that are to be searched. Tensor-parallel ranks are of one node."""
     plain = _plain(config)
-    hardware = find_machine_for(replace(plain, expert_parallel=1, replicas=1)).hardware
+    hardware = find_machine_for(plain).hardware  # refuses degrees that stay as set and do not divide the ranks
     count = config.nodes * hardware.gpus_per_node
     if count == 1:
         raise ConfigError("--search-degrees is given, but there is only one rank: leave it out")

@@ -94,6 +94,10 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         (("--model", "gpt-1b", "--hardware", "h100", "--tensor-parallel", "3"), "--tensor-parallel is 3, which"),
         (("--model", "gpt2", "--hardware", "h100", "--tensor-parallel", "2"), "nothing says how the layers of 'gpt2'"),
         (("--model", "gpt2", "--hardware", "rtx4090", "--search-degrees", "tensor"), "there is only one rank"),
+        (
+            ("--model", "gpt2", "--hardware", "v100-32g-8", "--replicas", "3", "--search-degrees", "pipeline"),
+            "is 3, which",
+        ),
         (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
         (("--model", "gpt2", "--hardware", "h100", "--memory.page-size", "3"), "memory.page_size is 3"),
