@@ -44,7 +44,7 @@ class Execution:
         self._versions = [0] * len(plan.units)
         """Of the weights in each unit's home."""
         self._early: dict[int, list[Operation]] = {}
-        """unit -> FETCH operations that wait for the update that makes their version: where ranks agree on them."""
+        """unit -> operations that wait for the update that makes their version: FETCH where ranks agree, and SHARE."""
         self._spills = 0
         """SPILL operations under way."""
         self._reading: dict[int, None] = {}
@@ -87,10 +87,10 @@ class Execution:
             self._updates[unit].update(operation)
         elif kind is Kind.READ_AHEAD:
             self._updates[unit].read_ahead(operation)
+        elif kind in (Kind.FETCH, Kind.SHARE) and operation.version > self._versions[unit]:
+            self._early.setdefault(unit, []).append(operation)
         elif kind is Kind.SHARE:
             self._lanes.when_ended(self._updates[unit].share(unit, ()), partial(self._ended, operation))
-        elif kind is Kind.FETCH and operation.version > self._versions[unit]:
-            self._early.setdefault(unit, []).append(operation)
         elif chains := self._chains(kind, unit):
             self._give(operation, chains)
         elif kind is not Kind.PUBLISH:
@@ -119,8 +119,8 @@ class Execution:
 
     def _weights_written(self, update: Operation) -> None:
         self._versions[update.unit] = update.version
-        for fetch in self._early.pop(update.unit, ()):
-            self._begin(fetch)
+        for operation in self._early.pop(update.unit, ()):
+            self._begin(operation)
         self._scheduler.weights_written(update)
         self.pump()
 

@@ -22,7 +22,7 @@ from pagoda.plan.traffic import exchanges_at, traffic_of
 from pagoda.plan.units import ModuleSpec
 from pagoda.simulate.hardware import Link
 from pagoda.simulate.rates import Rates
-from pagoda.simulate.simulation import simulate
+from pagoda.simulate.simulation import Simulation, simulate
 
 from .strategies import GPU, LARGE, STATES, figure, large_trees, plans
 from .test_planner import tower
@@ -192,6 +192,21 @@ def test_a_rank_with_all_weights_on_ssd_reads_its_slice_to_send_it_and_writes_th
     }
     assert (moved["ssd_read"], moved["ssd_write"]) == (sent, kept)
     assert moved[COLLECTIVE] == ring_bytes(weights, n)
+
+
+def test_what_a_guess_has_updated_is_shared_once_it_is_there() -> None:
+    options = Options(page_bytes=4096, clipping=True, accumulation_steps=1)
+    plan = make_plan(tower(16, 256), STATES["bf16"], Budgets(4 << 20, ssd=LARGE), options, shared(4, 2))
+    assert plan.placement.speculated
+    rates = Rates(NODE, plan.ranks, plan.transfer_bytes)
+    simulation = Simulation(plan, rates, [1e-4] * (len(plan.trace.accesses) - 1))
+    simulation.step()
+    simulation.step()
+    spans = simulation.drain()
+    read = {span.name[6:]: span.start_s for span in spans if span.lane == "ssd_read" and span.name[:6] == "share "}
+    written = {span.name[6:]: span.end_s for span in spans if span.lane == "ssd_write" and span.name[:6] == "write "}
+    assert read
+    assert all(start >= written[unit] for unit, start in read.items())
 
 
 @given(any_ranks, large_trees)
