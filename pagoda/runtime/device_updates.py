@@ -72,7 +72,7 @@ class DevicePath(UpdatePath):
         unit, weights = update.unit, update.weights
         old, new = (self._homes(unit.spec, extent, start, count) for extent in (weights.read, weights.write))
         at, states = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
-        brought = count * self._store.dtype(GRAD).itemsize * len(update.parts)
+        brought = count * self._store.dtype(GRAD).itemsize * len({record for record, _ in block.pieces})
         lives_there = unit.index in self._store.plan.placement.resident
         slot = None if lives_there and not self._works_in_slots else self._ring.take()
 
