@@ -21,6 +21,7 @@ DEVICE_SLOTS = 4
 _ALIGN = 256
 """Bytes: what every part of a slot starts on, as CUDA's own allocations do."""
 _WHOLE_SLOTS = 2
+"""Blocks on the device at once where a block is a whole parameter."""
 WORK = "work"
 """What a rule that takes parameters whole computes in, in fp32."""
 
@@ -44,7 +45,7 @@ def state_bytes(states: Sequence[StateSpec], elements: int) -> int:
 
 
 def slot_count(layout: Layout) -> int:
-    """Blocks on the device at once. Where a parameter is one, few: one comes or goes while the other is updated."""
+    """Blocks on the device at once; few where a block is a whole parameter: one is updated while the other moves."""
     return DEVICE_SLOTS if layout.weight.whole is None else _WHOLE_SLOTS
 
 

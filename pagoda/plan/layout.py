@@ -116,8 +116,8 @@ class Layout:
 
     @cached_property
     def slices(self) -> Slices:
-        """What each rank holds. Where every rank has all weights, each page of these is in one slice, so that an update
-        never shares a page with what other ranks send."""
+        """What each rank holds. Where every rank has all weights, equal slices are whole pages of these, so that an
+        update never shares a page with what other ranks send. Slices of whole parameters may share pages."""
         whole = ALIGN_ELEMENTS
         if self.ranks is not None and not self.ranks.shards_weights:
             whole = self.page_bytes // self.weight.dtype.itemsize

@@ -88,7 +88,7 @@ class _Placer:
         if self.split.device_update_share and self.device is not None:
             self.update_ring = slot_count(layout) * slot_pages(layout)
         self.on_ranks = layout.of_all_ranks() if self.split.device_home_share else [layout]
-        """The layout of every rank, where they differ."""
+        """The layouts of all ranks, where they differ and units may live on the device; else this one."""
         self.resident = self._resident_units()
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))

@@ -44,11 +44,11 @@ class Placement:
     their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
     COLLECTIVE_BUFFERS hold whole gradients that several ranks add up, and what that takes, SERVING weights on SSD that
     ranks send each other: a message, or the largest unit where every rank has all weights; both are of the same size
-    for any number of ranks. CHECKPOINT holds states that a
-    checkpoint has not written yet when their next update comes; SPARE pages on SSD are for what changes while
-    checkpoints keep theirs. WORK holds what the update of a rule that takes parameters whole computes with, one
-    parameter at a time. UNDO keeps the old states of speculated units beside the new: as pages on SSD, as copies in
-    RAM. ACTIVATIONS has the buffers through which activations go to SSD; how much is offloaded, a step shows.
+    for any number of ranks. CHECKPOINT holds states that a checkpoint has not written yet when their next update comes;
+    SPARE pages on SSD are for what changes while checkpoints keep theirs. WORK holds what the update of a rule that
+    takes parameters whole computes with, one parameter at a time. UNDO keeps the old states of speculated units
+    beside the new: as pages on SSD, as copies in RAM. ACTIVATIONS has the buffers through which activations go to
+    SSD; how much is offloaded, a step shows.
     """
 
     homes: Mapping[tuple[int, str], str]

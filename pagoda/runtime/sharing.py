@@ -26,7 +26,7 @@ class SharedWeights:
         self._itemsize = store.dtype(WEIGHT).itemsize
         self._room = store.host.take(store.plan.placement.pages(HOST, SERVING))
         self.weights = self._room.tensor(store.dtype(WEIGHT))
-        """From the first one of a unit on."""
+        """Those of a unit, from its first one on; between two units they have no meaning."""
 
     def read_own(self, unit: LiveUnit, extent: str) -> None:
         """Have this rank's slice of a unit there, as it has updated it. The others are to come."""

@@ -95,7 +95,7 @@ class Leases:
         """By slab, units whose lease may make room, by minus the time when it is useful next. That may have passed,
         too."""
         self._roomy = Agenda()
-        """Slabs with such units, by the time of the first of them."""
+        """Slabs that may have such units, by the time of the first of each."""
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True
@@ -334,7 +334,7 @@ class Leases:
             self._end(self._owner[run.start])
 
     def _first_idle(self, slab: int) -> float | None:
-        """Minus the time when the lease of a slab is useful that is useful last, of those that may make room."""
+        """Of the leases of a slab that may make room, the one that is useful last: minus the time when it is."""
         idle = self._idle[slab]
         while (first := idle.first()) is not None:
             time, unit = first

@@ -109,11 +109,12 @@ class Versions:
         return self.of[unit].version if self._plan.ranks_fetch_alike else self.readable(unit)
 
     def awaited(self, unit: int, version: int) -> tuple[int, ...]:
-        """The step whose gradient makes a version of a unit's weights, where ranks must agree and it is yet to come."""
+        """The step whose gradient makes a version of a unit's weights, where ranks must agree and it is yet to come, or
+        other ranks' parts of it are."""
         weights = self.of[unit]
         missing = version - weights.newest
         guess = weights.guess
-        if guess is not None and guess.withdrawn and guess.has_written:
+        if guess is not None and guess.withdrawn and guess.has_written:  # until it is undone, `newest` counts it
             missing += len(guess.records)
         if missing == 0 and weights.sharing is not None:
             return (weights.sharing,)

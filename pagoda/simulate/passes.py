@@ -56,7 +56,7 @@ def with_more_passes(timeline: Timeline, marks: Sequence[Mark], more: int) -> Ti
             return [later if at >= end else 0.0]
         return [number * whole for number in range(times + 1 + (at < begins[rest]))]
 
-    # What is done again comes after all of the middle, and then the last micro-batch.
+    # All of the middle comes again, a number of times, then the `rest` of its micro-batches, and then the last one.
     spans = [
         span._replace(start_s=span.start_s + shift, end_s=span.end_s + shift)
         for span in timeline.spans
