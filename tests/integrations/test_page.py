@@ -32,7 +32,7 @@ WORKS: dict[str, list[tuple[str, str]]] = {
         (NOT, ""),
     ],
     "TRL 1.16: SFT, DPO, GRPO": [(SAME, _TRL), (SAME, _TRL), (SAME, _KILLED), (NOT, "")],
-    "these with LoRA of PEFT 0.21": [(SAME, _TRL), (SAME, _TRL), (NOT, ""), (NOT, "")],
+    "TRL with LoRA of PEFT 0.21": [(SAME, _TRL), (SAME, _TRL), (NOT, ""), (NOT, "")],
     "Accelerate 1.15": [
         (SAME, "test_accelerate: test_losses_have_the_bits_of_the_stock_accelerator"),
         (SAME, "test_accelerate: test_a_loaded_state_goes_on_with_the_same_bits"),
