@@ -155,8 +155,8 @@ def tokens_per_s(made: Made) -> float:
 
 
 SEARCHES = [
-    (named(search_degrees=("tensor", "pipeline")), 8),
-    (named(search_degrees=("tensor", "replicas"), accumulation_steps=2), 8),
+    pytest.param(named(search_degrees=("tensor", "pipeline")), 8, marks=pytest.mark.slow),
+    pytest.param(named(search_degrees=("tensor", "replicas"), accumulation_steps=2), 8, marks=pytest.mark.slow),
     (named(search_degrees=("tensor", "pipeline", "replicas"), nodes=2, hardware="v100-32g", gpus_per_node=2), 4),
     (named(model="llama-110m", seq_len=128, search_degrees=("pipeline", "tensor"), gpus_per_node=4), 4),
     (named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=4), 4),
