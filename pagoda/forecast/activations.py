@@ -1,4 +1,4 @@
-"""Activations: an estimate of what forward and backward keep beside the pages."""
+"""Estimates the memory that activations take in forward and backward. Pages are not included."""
 
 from dataclasses import dataclass, replace
 
@@ -17,43 +17,45 @@ from pagoda.plan.activations import (
 from pagoda.plan.units import layers_of
 
 _LOGIT_BYTES = 12
-"""Of a logit at the worst moment of the loss: itself in 16 bits and in fp32, its gradient in both. docs/plan.md has
-what was measured."""
+"""Bytes per logit at the peak of the loss: the logit in 16 bits and in fp32, and its gradient in both. docs/plan.md has
+the measurements."""
 _CHUNK_BYTES = 14 << 22
-"""Of a chunked loss: what `models.linear_cross_entropy` has of a block, and a few numbers a token, which is less."""
+"""Bytes that a chunked loss takes: the buffers that `models.linear_cross_entropy` has for one block. It also keeps a
+few numbers per token, which take less."""
 _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
-"""Tensors of hidden and of MLP width that a layer keeps for backward, gradients in flight included. Megatron-LM's
-count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP four times as wide, which is
-(9 + 2 * 4) * 2; backward holds a gradient for a part of them at a time."""
+"""Number of tensors of hidden width and of MLP width that a layer keeps for backward, including gradients in flight.
+Megatron-LM (arXiv 2205.05198) counts 34 bytes per token and hidden element in 16 bits, with an MLP four times as wide.
+That is (9 + 2 * 4) * 2. Backward holds the gradients of some of these tensors at a time."""
 
 _WHOLE_TENSORS = 8
-"""Of the tensors of hidden width, those that every tensor-parallel rank has whole: 10 of the 18 bytes that Megatron-LM
-counts for them. The others, and those of MLP width, are divided."""
+"""How many of the tensors of hidden width every tensor-parallel rank holds whole. Megatron-LM counts 10 of 18 bytes for
+them. Ranks divide all other tensors."""
 _CHOICE_TENSORS = 4
-"""Tensors of hidden width that a layer of a mixture of experts also keeps of each of a token's choices: the tokens as
-they are sorted, what experts give, and both with their weights, gradients in flight included."""
+"""Tensors of hidden width that a mixture-of-experts layer also keeps for each expert a token is sent to: the sorted
+tokens, the experts' outputs, and both multiplied by the routing weights, including gradients in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationEstimate:
-    """Bytes at the worst moment of a micro-batch, on one rank: an estimate, not part of any budget of pages."""
+    """Bytes at the peak of a micro-batch on one rank. This is an estimate, and no budget of pages includes it."""
 
     saved: int
-    """What all layers keep until backward, where compute is: their inputs, everything, or what is on its way."""
+    """Bytes that all layers keep in compute's memory until backward: their inputs, all activations, or activations on
+    their way to another tier."""
     offloaded: int
-    """What is elsewhere."""
+    """Bytes offloaded to another tier."""
     working: int
-    """What one layer keeps while it is recomputed and differentiated; zero where none is."""
+    """Bytes that one layer keeps while it is recomputed and differentiated. Zero if no layer is recomputed."""
     logits: int
-    """Around the loss."""
+    """Bytes around the loss."""
     gradients: int
-    """Two of the largest parameter's gradient: the one autograd makes, and the one on its way to its extent. Or all of
-    a layer's, which layers that run in tiles add up first, if that is more."""
+    """Twice the largest parameter's gradient: autograd makes one while another is copied to its extent. If layers run
+    in tiles, which add up the gradients of a whole layer first, that layer's gradients if they are larger."""
     at_once: int = 1
-    """Forwards whose layers keep something at once."""
+    """Number of forward passes whose activations exist at the same time."""
 
     def with_policies(self, saved: SavedBlocks) -> "ActivationEstimate":
-        """The same where each layer has a policy of its own."""
+        """The same estimate if each layer has its own policy."""
         blocks = list(zip(saved.sizes.blocks, saved.policies, strict=True))
         kept = self.at_once * sum(block.kept(policy) for block, policy in blocks)
         away = self.at_once * sum(block.away(policy) for block, policy in blocks)
@@ -61,7 +63,7 @@ class ActivationEstimate:
 
     @property
     def total(self) -> int:
-        """Where compute is. Logits are gone before the first layer's backward."""
+        """Peak bytes in compute's memory. The logits are freed before the first layer's backward."""
         return self.saved + max(self.working, self.logits) + self.gradients
 
     def __str__(self) -> str:
@@ -85,9 +87,9 @@ def estimate_activations(
     chunked_loss: bool | None = None,
     tile_tokens: int | None = None,
 ) -> ActivationEstimate:
-    """Activations of a micro-batch of `tokens` tokens whose elements take `itemsize` bytes.
+    """Estimate the activations of a micro-batch of `tokens` tokens with elements of `itemsize` bytes.
 
-    `chunked_loss` as `pagoda train` takes it. With `tile_tokens`, layers run so many tokens at a time.
+    `chunked_loss` means the same as in `pagoda train`. With `tile_tokens`, layers run that many tokens at a time.
     """
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
     again = recomputes(mode)
@@ -110,8 +112,8 @@ def estimate_activations(
 
 
 def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> StepSizes:
-    """What a micro-batch of `tokens` tokens leaves to its backward, layer by layer, in storages: as
-    `estimate_activations` counts it, without the loss."""
+    """Sizes of what each layer keeps for backward in a micro-batch of `tokens` tokens, counted as in
+    `estimate_activations`, without the loss."""
     hidden, ffn = (itemsize * tokens * width for width in (described.hidden, described.ffn))
     inputs, inner = Storages().with_one(hidden, LEAST_OFFLOADED_BYTES), Storages()
     divided, ffn = hidden // described.tensor_parallel, ffn // described.tensor_parallel
@@ -126,14 +128,14 @@ def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> S
 def chunking_helps(
     model: ModelDescription | Widths, tile_tokens: int, tokens: int, itemsize: int, checkpointing: bool
 ) -> bool:
-    """Whether the loss in one piece would be the peak of activations, and in chunks would not take as much."""
+    """Whether an unchunked loss would set the peak of activations, and a chunked loss would take less."""
     logits, layer = _LOGIT_BYTES * tokens * model.vocab, _HIDDEN_TENSORS * model.hidden + _FFN_TENSORS * model.ffn
     working = itemsize * tile_tokens * layer if checkpointing else 0
     return logits > working and logits > 2 * (2 * itemsize * tokens * model.hidden + _CHUNK_BYTES)
 
 
 def _layer(described: ModelDescription, tokens: int, itemsize: int) -> int:
-    """What a layer of `tokens` tokens keeps for backward."""
+    """Bytes that a layer keeps for backward for `tokens` tokens."""
     whole = _whole_tensors(described)
     divided = (_hidden_tensors(described) - whole) * described.hidden + _FFN_TENSORS * described.ffn
     return itemsize * tokens * (whole * described.hidden + divided // described.tensor_parallel)
@@ -149,5 +151,5 @@ def _hidden_tensors(described: ModelDescription) -> int:
 
 
 def _whole_tensors(described: ModelDescription) -> int:
-    """Those of them that every tensor-parallel rank has whole."""
+    """Number of tensors of hidden width that every tensor-parallel rank holds whole."""
     return _WHOLE_TENSORS if described.tensor_parallel > 1 else _hidden_tensors(described)

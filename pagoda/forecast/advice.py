@@ -1,4 +1,4 @@
-"""Advice: what to change, each from a plan that was made and simulated with the change."""
+"""Advice on what to change. Every line comes from a plan that was made and simulated with the change."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,22 +19,22 @@ from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTr
 _Part = TypeVar("_Part", Hardware, Cpu, Link, Drive, SmallTransfers)
 _MOST_LINES = 3
 _WORTH = 0.02
-"""A change that gives less is not worth a line."""
+"""A smaller gain gets no line."""
 _ROOM = 1 << 60
 
 
 @dataclass(frozen=True)
 class _Change:
-    """Something that could be different."""
+    """A change to the machine or the settings."""
 
     name: str
     problem: Problem
     tokens: float = 1.0
-    """Tokens per step, as a multiple of what they are."""
+    """Factor by which the change multiplies the tokens per step."""
 
 
 def advise(forecast: Forecast) -> tuple[str, ...]:
-    """At most three lines: a plan that costs nothing, then the best first."""
+    """At most three lines. A faster plan, which costs nothing, comes first. Then the changes follow, best first."""
     problem, choice = forecast.problem, forecast.choice
     if problem is None:
         return ()
@@ -49,7 +49,7 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     ]
     promising = sorted((each for each in estimates if each.gain > _WORTH), key=lambda each: -each.gain)
     for each in promising[:_MOST_LINES]:
-        # What is said comes from the step that the forecast itself simulates, with the change.
+        # The printed gain comes from a simulation of the step that the forecast shows, with the change.
         change = each.change
         seconds = each.step_s if each.whole else _fastest(change.problem, each.kinds)[0]
         gain = change.tokens * best.step_s / seconds - 1
@@ -68,20 +68,23 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """What a change gives."""
+    """The estimated gain of a change."""
 
     change: _Change
     gain: float
     step_s: float
     whole: bool
-    """Whether it is of all layers."""
+    """Whether all layers were simulated."""
     kinds: tuple[Options, ...]
-    """Of plans, the fastest one."""
+    """The options of the fastest plan."""
 
 
 def _estimate(change: _Change, best: Candidate, before_s: float | None) -> _Estimate:
-    """What a change gives: of a plan of many units on a part of the layers, which takes `before_s` without it. Without
-    such a part, or if that does not fit its part of a tier, of the whole: a part says nothing of that."""
+    """Estimate the gain of a change.
+
+    If the plan has many units, some of the layers are simulated. Their step takes `before_s` without the change. If
+    there is no such part, or it does not fit its share of a tier, all layers are simulated.
+    """
     kinds = _kinds(change.problem, best)
     after = change.problem.to_compare(best.plan)
     if before_s is not None and after is not change.problem and before_s < inf:
@@ -93,14 +96,14 @@ def _estimate(change: _Change, best: Candidate, before_s: float | None) -> _Esti
 
 
 def _kinds(problem: Problem, best: Candidate) -> tuple[Options, ...]:
-    """The kind of plan that was chosen, and the usual one. There is no search, so there may be a faster one."""
+    """The options of the chosen plan and the default options. No search is made, so a faster plan may exist."""
     chosen, options = best.options, problem.options
     as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
     return tuple(dict.fromkeys((as_chosen, options)))
 
 
 def _fastest(problem: Problem, kinds: Iterable[Options]) -> tuple[float, Options]:
-    """Seconds of a step of the fastest of some kinds of plans, infinite where none fits; and which it is."""
+    """Seconds per step of the fastest of these plans, infinite if none fits, and the options of that plan."""
     found = []
     for kind in kinds:
         plan = _planned(replace(problem, options=kind))
@@ -142,7 +145,8 @@ def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
 
 
 def _twice_the_batch(forecast: Forecast, problem: Problem) -> Problem | None:
-    """The problem with what twice the activations leave to pages; None where they leave nothing."""
+    """The same problem with twice the batch, and with budgets that leave room for its activations. None if nothing is
+    left for pages."""
     config = forecast.config
     activations = activations_of(replace(config, batch_size=2 * config.batch_size), forecast.described)
     try:
@@ -155,7 +159,7 @@ def _twice_the_batch(forecast: Forecast, problem: Problem) -> Problem | None:
 
 
 def _what_would_fit(forecast: Forecast, problem: Problem) -> Iterator[str]:
-    """Changes of one budget with which a plan fits, with what the plan then takes."""
+    """For each tier, the budget with which a plan fits, and what that plan takes."""
     budgets = problem.budgets
     flag = "--memory.ssd DIR:SIZE" if forecast.machine.here else "--memory.ssd SIZE"
     for tier, text in (
@@ -187,7 +191,8 @@ def _planned(problem: Problem) -> Plan | None:
 
 
 def _least(forecast: Forecast, problem: Problem, tier: str, enough: int) -> int:
-    """Bytes of one tier with which a plan fits: what the refusal asks for, if the other tiers have room for it."""
+    """Bytes of one tier with which a plan fits if the other tiers have enough room: the bytes that the refusal
+    names."""
     refusal = forecast.refusal
     if refusal is not None and refusal.tier == tier and refusal.needed_bytes is not None:
         least = replace(problem, budgets=replace(problem.budgets, **{tier: refusal.needed_bytes}))
@@ -197,7 +202,7 @@ def _least(forecast: Forecast, problem: Problem, tier: str, enough: int) -> int:
 
 
 def _twice_as_fast(part: _Part, *rates: str) -> _Part:
-    """A part of a machine with twice these rates, of which some may not be there."""
+    """The same part of a machine with these rates doubled. A rate that the part lacks stays None."""
     figures: dict[str, Figure | None] = {rate: getattr(part, rate) for rate in rates}
     twice: dict[str, Any] = {
         rate: figure and replace(figure, value=2 * figure.value) for rate, figure in figures.items()

@@ -1,7 +1,7 @@
-"""A timeline as a Chrome trace: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing draw.
+"""Writes a timeline as a Chrome trace: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing display.
 
-The format is Google's "Trace Event Format". Work is complete events ("X"), one thread per lane; a lane whose threads
-worked at once has a further thread for each. Bytes in use are counters ("C"), one per tier.
+The format is Google's "Trace Event Format". Work is written as complete events ("X"), with one thread per lane. If a
+lane worked on several things at once, it has several threads. Bytes in use are counters ("C"), one per tier.
 """
 
 import json
@@ -19,9 +19,9 @@ _ORDER = (COMPUTE, *LANES, COLLECTIVE)
 
 
 def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
-    """The trace of one step, as JSON-able data; `name` is shown as the process.
+    """The trace of one step as data for JSON. `name` is shown as the process.
 
-    `ts` and `dur` are microseconds from the start of the step. Work that began in the step before is cut there, and
+    `ts` and `dur` are microseconds from the start of the step. Work that began in the previous step starts at 0, and
     its `args` say how much earlier it began.
     """
     lanes: dict[str, list[Span]] = {}
@@ -48,7 +48,7 @@ def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, name: str, path: Path) -> None:
-    """Write `chrome_trace` to a file. Raises ConfigError if it cannot be written."""
+    """Write `chrome_trace` to a file. Raises ConfigError if the file cannot be written."""
     try:
         path.write_text(json.dumps(chrome_trace(timeline, name)) + "\n", encoding="utf-8")
     except OSError as error:
@@ -56,7 +56,7 @@ def write_trace(timeline: Timeline, name: str, path: Path) -> None:
 
 
 def _tracks(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans of one lane on as few tracks as keep those of a track apart, the first one the fullest."""
+    """Distribute the spans of one lane over as few tracks as possible, so that spans of a track do not overlap."""
     tracks: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
         free = next((track for track in tracks if track[-1].end_s <= span.start_s), None)

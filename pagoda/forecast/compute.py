@@ -1,4 +1,4 @@
-"""Compute: how long the model's own arithmetic takes, module by module, when nothing disturbs it."""
+"""How long each module of the model computes if nothing else uses the machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds of one micro-batch in each module, its children's not counted. A module that is missing takes none."""
+    """Seconds per module for one micro-batch, without the module's children. A missing module takes no time."""
 
     forward_s: Mapping[str, float]
     backward_s: Mapping[str, float]
-    """Recomputation of checkpoints included."""
+    """Includes the recomputation of checkpoints."""
 
     @classmethod
     def from_flops(cls, forward_flops: Mapping[str, float], flop_per_s: float, recompute: bool = True) -> "Compute":
-        """Backward costs twice forward, and once more where activations are recomputed."""
+        """Times from FLOPs. Backward costs twice as much as forward, and three times as much if activations are
+        recomputed."""
         forward = {module: flops / flop_per_s for module, flops in forward_flops.items()}
         backward = {module: (3 if recompute else 2) * seconds for module, seconds in forward.items()}
         return cls(forward, backward)
 
     @classmethod
     def from_profile(cls, profile: "ComputeProfile", root: ModuleSpec) -> "Compute":
-        """A measured profile, spread over a model's modules.
+        """Distribute a measured profile over the modules of a model.
 
-        Inside a layer, time goes by parameters. The first module outside the layers is the embedding, the last one the
-        head.
+        Within a layer, each module gets time in proportion to its parameters. The first module outside the layers is
+        the embedding, and the last one is the head.
         """
         layers = layers_of(root)
         inside = {module.name for layer in layers for module in layer.modules()}
@@ -56,7 +57,7 @@ class Compute:
         return cls(forward, backward)
 
     def scaled(self, factor: float) -> "Compute":
-        """The times of a micro-batch of `factor` times as many sequences."""
+        """Times of a micro-batch with `factor` times as many sequences."""
         return Compute(
             {module: factor * seconds for module, seconds in self.forward_s.items()},
             {module: factor * seconds for module, seconds in self.backward_s.items()},
@@ -64,20 +65,21 @@ class Compute:
 
     @property
     def step_s(self) -> float:
-        """One forward and backward."""
+        """Seconds of one forward and one backward."""
         return sum(self.forward_s.values()) + sum(self.backward_s.values())
 
     def of_step(self, root: ModuleSpec, plan: Plan) -> list[float]:
-        """Seconds of every access of the step that `plan` assumes, which is what `simulate` takes."""
+        """Seconds of each access in the step that `plan` assumes, as `simulate` takes them."""
         uses = forward_uses(root, plan.units)
         times = self.of_uses(uses)
         once = [forward for forward, _ in times] + [backward for _, backward in reversed(times)]
         return once * ((len(plan.trace.accesses) - 1) // len(once))
 
     def of_uses(self, uses: Sequence[Use]) -> list[tuple[float, float]]:
-        """(forward, backward) seconds of each use of a unit in one forward.
+        """Forward and backward seconds of each use of a unit in one forward pass.
 
-        A module's time goes to the use whose module is nearest around it; to the first one where there are several.
+        Each module's time goes to the use of its innermost enclosing module. If that module is used several times, the
+        first use gets all of it.
         """
         at: dict[str, int] = {}
         for index, use in enumerate(uses):
@@ -90,7 +92,8 @@ class Compute:
 
 
 def _nearest(module: str, at: Mapping[str, int]) -> int:
-    """The use of the innermost module around `module`; the last use for what lies outside all of them."""
+    """Index of the use of the innermost module around `module`, or of the last use if `module` is outside all of
+    them."""
     while module not in at and module:
         module = module.rpartition(".")[0]
     return at.get(module, len(at) - 1)

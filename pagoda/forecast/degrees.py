@@ -1,4 +1,4 @@
-"""The search of degrees: how many ranks divide layers, stages, experts, and copies of the state."""
+"""Searches the degrees: into how many ranks layers, pipeline stages, experts and replicas of the state are divided."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,40 +30,40 @@ _DEGREES = {
     "expert": "expert_parallel",
     "replicas": "replicas",
 }
-"""What may be searched -> the setting."""
+"""Degree that can be searched -> the setting."""
 _FEW_PASSES = 3
-"""Micro-batches that are simulated to compare ways."""
+"""Micro-batches that are simulated in a comparison."""
 _WHOLE = 3
-"""Ways, the fastest ones so far, that are then compared on all layers and with more micro-batches."""
+"""Number of fastest candidates that are simulated again with all layers and more micro-batches."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Ranks divided in one way, and how long a step takes then."""
+    """One way to divide the ranks, and how long a step takes with it."""
 
     config: PlanConfig
     bound_s: float
-    """Compute and what it sends to other ranks: no step is shorter."""
+    """Seconds for compute and the communication within it. No step is shorter."""
     kinds: tuple[tuple[ModelDescription, Machine], ...] = ()
-    """What stages have, and the machine as one of their ranks shares it."""
+    """For each kind of pipeline stage, its part of the model, and the machine as seen by one of its ranks."""
     numbers: tuple[int, ...] = ()
     """The kind of each stage."""
     step_s: float = inf
-    """Of the usual plan; infinite if there is none."""
+    """Seconds per step with the default plan, infinite if no plan fits."""
 
     @property
     def flags(self) -> str:
-        """What asks for it."""
+        """The command-line flags that ask for it."""
         return " ".join(f"{flag(name)} {value}" for name, value in self.config.degrees.items())
 
 
 def search_degrees(config: PlanConfig) -> tuple[PlanConfig, tuple[str, ...]]:
-    """The configuration with the degrees whose usual plan takes the shortest step, and why.
+    """Find the degrees with the fastest default plan. Returns the configuration with these degrees, and the reasons.
 
-    A step has the same sequences in every way: ranks that share a batch accumulate more micro-batches. Where none fits,
-    the configuration is the one with every searched degree 1.
+    Every candidate has the same number of sequences per step. If ranks share a batch, the step accumulates more
+    micro-batches. If no candidate fits, all searched degrees are 1.
 
-    Raises ConfigError where no way can be used, with the reason.
+    Raises ConfigError with the reason if no candidate can be used.
     """
     ways, refusals = _ways(config)
     if not ways:
@@ -88,7 +88,7 @@ def search_degrees(config: PlanConfig) -> tuple[PlanConfig, tuple[str, ...]]:
 
 
 def _ways(config: PlanConfig) -> tuple[list[Way], list[tuple[PlanConfig, ConfigError]]]:
-    """All ways to divide the ranks that `wrap` accepts, and why it does not accept others."""
+    """All divisions of the ranks that `wrap` accepts, and the reasons why it refuses the others."""
     found: list[Way] = []
     refused: list[tuple[PlanConfig, ConfigError]] = []
     described: dict[int, ModelDescription] = {}
@@ -105,7 +105,7 @@ def _ways(config: PlanConfig) -> tuple[list[Way], list[tuple[PlanConfig, ConfigE
 
 
 def _candidates(config: PlanConfig) -> Iterator[PlanConfig]:
-    """Every combination of the degrees that are to be searched. Tensor-parallel ranks are of one node."""
+    """Every combination of the searched degrees. Tensor-parallel ranks stay within a node."""
     plain = _plain(config)
     hardware = find_machine_for(plain).hardware  # refuses degrees that stay as set and do not divide the ranks
     count = config.nodes * hardware.gpus_per_node
@@ -130,7 +130,7 @@ def _candidates(config: PlanConfig) -> Iterator[PlanConfig]:
 
 
 def _plain(config: PlanConfig) -> PlanConfig:
-    """The configuration with 1 for each degree that is to be searched."""
+    """The configuration with every searched degree set to 1."""
     degrees: dict[str, Any] = {_DEGREES[name]: 1 for name in config.search_degrees}
     return replace(config, search_degrees=(), **degrees)
 
@@ -138,7 +138,7 @@ def _plain(config: PlanConfig) -> PlanConfig:
 def _left_at_one(
     config: PlanConfig, ways: Sequence[Way], refused: Sequence[tuple[PlanConfig, ConfigError]]
 ) -> Iterator[str]:
-    """Why degrees that were to be searched cannot be above 1."""
+    """Reasons why some searched degrees cannot be above 1."""
     for degree in (_DEGREES[name] for name in config.search_degrees):
         reason = next((why for asked, why in refused if getattr(asked, degree) > 1), None)
         if reason is not None and all(getattr(way.config, degree) == 1 for way in ways):
@@ -146,7 +146,7 @@ def _left_at_one(
 
 
 def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> Way:
-    """What a way asks for. Raises ConfigError where that cannot be."""
+    """Describe one candidate. Raises ConfigError if it cannot be used."""
     kinds, numbers = [(described, machine)], [0]
     if config.pipeline_parallel > 1:
         kinds, numbers = stages_of(config, machine, described)
@@ -163,14 +163,14 @@ def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> W
 def pass_bound_s(
     hardware: Hardware, ranks: Ranks | None, compute: Compute, exchanges: Sequence[Exchange], again: bool
 ) -> float:
-    """Seconds of a micro-batch without any wait for weights or updates. `again`: layers are recomputed."""
+    """Seconds of a micro-batch that never waits for weights or updates. `again`: layers are recomputed."""
     rates = Rates(hardware, ranks)
     times = ((each, each.forward * (1 + (each.repeated and again)) + each.backward) for each in exchanges)
     return compute.step_s + sum(rates.exchange_seconds(each) * count for each, count in times)
 
 
 def _step_s(way: Way, whole: bool = False) -> float:
-    """Seconds of a step of the usual plan. `whole` is as for `_times`."""
+    """Seconds per step of the default plan. `whole` means the same as in `_times`."""
     steps, passes = [], []
     for part, alone in way.kinds:
         try:
@@ -185,8 +185,11 @@ def _step_s(way: Way, whole: bool = False) -> float:
 
 
 def _times(config: PlanConfig, machine: Machine, described: ModelDescription, whole: bool) -> tuple[float, float]:
-    """Seconds of a step, and of a micro-batch, on a rank of one stage: unless it is to be the `whole`, of many units by
-    a part of the layers, and of many micro-batches by the first. Raises BudgetError where it does not fit."""
+    """Seconds of a step and of a micro-batch on a rank of one stage.
+
+    Unless `whole` is set, a model with many units is simulated with some of its layers, and a step with many
+    micro-batches with the first few. Raises BudgetError if the stage does not fit.
+    """
     closed, _ = resolve_auto(config, machine, described)
     problem, _ = resolved_problem(closed, machine, described)
     plan = problem.plan()

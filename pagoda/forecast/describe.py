@@ -1,7 +1,7 @@
-"""A paper's shape as the planner's input: its tree of modules, and the arithmetic of each.
+"""Describes a paper's model shape as input for the planner: its module tree and the FLOPs of each module.
 
-The tree is in the order of the forward pass, and ends in modules that hold parameters and have no children (a norm, a
-matrix, one expert's matrix), so that units may be cut anywhere. FLOPs are counted per such module.
+Modules are in forward order. Each leaf (a norm, a matrix, one matrix of an expert) holds its own parameters, so units
+may begin and end at any leaf. FLOPs are counted per leaf.
 """
 
 from collections.abc import Mapping
@@ -12,22 +12,21 @@ from pagoda.models.tiles import row_blocks
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part
 
 EMBEDDING = "embedding"
-"""The module that holds the token embedding; the head, and the decoder of an encoder-decoder, use it again."""
+"""Name of the module that holds the token embedding. The head and the decoder of an encoder-decoder use it again."""
 HEAD = "head"
-"""The output projection: multiplies by the embedding's weight and holds no parameters."""
+"""Name of the output projection. It multiplies by the embedding's weight and has no parameters of its own."""
 
 
 _MATRICES = ("qkv", "out", "up", "down", "router")
-"""Last words of the modules that tokens are multiplied by; other tables are looked up."""
+"""Last words of the names of modules that multiply by their matrix. Other tables are looked up."""
 
 
 def module_spec(shape: PaperShape, expert_parallel: int = 1) -> ModuleSpec:
-    """The module tree of `shape`, whose parameters are exactly `shape.params`; or, with `expert_parallel` ranks that
-    divide the experts of every block, what one of them has: its part of the experts, and all else.
+    """The module tree of `shape`, with exactly `shape.params` parameters. With `expert_parallel` ranks, the tree of one
+    rank: its share of each block's experts, and everything else.
 
-    Children of the root are `embedding`, `blocks.N` (of T5 `encoder.N` and `decoder.N`), the final norms and the
-    head; a block has `attention`, in a decoder `cross`, and `mlp`; with experts, `mlp` has `router` and
-    `experts.N`.
+    The root's children are `embedding`, `blocks.N` (in a T5 `encoder.N` and `decoder.N`), the final norms and the head.
+    A block has `attention`, `mlp` and, in a decoder, `cross`. With experts, `mlp` has `router` and `experts.N`.
     """
     experts = _experts_here(shape, expert_parallel)
     token = _table(f"{EMBEDDING}.token", shape.vocab, shape.hidden)
@@ -49,14 +48,14 @@ def module_spec(shape: PaperShape, expert_parallel: int = 1) -> ModuleSpec:
 
 
 def forward_flops(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int = 1) -> dict[str, float]:
-    """FLOPs of one forward pass by module without children, in forward order; backward is twice that, and
-    recomputing adds it once more.
+    """FLOPs of one forward pass per leaf module, in forward order. Backward takes twice as many, and recomputation as
+    many again.
 
-    A matrix costs 2 FLOPs per element and token; norms, activations and look-ups cost none. Attention costs
-    4 * seq_len * hidden per token, and is booked on the `out` projection that takes its result: the full square,
-    causal or not, as Megatron-LM (arXiv 2104.04473) and most papers count it. Of experts, a token meets `top_k`, which
-    is spread evenly over all; a rank that has a part of them computes for the tokens of other ranks as much as others
-    do for its own. In an encoder-decoder, `tokens` pass the encoder and as many the decoder.
+    A matrix costs 2 FLOPs per element and token. Norms, activations and look-ups cost nothing. Attention costs 4 *
+    seq_len * hidden per token, and is counted at the `out` projection, which takes its result. The full square is
+    counted even if attention is causal, as in Megatron-LM (arXiv 2104.04473) and most papers. Each token is sent to
+    `top_k` experts, spread evenly. With expert parallelism, a rank computes for as many tokens of other ranks as others
+    compute for its own. In an encoder-decoder, `tokens` tokens pass the encoder and as many pass the decoder.
     """
     share = shape.top_k / max(1, _experts_here(shape, expert_parallel))
     flops = {}
@@ -73,20 +72,21 @@ def forward_flops(shape: PaperShape, tokens: int, seq_len: int, expert_parallel:
 
 
 def exchanged_elements(root: ModuleSpec, chosen: int, ranks: int) -> dict[str, int]:
-    """Elements of tokens that a rank sends in one forward pass to the experts that the other ranks have, by the module
-    that holds a block's experts; empty where no expert is elsewhere. They come back, and go both ways in backward.
+    """Token elements that a rank sends to experts on other ranks in one forward pass, by the module that holds a
+    block's experts. Empty if no expert is on another rank. The results return, and both directions repeat in backward.
 
-    `chosen`: the elements of a rank's tokens, once for each expert that a token meets.
+    `chosen`: elements of a rank's tokens, counted once per expert that a token is sent to.
     """
     elsewhere = chosen * (ranks - 1) // ranks
     return {module.name: elsewhere for module in root.modules() if module.routed} if elsewhere else {}
 
 
 def tiled(root: ModuleSpec, flops: Mapping[str, float], most_elements: int) -> tuple[ModuleSpec, dict[str, float]]:
-    """The tree and the FLOPs by module with every matrix of more than `most_elements` in tiles of rows, as
-    `transforms.operator_tiles` cuts the matrices of models that are built.
+    """Cut every matrix of more than `most_elements` elements into tiles of rows. Returns the new tree and the new FLOPs
+    per module.
 
-    A layer that uses another's matrix uses its tiles.
+    Real models are cut in the same way by `transforms.operator_tiles`. A layer that uses another layer's matrix uses
+    its tiles.
     """
     tiles: dict[str, tuple[ModuleSpec, ...]] = {}
     """module -> its tiles"""
@@ -114,7 +114,7 @@ def tiled(root: ModuleSpec, flops: Mapping[str, float], most_elements: int) -> t
 
 
 def _tile(module: ModuleSpec, index: int, start: int, stop: int) -> ModuleSpec:
-    """Rows [start, stop) of the parameters of a module."""
+    """A tile: rows [start, stop) of each parameter of a module."""
     name, rows = f"{module.name}.tiles.{index}", module.params[0].shape[0]
 
     def cut(param: ParamSpec) -> ParamSpec:
@@ -126,14 +126,14 @@ def _tile(module: ModuleSpec, index: int, start: int, stop: int) -> ModuleSpec:
 
 
 def _experts_here(shape: PaperShape, expert_parallel: int) -> int:
-    """Experts of a block that one rank has."""
+    """Number of experts of a block on one rank."""
     if expert_parallel > 1 and (not shape.experts or shape.experts % expert_parallel):
         raise ValueError(f"{expert_parallel} ranks do not divide the {shape.experts} experts of {shape.name}")
     return shape.experts // expert_parallel
 
 
 def _block(shape: PaperShape, name: str, experts: int, cross: bool = False) -> ModuleSpec:
-    """`experts`: those that are here, of all that the router chooses from."""
+    """One block. `experts` is the number of its experts on this rank; the router chooses from all of them."""
     parts = [
         _of_parts(
             attention,
@@ -162,7 +162,7 @@ def _mlp(shape: PaperShape, name: str) -> tuple[ModuleSpec, ...]:
 
 
 def _held(shape: PaperShape, name: str, *weight: int) -> ModuleSpec:
-    """A matrix or a norm, in a GPT with a bias."""
+    """A matrix or a norm. In a GPT it also has a bias."""
     bias = (ParamSpec(f"{name}.bias", weight[:1]),) if shape.family == "gpt" else ()
     return ModuleSpec(name, (ParamSpec(f"{name}.weight", weight), *bias))
 

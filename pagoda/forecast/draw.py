@@ -1,4 +1,4 @@
-"""Draws a step: what every lane does when, above what every tier holds."""
+"""Draws a step: the work of every lane over time, and below it the bytes that each tier holds."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ KINDS = (
     *("forward", "backward", "fetch", "offload", "spill", "read", "gradient"),
     *("gather", "reduce", "tokens", "step", "update", "write", "save", "return", "sum", "send"),
 )
-"""First words of spans' names; each has its colour of matplotlib's tab20."""
+"""Kinds of work: the first words of spans' names. Each kind has a colour of matplotlib's tab20."""
 _GIB = 1 << 30
 
 
@@ -23,9 +23,9 @@ def check_plotting() -> None:
 
 
 def draw(timeline: Timeline, budgets: Mapping[str, int], title: str, path: Path) -> None:
-    """Write a PNG of `timeline`; `budgets` has the bytes that each tier may hold.
+    """Write `timeline` to a PNG file. `budgets` gives the bytes that each tier may hold.
 
-    Raises ConfigError if matplotlib is missing, or the file cannot be written.
+    Raises ConfigError if matplotlib is missing or the file cannot be written.
     """
     check_plotting()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -50,7 +50,7 @@ def draw(timeline: Timeline, budgets: Mapping[str, int], title: str, path: Path)
 
 
 def colour(kind: str) -> Any:
-    """Red, green and blue of a kind of work."""
+    """The RGB colour of a kind of work."""
     from matplotlib import colormaps
 
     return colormaps["tab20"](KINDS.index(kind))[:3]
@@ -78,7 +78,7 @@ def _draw_ledger(axis: Any, timeline: Timeline, tier: str, budget: int | None) -
     axis.fill_between(times, [*held, held[-1]], step="post", color="#4c78a8", alpha=0.5)
     if budget is not None:
         most = max(held)
-        # A budget far above what is held would press that flat: say it in words then.
+        # A line for a much larger budget would flatten the curve, so only the text states it.
         if budget / _GIB <= 3 * most:
             axis.axhline(budget / _GIB, color="#e45756", linestyle="--", linewidth=1)
         axis.text(1.005, 0.5, f"budget\n{format_bytes(budget)}", transform=axis.transAxes, va="center", color="#e45756")

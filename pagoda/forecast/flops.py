@@ -1,4 +1,4 @@
-"""FLOPs of a transformers model, counted module by module on a forward without values."""
+"""Counts the FLOPs of each module of a transformers model, on a forward pass without values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Tensors made inside have shapes but no memory, and operators on them do nothing; for `forward_flops`.
+    """Inside, tensors have shapes but no memory, and operators compute nothing. `forward_flops` needs this.
 
-    Fake tensors on meta: transformers asks a mask for its values unless it sees that nothing is real.
+    It uses fake tensors on the meta device. Real meta tensors would not do, because transformers reads the values of a
+    mask unless it detects fake tensors.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,12 +24,13 @@ def weightless() -> Iterator[None]:
 
 
 def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str, float]:
-    """FLOPs of one forward pass by module, for the modules that do any; call it inside `weightless`, as the builder.
+    """FLOPs of one forward pass per module that computes anything. Build the model and call this inside `weightless`.
 
-    A product of matrices costs 2 FLOPs per multiplication; norms, activations and look-ups cost none. Attention is
-    the full square, causal or not, as in `forecast.describe.forward_flops`; it is done by a module that has parts and
-    booked on the last of them that holds parameters, which takes its result. So every module here holds parameters or
-    is without children. Experts do not run: their tokens are taken to be spread evenly.
+    A matrix product costs 2 FLOPs per multiplication. Norms, activations and look-ups cost nothing. Attention counts as
+    the full square even if it is causal, as in `forecast.describe.forward_flops`. The module that computes attention
+    has submodules; its FLOPs are counted at the last submodule with parameters, which takes the result. So every module
+    in the result holds parameters or has no children. Experts do not run; tokens are assumed to be spread evenly over
+    them.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -60,8 +62,8 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
 
 @contextmanager
 def _even_experts(model: "nn.Module") -> Iterator[dict[str, float]]:
-    """Inside, experts give zeros in place of their results, and what they would compute is in the dictionary, by
-    module. Of those that ranks divide, one rank computes for the tokens of all of them."""
+    """Inside, experts return zeros. The yielded dictionary has the FLOPs that they would take, by module. If ranks
+    divide the experts, each rank computes for the tokens of all ranks."""
     from pagoda.experts.modules import RoutedExperts, is_expert_stack
 
     flops: dict[str, float] = {}
@@ -89,7 +91,7 @@ def _even_experts(model: "nn.Module") -> Iterator[dict[str, float]]:
 
 
 def _last_holder(name: str, modules: dict[str, Any]) -> str:
-    """The last module without children, in `name`, that holds parameters; `name` itself if there is none."""
+    """The last leaf module with parameters inside `name`, or `name` itself if there is none."""
     prefix = f"{name}." if name else ""
     holders = [
         other

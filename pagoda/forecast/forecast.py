@@ -1,4 +1,4 @@
-"""The forecast: a model, a machine and budgets, planned and simulated."""
+"""Forecasts a run: plans a model for a machine and budgets, and simulates a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,26 +22,26 @@ from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.simulate.timeline import Timeline
 
 _TRAINING_FACTOR = 3.0
-"""FLOPs of forward and backward together, per FLOP of forward."""
+"""FLOPs of forward and backward together, as a multiple of forward's."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What can be said of a run before it starts."""
+    """The forecast of a run."""
 
     config: PlanConfig
     machine: Machine
     described: ModelDescription
     activations: ActivationEstimate
     notes: tuple[str, ...]
-    """How budgets and compute times were found."""
+    """How the budgets and compute times were found."""
     resolved: tuple[str, ...]
-    """What the configuration left open, and what was chosen."""
+    """The settings that were left open, with the values chosen for them."""
     problem: Problem | None = None
-    """None where activations alone do not fit."""
+    """None if activations alone do not fit."""
     choice: Choice | None = None
     refusal: BudgetError | None = None
-    """Why it does not fit; None exactly where there is a choice."""
+    """Why nothing fits. None exactly if there is a choice."""
 
     @property
     def fits(self) -> bool:
@@ -59,17 +59,17 @@ class Forecast:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all GPUs."""
+        """Tokens per step of all GPUs."""
         return self.machine.batches * self.config.tokens * self.config.accumulation_steps
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs."""
         return self.tokens_per_step / self.timeline.step_s
 
     @property
     def flop_per_s(self) -> float:
-        """Of each GPU: three times forward, so what recomputing costs is not counted."""
+        """FLOP/s of each GPU, counted as three times forward. Recomputation is not counted."""
         forward = sum(self.described.forward_flops.values()) * self.config.accumulation_steps
         return _TRAINING_FACTOR * forward / self.timeline.step_s
 
@@ -80,30 +80,30 @@ class Forecast:
 
     @property
     def ssd_bytes_written_per_step(self) -> int:
-        """To the drives of a node."""
+        """Bytes that a step writes to the drives of one node."""
         return self.machine.hardware.gpus_per_node * bytes_written_to_ssd(self.plan)
 
     @property
     def steps_until_worn(self) -> float:
-        """Steps until as much has been written as the drives are rated for."""
+        """Number of steps that write as many bytes as the drives are rated for."""
         drive, written = self.machine.hardware.ssd, self.ssd_bytes_written_per_step
         return inf if drive is None or written == 0 else drive.endurance_bytes.value / written
 
     @property
     def bytes(self) -> Mapping[str, Mapping[str, int]]:
-        """tier -> state -> bytes of one rank; tiers that hold nothing are left out."""
+        """tier -> state -> bytes on one rank, for the tiers that hold anything."""
         return {tier: dict(lines) for tier, lines in self.plan.bytes.items() if lines}
 
 
 def forecast(
     config: PlanConfig, machine: Machine, measure: bool = True, described: ModelDescription | None = None
 ) -> Forecast:
-    """Plan `config.model` on `machine`, or what is `described`. What does not fit is part of the answer, not an error.
+    """Plan `config.model`, or the given description, on `machine`. A model that does not fit is a result, not an error.
 
-    With `measure`, the plan's step is timed with compute that is measured, where this machine's processors compute. The
-    plan is the same without, as in a run, which has no time to measure.
+    With `measure`, compute is measured if this machine's CPU does the computing, and the plan's step is simulated with
+    those times. The plan itself does not change, because a run chooses its plan without measuring.
 
-    Raises ConfigError: unknown model, or a setting that cannot be used.
+    Raises ConfigError for an unknown model or a setting that cannot be used.
     """
     check_configured(config, machine)
     described = tensor_part_of(described or describe_configured(config), config.tensor_parallel)
@@ -134,13 +134,13 @@ def forecast(
 
 
 def check_configured(config: PlanConfig, machine: Machine) -> None:
-    """Raises ConfigError where the settings do not work together."""
+    """Raises ConfigError if settings do not work together."""
     options = Options.of(config, config.memory)
     check_features(features(options, config.states, machine.ranks, config.tile_limit is not None))
 
 
 def _measured(config: PlanConfig, problem: Problem) -> Compute:
-    """Seconds of each module on this machine's processors."""
+    """Seconds of each module, measured on this machine's CPU."""
     from pagoda.calibrate import ComputeProfiler
 
     assert config.model is not None

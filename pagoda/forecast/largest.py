@@ -1,4 +1,4 @@
-"""The largest GPT that fits: a search over the family of `models.papers.gpt_shape`."""
+"""Searches the family `models.papers.gpt_shape` for the largest GPT that fits."""
 
 from bisect import bisect_left
 from dataclasses import replace
@@ -16,13 +16,13 @@ _MOST_STEPS = 1 << 14
 
 
 def largest_model(config: PlanConfig, machine: Machine) -> str:
-    """Name of the largest `gpt-<layers>x<hidden>` for which `make_plan` has a plan, activations considered.
+    """Name of the largest `gpt-<layers>x<hidden>` that can be planned, with room for its activations.
 
-    Raises BudgetError when not even the smallest fits.
+    Raises BudgetError if not even the smallest one fits.
     """
 
     def refusal(step: int) -> BudgetError | None:
-        """Why number `step` of the family does not fit."""
+        """Why number `step` of the family does not fit. None if it fits."""
         asked = replace(config, model=gpt_of_step(step).name, max_model=False)
         described = describe_configured(asked, count_flops=False)
         refusals: list[BudgetError] = []
@@ -47,9 +47,9 @@ def largest_model(config: PlanConfig, machine: Machine) -> str:
 
 
 def _check_in_all(problem: Problem) -> None:
-    """Raises BudgetError where all tiers together are too small: found out fast, as it is what most refusals are.
+    """Raises BudgetError if all tiers together are too small. This is the most common reason, and it is fast to check.
 
-    States with shapes of their own are left out, and so are padding and buffers.
+    States with shapes of their own, padding and buffers are not counted.
     """
     params = problem.root.numel
     states = (state for state in problem.states if state.shape_of is None)

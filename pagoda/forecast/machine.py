@@ -1,4 +1,4 @@
-"""The machine that a forecast is for: its hardware, and what each tier may hold of pages."""
+"""The machine of a forecast: its hardware, and how many bytes of pages each tier may hold."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +18,18 @@ from pagoda.tiers import HOST_SHARE, ssd_budget
 
 AUTO = "auto"
 CONTEXT_BYTES = 1 << 30
-"""Of a GPU's memory that CUDA, its libraries and what the allocator cannot use take."""
+"""Bytes of a GPU's memory taken by CUDA and its libraries, or lost to the allocator's fragmentation."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware, with as much of it in use as the forecast is for."""
+    """Hardware, and the part of it that the forecast uses."""
 
     hardware: Hardware
     here: bool
-    """Whether it is the machine that this runs on."""
+    """Whether this process runs on that machine."""
     ranks: Ranks | None = None
-    """Who shares out the state; None for a single rank."""
+    """The ranks that divide the state. None for a single rank."""
 
     @property
     def rank_count(self) -> int:
@@ -37,26 +37,27 @@ class Machine:
 
     @property
     def batches(self) -> int:
-        """Ranks, or groups of tensor-parallel ranks, that have a batch of their own."""
+        """Number of ranks, or groups of tensor-parallel ranks, that each have their own batch."""
         return 1 if self.ranks is None else self.ranks.data_parallel
 
     @property
     def ram(self) -> int:
-        """Bytes of RAM of each rank: its part of what is free now, or of all where the machine is another one."""
+        """Bytes of RAM per rank: its share of the RAM that is free now, or of all RAM if the machine is another one."""
         whole = free_ram() if self.here else int(self.hardware.cpu.memory_bytes.value)
         return whole // self.hardware.gpus_per_node
 
     @property
     def compute_memory(self) -> int:
-        """Bytes that one rank has where it computes, pages included: of the GPU what CUDA leaves, else of RAM."""
+        """Bytes, pages included, of the memory where one rank computes: GPU memory without CUDA's own, or RAM."""
         device = self.hardware.device
         return self.ram if device is None else int(device.memory_bytes.value) - CONTEXT_BYTES
 
 
 def find_machine_for(config: PlanConfig) -> Machine:
-    """The hardware that a configuration names, and the ranks on it.
+    """The hardware that the configuration names, and its ranks.
 
-    Raises ConfigError: unknown or unreadable hardware, more GPUs than it has, several nodes of what has no network.
+    Raises ConfigError for unknown or unreadable hardware, for more GPUs than it has, and for several nodes without a
+    network.
     """
     hardware = _hardware(config.hardware)
     if config.gpus_per_node is not None:
@@ -99,11 +100,11 @@ def _hardware(name: str) -> Hardware:
 
 
 def budgets_for(machine: Machine, memory: Memory, activations: ActivationEstimate) -> tuple[Budgets, tuple[str, ...]]:
-    """What each tier of one rank may hold of pages, and how that was chosen.
+    """How many bytes of pages each tier of one rank may hold, and how these budgets were chosen.
 
-    Activations and the CUDA context are kept free of pages: on the GPU, or in RAM where the CPU computes.
+    Pages leave room for activations and the CUDA context, on the GPU or, if the CPU computes, in RAM.
 
-    Raises ConfigError for a setting that cannot be used; BudgetError if activations alone do not fit.
+    Raises ConfigError for a setting that cannot be used, and BudgetError if activations alone do not fit.
     """
     notes = []
     if (ranks := machine.ranks) is not None:
@@ -141,7 +142,7 @@ def _device_budget(machine: Machine, memory: Memory, activations: ActivationEsti
 
 
 def _host_budget(machine: Machine, memory: Memory, beside: int, notes: list[str]) -> int:
-    """`beside`: bytes of RAM that each rank takes outside the host tier."""
+    """Budget of RAM for pages. `beside` is the number of bytes of RAM that each rank takes for anything else."""
     if memory.host_bytes is not None:
         notes.append(f"host: {memory.host} as asked.")
         return memory.host_bytes

@@ -1,4 +1,4 @@
-"""The model that a forecast is about: its tree, its arithmetic and its widths, without its weights."""
+"""Describes the model of a forecast: its module tree, its FLOPs and its widths, without its weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from pagoda.plan.exchanges import Exchange
 from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 
 _DESCRIBED = 2
-"""Layers from which those of a built-in shape are described."""
+"""Number of layers that are built to describe a built-in shape."""
 
 
 @dataclass(frozen=True)
@@ -24,40 +24,41 @@ class ModelDescription:
 
     name: str
     params: int
-    """Parameters, tied ones counted once; of all ranks where they divide experts."""
+    """Number of parameters. Tied ones count once. If ranks divide the experts, the experts of all ranks count."""
     root: ModuleSpec
-    """As one rank has it."""
+    """The module tree of one rank."""
     forward_flops: Mapping[str, float]
-    """Module -> FLOPs of one forward pass of the batch; empty where nobody asked for it."""
+    """Module -> FLOPs of one forward pass of the batch. Empty if they were not asked for."""
     layers: int
-    """Layers that a forward pass goes through."""
+    """Number of layers in a forward pass."""
     hidden: int
     ffn: int
-    """Width inside a layer's MLP; of all experts that see a token."""
+    """Width inside a layer's MLP, added up over the experts that a token is sent to."""
     vocab: int
     measurable: bool
-    """Whether its compute can be measured: not of a paper's shape, which is not built, nor of a mixture of experts,
-    whose layers take as long as routing makes them."""
+    """Whether its compute can be measured. A paper's shape is never built, and the time of a mixture of experts depends
+    on routing."""
     top_k: int = 0
-    """Of a mixture of experts, how many see each token."""
+    """Number of experts that each token is sent to. 0 without experts."""
     exchanged: Mapping[str, int] = field(default_factory=dict)
-    """Module that holds a block's experts -> elements of tokens that a rank sends to others' in one forward pass."""
+    """Module that holds a block's experts -> token elements that a rank sends to other ranks' experts in one forward
+    pass."""
     at_once: int = 1
-    """Forwards whose activations wait for their backward at once: several in a stage of a pipeline."""
+    """Number of forward passes whose activations wait for backward at the same time. Above 1 in a pipeline stage."""
     heads: int = 1
-    """Equal parts into which attention can be divided at most."""
+    """Most equal parts into which attention can be divided."""
     divisions: Mapping[str, Division] = field(default_factory=dict)
-    """Patterns of modules -> how tensor-parallel ranks divide their matrix; empty where nothing says that."""
+    """Name pattern of modules -> how tensor-parallel ranks divide their matrix. Empty if the model does not say."""
     tensor_parallel: int = 1
-    """Ranks that divide the layers; `root` and `forward_flops` are one rank's."""
+    """Number of ranks that divide the layers. `root` and `forward_flops` are those of one rank."""
     summed: tuple[str, ...] = ()
     """Modules whose results these ranks add up."""
     handed_on: tuple[Exchange, ...] = ()
-    """What a stage of a pipeline exchanges with those beside it."""
+    """What a pipeline stage exchanges with its neighbours."""
 
 
 def describe_configured(config: PlanConfig, count_flops: bool = True) -> ModelDescription:
-    """The model that a configuration names. Raises ConfigError as `describe_model`."""
+    """The model that a configuration names. Raises ConfigError as `describe_model` does."""
     assert config.model is not None
     return describe_model(
         config.model,
@@ -80,13 +81,13 @@ def describe_model(
     tile_elements: int | None = None,
     cuts_stacks: bool = True,
 ) -> ModelDescription:
-    """The model called `name`: a paper's shape, or what `pagoda.models.build_model` builds.
+    """Describe the model called `name`: a paper's shape, or a model that `pagoda.models.build_model` builds.
 
-    Of an encoder-decoder, the encoder reads `seq_len` tokens and the decoder as many. With `tile_elements`, layers
-    whose weights have more elements are in tiles, as `wrap(tiles=Tiles(tile_limit=...))` has them; without
-    `cuts_stacks`, stacks of experts are whole, as under a rule that takes parameters whole.
+    In an encoder-decoder, the encoder and the decoder each read `seq_len` tokens. With `tile_elements`, layers with
+    more weights are cut into tiles, as `wrap(tiles=Tiles(tile_limit=...))` does. Without `cuts_stacks`, stacks of
+    experts stay whole, as with an optimizer that takes whole parameters.
 
-    Raises ConfigError: as `build_model`; experts that `expert_parallel` ranks cannot divide.
+    Raises ConfigError as `build_model` does, and if `expert_parallel` ranks cannot divide the experts.
     """
     shape = PAPER_SHAPES.get(name)
     if shape is not None:
@@ -141,8 +142,8 @@ def _tree_of_transformers(
     tile_elements: int | None,
     cuts_stacks: bool,
 ) -> tuple[ModuleSpec, dict[str, float], Any, int]:
-    """The tree, FLOPs by module, text configuration and layers. Layers of a built-in decoder are alike, so two of them
-    are built, without values, and described as all."""
+    """Module tree, FLOPs per module, text configuration and number of layers. The layers of a built-in decoder are
+    alike, so two of them are built, without values, and stand for all."""
     from pagoda.construction.construct import describe
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
@@ -168,8 +169,8 @@ def _tree_of_transformers(
 
 
 def _repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:
-    """The tree and the FLOPs by module of a model with `count` layers, from those of a model that differs from it in
-    the number of its layers alone. Each further layer is like the last one there is."""
+    """Extend the tree and the FLOPs of a model to `count` layers. Each new layer is like the last layer of the given
+    model."""
     *_, last = layers_of(root)
     row = last.name.rpartition(".")[0]
     names = [f"{row}.{index}" for index in range(count)]
@@ -205,12 +206,12 @@ def _renamed(module: ModuleSpec, before: str, after: str) -> ModuleSpec:
 
 
 def _moved(name: str, before: str, after: str) -> str:
-    """A name inside one module as it is inside another."""
+    """Rename a module or parameter from one enclosing module to another."""
     return after + name.removeprefix(before) if is_within(name, (before,)) else name
 
 
 class Widths(NamedTuple):
-    """Of a language model: hidden, inside the MLP, of all experts that see a token, and of the vocabulary."""
+    """Widths of a language model: hidden, inside the MLP (of all experts that a token is sent to), and vocabulary."""
 
     hidden: int
     ffn: int
@@ -218,7 +219,7 @@ class Widths(NamedTuple):
 
 
 def widths(config: Any) -> Widths:
-    """Those of a model of transformers."""
+    """The widths of a transformers model."""
     hidden = int(config.hidden_size)
     given = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size", "d_ff", "n_inner"))
     ffn = int(next(filter(None, given), 4 * hidden))
@@ -226,7 +227,7 @@ def widths(config: Any) -> Widths:
 
 
 def experts_per_token(config: Any) -> int:
-    """How many experts see each token in a model of transformers; 0 where it has none."""
+    """Number of experts that a transformers model sends each token to. 0 without experts."""
     if config.model_type == "switch_transformers":
         return 1
     return int(getattr(config, "num_experts_per_tok", None) or 0)

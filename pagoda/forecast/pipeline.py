@@ -1,7 +1,8 @@
-"""The forecast of a pipeline: each stage is one of a part of the model, and the slowest sets the pace.
+"""Forecasts a pipeline. Each stage is forecast as a model of its own, and the slowest stage sets the pace.
 
-A step is that of the slowest stage, with what it sends and receives, and one micro-batch of each other stage: so long
-the slowest one waits for its first micro-batch, and the others go on after its last.
+A step takes as long as the slowest stage's step, including what it sends and receives, plus one micro-batch of each
+other stage. For that long, the slowest stage waits for its first micro-batch, and the others continue after its last
+one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,25 +21,25 @@ from pagoda.plan.units import ModuleSpec, is_within, layers_of
 
 @dataclass(frozen=True)
 class PipelineForecast:
-    """What can be said of a pipeline before it runs."""
+    """The forecast of a pipeline."""
 
     stages: tuple[Forecast, ...]
-    """Each with the budgets and the micro-batches of one rank of it."""
+    """For each stage, the forecast of one of its ranks, with that rank's budgets and micro-batches."""
 
     @property
     def slowest(self) -> Forecast:
-        """The stage that sets the pace; where some do not fit, the first of those."""
+        """The stage that sets the pace. If some stages do not fit, the first of these."""
         unfit = (stage for stage in self.stages if not stage.fits)
         return next(unfit, None) or max(self.stages, key=lambda stage: stage.timeline.step_s)
 
     @property
     def waiting_s(self) -> float:
-        """Seconds of a step that come on top of the slowest stage's, as stages wait for each other."""
+        """Seconds per step, in addition to those of the slowest stage, in which stages wait for each other."""
         return sum(stage.timeline.pass_s for stage in self.stages) - self.slowest.timeline.pass_s
 
     @property
     def bubble(self) -> float:
-        """The same as a share of the slowest stage's step."""
+        """`waiting_s` as a share of the slowest stage's step."""
         return self.waiting_s / self.slowest.timeline.step_s
 
     @property
@@ -50,7 +51,7 @@ class PipelineForecast:
         return self.slowest.tokens_per_step / self.step_s
 
     def as_json(self) -> dict[str, Any]:
-        """The key `pipeline` that docs/plan.md describes."""
+        """The value of the key `pipeline` that docs/plan.md describes."""
         slowest = self.slowest
         return {
             "stages": [
@@ -70,7 +71,7 @@ class PipelineForecast:
 
 
 def forecast_pipeline(config: PlanConfig, machine: Machine) -> PipelineForecast:
-    """Plan every stage of `config.model`. Raises ConfigError as `forecast`, and for a model that has no stages."""
+    """Plan every stage of `config.model`. Raises ConfigError as `forecast` does, and for a model without stages."""
     check_configured(config, machine)
     kinds, numbers = stages_of(config, machine, describe_configured(config))
     made = [forecast(config, alone, described=part) for part, alone in kinds]
@@ -80,10 +81,11 @@ def forecast_pipeline(config: PlanConfig, machine: Machine) -> PipelineForecast:
 def stages_of(
     config: PlanConfig, machine: Machine, described: ModelDescription
 ) -> tuple[list[tuple[ModelDescription, Machine]], list[int]]:
-    """What each kind of stage has, with the machine as one of its ranks shares it; and the kind of every stage.
+    """The kinds of stages, each with its part of the model and the machine as seen by one of its ranks; and the kind of
+    each stage.
 
-    Stages between the first and the last that have equally many layers are of one kind: as the first of these is, which
-    keeps most activations. Raises ConfigError for a model that has no stages.
+    Stages between the first and the last with equally many layers are of one kind. They are described as the first of
+    them, which keeps the most activations. Raises ConfigError for a model without stages.
     """
     count, ranks = config.pipeline_parallel, machine.ranks
     assert ranks is not None, "a pipeline has several ranks"
@@ -106,10 +108,11 @@ def stages_of(
 
 
 def stage_of(described: ModelDescription, stage: int, count: int) -> ModelDescription:
-    """What a stage has: its share of the layers, the first one also what comes before them, the last what comes after.
+    """The part of the model that a stage has: its share of the layers. The first stage also has everything before the
+    layers, and the last stage everything after them.
 
-    A parameter that the last stage ties to one of the first, as heads do to embeddings, is its own there. Raises
-    ConfigError for fewer layers than stages, and for an encoder-decoder.
+    If the last stage ties a parameter to one of the first stage, as heads and embeddings do, it has its own copy.
+    Raises ConfigError for fewer layers than stages, and for an encoder-decoder.
     """
     layers, mine = [layer.name for layer in layers_of(described.root)], _layers(described, stage, count)
     owners = _owners(described.root, layers, stage, count, mine)
@@ -142,7 +145,7 @@ def stage_of(described: ModelDescription, stage: int, count: int) -> ModelDescri
 
 
 def _layers(described: ModelDescription, stage: int, count: int) -> Sequence[str]:
-    """Names of the layers of a stage. Raises ConfigError as `stage_of`."""
+    """Names of the layers of a stage. Raises ConfigError as `stage_of` does."""
     layers = [layer.name for layer in layers_of(described.root)]
     if len(layers) < count or len({name.rpartition(".")[0] for name in layers}) > 1:
         raise ConfigError(
@@ -153,7 +156,7 @@ def _layers(described: ModelDescription, stage: int, count: int) -> Sequence[str
 
 
 def _owners(root: ModuleSpec, layers: Sequence[str], stage: int, count: int, mine: Sequence[str]) -> dict[str, bool]:
-    """Module -> whether this stage has what it holds itself."""
+    """Module -> whether this stage has the module's own parameters."""
     found: dict[str, bool] = {}
     before = True
     for module in root.modules():

@@ -1,4 +1,4 @@
-"""What is planned for: a model, what its optimizer keeps, budgets, options, and a machine to simulate plans on."""
+"""The inputs of planning: a model, its optimizer's states, budgets, options, and a machine to simulate plans on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,13 +26,13 @@ from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
 
 MOST_UNITS = 100
-"""Plans with more units are compared with others on a part of the layers."""
+"""Plans with more units are compared on a model with fewer layers."""
 _LEAST_LAYERS = 4
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All inputs of planning and simulating. `exchanges` and `saved` are as for `make_plan`."""
+    """All inputs of planning and simulation. `exchanges` and `saved` mean the same as in `make_plan`."""
 
     root: ModuleSpec
     states: tuple[StateSpec, ...]
@@ -45,21 +45,21 @@ class Problem:
     saved: SavedBlocks | None = None
 
     def plan(self) -> Plan:
-        """The planner's first choice. Raises BudgetError when no plan fits."""
+        """The plan that the planner chooses without a search. Raises BudgetError if no plan fits."""
         return make_plan(
             self.root, self.states, self.budgets, self.options, self.ranks, self.exchanges, saved=self.saved
         )
 
     def simulated(self, plan: Plan) -> Timeline:
-        """A step of a plan."""
+        """Simulate a step of a plan."""
         return simulate(plan, self.hardware, self.compute.of_step(self.root, plan))
 
     def to_compare(self, plan: Plan) -> Self:
-        """The problem on which plans such as `plan` are compared with others. Where units are many, it has the first
-        layers of the model only, with the share of RAM, buffers apart, and of SSD that their parameters are of all.
+        """The problem on which such plans are compared. If there are many units, it has only the first layers of the
+        model, with RAM (except buffers) and SSD reduced in proportion to the parameters.
 
-        The device stays as large as it is, so that leases come and go as they do with all layers. Where that part
-        would fit the device, or the layers are few, it is the whole problem.
+        The device keeps its size, so that leases come and go as they do with all layers. If the smaller model would fit
+        the device, or if there are few layers, the whole problem is returned.
         """
         if len(plan.units) <= MOST_UNITS or len(layers_of(self.root)) <= _LEAST_LAYERS:
             return self
@@ -79,7 +79,7 @@ class Problem:
         return replace(part, budgets=budgets)
 
     def _with_layers(self, share: float) -> Self:
-        """The first layers of each row."""
+        """The same problem with only the first layers of each row of layers."""
         rows: dict[str, list[str]] = {}
         for layer in layers_of(self.root):
             rows.setdefault(layer.name.rpartition(".")[0], []).append(layer.name)
@@ -109,16 +109,16 @@ class Problem:
 
 
 def activations_of(config: PlanConfig, described: ModelDescription) -> ActivationEstimate:
-    """What activations take in a run with these settings."""
+    """Estimate the activations of a run with these settings."""
     return estimate_activations(
         described, config.tokens, config.itemsize, config.activations, config.chunked_loss, config.tile_tokens
     )
 
 
 def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription) -> tuple[Problem, tuple[str, ...]]:
-    """What a configuration asks for, and how its budgets were found.
+    """The problem that a configuration describes, and how its budgets were found.
 
-    Raises BudgetError where activations alone do not fit, ConfigError for a setting that cannot be used.
+    Raises BudgetError if activations alone do not fit, and ConfigError for a setting that cannot be used.
     """
     budgets, notes = budgets_for(machine, config.memory, activations_of(config, described))
     options = Options.of(config, replace(config.memory, ssd_checkpoints=config.kept_on_ssd(config.nodes)))
@@ -142,7 +142,7 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
 def work_of(
     config: PlanConfig, machine: Machine, described: ModelDescription, recompute: bool
 ) -> tuple[Compute, tuple[Exchange, ...]]:
-    """What a micro-batch computes on one rank, and what that sends to others meanwhile."""
+    """Compute of one micro-batch on one rank, and the communication within it."""
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s.value
     tokens = {module: elements * config.itemsize for module, elements in described.exchanged.items()}
     summed = config.tokens * described.hidden * config.itemsize

@@ -1,4 +1,5 @@
-"""A plan, a step and this machine as JSON, for `pagoda report`; `pagoda plan --json` prints it, and a run keeps it."""
+"""A plan, a step and this machine as JSON. `pagoda plan --json` prints it, runs save it, and `pagoda report` reads
+it."""
 
 import json
 import os
@@ -14,11 +15,11 @@ from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import Span, Timeline
 
 _PARTS = 1000
-"""Of a step: work of one kind on one lane is joined if the time between is shorter than such a part."""
+"""Spans of the same kind and lane are joined if the gap between them is shorter than a step divided by this number."""
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """What every page of a plan shows: bytes per tier and state against budgets, and the homes of every unit."""
+    """The facts of a plan that every page shows: bytes per tier and state, budgets, and the homes of each unit."""
     homes: dict[int, dict[str, str]] = {}
     for (unit, state), tier in plan.placement.homes.items():
         homes.setdefault(unit, {})[state] = tier
@@ -40,9 +41,9 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def timeline_record(timeline: Timeline) -> dict[str, Any]:
-    """A step, small enough for a page: seconds, how long each lane worked, and its work by kind.
+    """A step, small enough for a page: its seconds, how long each lane worked, and the work by kind.
 
-    `spans` has a lane, a kind (the first word of a span's name), a start and an end each.
+    Each entry of `spans` has a lane, a kind (the first word of a span's name), a start and an end.
     """
     return {
         "step_s": timeline.step_s,
@@ -57,7 +58,7 @@ def timeline_record(timeline: Timeline) -> dict[str, Any]:
 
 
 def machine_record() -> dict[str, str]:
-    """The machine that a run is on: system, cores, RAM, torch, and the GPU if there is one."""
+    """The machine of a run: system, cores, RAM, torch, and the GPU if there is one."""
     found = {
         "system": platform.platform(),
         "CPU": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads",
@@ -70,7 +71,7 @@ def machine_record() -> dict[str, str]:
 
 
 def as_lines(record: Mapping[str, Any]) -> str:
-    """JSON with a line for each key."""
+    """JSON with one line per key."""
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) + "\n}\n"
 
 
@@ -82,7 +83,8 @@ def _by_kind(timeline: Timeline) -> dict[tuple[str, str], list[Span]]:
 
 
 def _joined(spans: Iterable[Span], gap_s: float) -> list[list[float]]:
-    """Starts and ends within the step; spans are in order of their starts."""
+    """Join spans that are closer than `gap_s`. `spans` are in the order of their starts. Returns starts and ends within
+    the step."""
     found: list[list[float]] = []
     for span in spans:
         start = max(0.0, span.start_s)

@@ -1,4 +1,4 @@
-"""A plan and a forecast as a person reads them, and a forecast as JSON."""
+"""Prints a plan and a forecast for people, and converts a forecast to JSON."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ from pagoda.simulate.timeline import COMPUTE
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """A table with a row per state and a column per tier, its sum and budget, then the automatic choices."""
+    """A table with a row per state and a column per tier, with sums and budgets, followed by the automatic choices."""
     tiers = [tier for tier, lines in plan.bytes.items() if lines]
     states = list(dict.fromkeys(state for tier in tiers for state in plan.bytes[tier]))
     title = Text(
@@ -44,7 +44,7 @@ def plan_table(plan: Plan) -> RenderableType:
 
 
 def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
-    """The keys that docs/plan.md describes. What only a plan can say is None, or empty, where none fits."""
+    """The keys that docs/plan.md describes. Values that need a plan are None or empty if nothing fits."""
     fits = forecast.fits
     timeline = forecast.timeline if fits else None
     plan = plan_record(forecast.plan) if fits else {}
@@ -80,7 +80,7 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
 
 
 def pipeline_table(pipeline: PipelineForecast) -> RenderableType:
-    """A row per stage, and what the pipeline comes to; the slowest stage is for `show`."""
+    """A table with a row per stage, and the sums of the pipeline. `show` prints the slowest stage."""
     said, table = pipeline.as_json(), Table()
     tiers = list(dict.fromkeys(tier for stage in said["stages"] for tier in stage["bytes"]))
     for name in ("stage", "parameters", *tiers, "step"):
@@ -173,5 +173,5 @@ def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds, or milliseconds if they are few."""
+    """Seconds, or milliseconds below one second."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

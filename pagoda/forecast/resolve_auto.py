@@ -1,5 +1,5 @@
-"""What a configuration leaves to the plan, chosen by plans that are made and simulated: what becomes of activations,
-and in how many micro-batches layers run their batch."""
+"""Chooses the settings that a configuration leaves open: the policy for activations, and into how many micro-batches
+layers divide their batch. It compares plans that are made and simulated."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,11 +35,11 @@ from pagoda.simulate.rates import Rates
 def resolve_auto(
     config: PlanConfig, machine: Machine, described: ModelDescription
 ) -> tuple[PlanConfig, tuple[str, ...]]:
-    """`config` with nothing left open, and why.
+    """Returns `config` with every open setting chosen, and the reasons.
 
-    Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still, "auto",
-    which means one of its own for each layer. Micro-batches: as few as keep products of matrices at
-    full speed and small, or as many more as it takes for a plan to fit.
+    Activations: the policy whose default plan is fastest if all layers have it. If a policy per layer is faster still,
+    the choice is "auto". Micro-batches: as few as keep matrix products at full speed and small, or more if no plan fits
+    otherwise.
     """
     closed = {each.activations: each for each in alternatives(config, machine, described)}
     if len(closed) == 1:
@@ -62,10 +62,10 @@ def resolve_auto(
 def resolved_problem(
     config: PlanConfig, machine: Machine, described: ModelDescription
 ) -> tuple[Problem, tuple[str, ...]]:
-    """What a configuration with nothing left open asks for, and how its budgets were found. With activations="auto",
-    each layer has the policy that a run would give it.
+    """The problem of a configuration without open settings, and how its budgets were found. With activations="auto",
+    each layer has the policy that a run would choose for it.
 
-    Raises as `problem_of`; BudgetError also where policies differ between layers and there is no plan.
+    Raises the errors of `problem_of`, and BudgetError if layers have different policies and no plan fits.
     """
     problem, notes = problem_of(config, machine, described)
     if config.activations == "auto":
@@ -78,19 +78,19 @@ def resolved_problem(
 
 
 def alternatives(config: PlanConfig, machine: Machine, described: ModelDescription) -> list[PlanConfig]:
-    """`config` with nothing left open, in every way that has one policy for all layers."""
+    """Every way to choose the open settings of `config` with one policy for all layers."""
     modes = tuple(m for m in get_args(ActivationMode) if m != "auto")
     if config.activations != "auto":
         modes = (config.activations,)
     if "auto" in (config.activations, config.batch_tiles) and config.chunked_loss is None:
-        # Chunks round: whether there are any follows from what was asked for alone, as in a run.
+        # Chunks change rounding. So only the request decides whether the loss is chunked, as in a run.
         sizes = config.tile_tokens, config.tokens, config.itemsize
         config = replace(config, chunked_loss=chunking_helps(described, *sizes, recomputes(config.activations)))
     return [_with_tiles(replace(config, activations=mode), machine, described) for mode in modes]
 
 
 def without_recomputing(times: Compute, root: ModuleSpec, policies: Sequence[Policy]) -> Compute:
-    """Times of a model that is recomputed, less the second forward of the layers whose policy needs none."""
+    """Compute times without the second forward of the layers whose policy needs none."""
     layers = zip(layers_of(root), policies, strict=True)
     kept = {layer.name for layer, policy in layers if not policy.recomputes}
     backward = {
@@ -101,7 +101,7 @@ def without_recomputing(times: Compute, root: ModuleSpec, policies: Sequence[Pol
 
 
 def _with_tiles(config: PlanConfig, machine: Machine, described: ModelDescription) -> PlanConfig:
-    """The number of micro-batches chosen, if it is open."""
+    """Choose the number of micro-batches if it is open."""
     if config.batch_tiles != "auto":
         return config
     count = tile_count("auto", config.batch_size, config.tokens)
@@ -119,8 +119,8 @@ def _said_of_tiles(config: PlanConfig, chosen: PlanConfig) -> tuple[str, ...]:
 
 
 def _step_s(config: PlanConfig, machine: Machine, described: ModelDescription, timed: bool = True) -> float:
-    """Seconds of a step of the usual plan, or 0 unless they are `timed`. Infinite where no plan fits, or activations
-    that are to be offloaded have nowhere to go."""
+    """Seconds per step of the default plan, or 0 unless `timed`. Infinite if no plan fits or offloaded activations have
+    no tier to go to."""
     try:
         problem, _ = resolved_problem(config, machine, described)
         plan = problem.plan()
@@ -130,7 +130,7 @@ def _step_s(config: PlanConfig, machine: Machine, described: ModelDescription, t
 
 
 def _timed(sizes: StepSizes, problem: Problem) -> StepSizes:
-    """The sizes with the seconds of each layer's forward."""
+    """The sizes together with the seconds of each layer's forward."""
     forward, layers = problem.compute.forward_s, layers_of(problem.root)
     seconds = [sum(s for name, s in forward.items() if is_within(name, (layer.name,))) for layer in layers]
     blocks = tuple(replace(block, forward_s=s) for block, s in zip(sizes.blocks, seconds, strict=True))
@@ -138,7 +138,7 @@ def _timed(sizes: StepSizes, problem: Problem) -> StepSizes:
 
 
 def _room(config: PlanConfig, machine: Machine, problem: Problem, plan: Plan, sizes: StepSizes) -> Room:
-    """What activations may take in addition to the pages of a plan, as a run finds it out."""
+    """Memory that activations may take in addition to a plan's pages, computed as in a run."""
     kept = config.memory.activation_bytes
     if kept is None:
         tiers = (DEVICE,) if machine.hardware.device is not None else (DEVICE, HOST)

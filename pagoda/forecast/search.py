@@ -1,4 +1,4 @@
-"""The search: several plans for one model and machine, each simulated, and the fastest one that fits."""
+"""Searches for the fastest plan: makes several plans for one model and machine, and simulates each."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -27,18 +27,18 @@ _SPLITS = {
     "four leases ahead of what is in use": Split(leases_ahead=4),
     "copies for undoing updates come before moments": Split(undo_first=True),
 }
-"""What is tried besides the usual split."""
+"""Splits that are tried in addition to the default."""
 _FACTORS = (0.5, 2)
-"""Unit limits and page sizes that are tried, as multiples of what they would be."""
+"""Unit limits and page sizes that are tried, as multiples of the default."""
 _WHOLE = 2
-"""Kinds of plans, found on a part of the layers, that are then tried for all of them."""
+"""Number of kinds of plans that are tried on the whole model after the comparison on a part of the layers."""
 _WORTH = 0.01
-"""A plan must be this much faster than the usual one to be taken instead: below that, it is the model's noise."""
+"""A plan replaces the default only if it is faster by this share. Smaller differences are noise of the model."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan, and the step that the simulator gives it."""
+    """A plan and its simulated step."""
 
     name: str
     options: Options
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the search found."""
+    """The result of a search."""
 
     best: Candidate
     others: tuple[Candidate, ...]
@@ -60,12 +60,12 @@ class Choice:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The plan's own, then why it was chosen."""
+        """The plan's reasons, then the reasons why it was chosen."""
         return (*self.best.plan.reasons, *self.simulated)
 
     @property
     def simulated(self) -> tuple[str, ...]:
-        """Why this plan: what binds it, and what the next best would cost."""
+        """Why this plan was chosen: which lane binds it, and how much slower the next best is."""
         best = self.best
         lane = best.timeline.binding_lane
         bound = f"A step takes {best.step_s:.3g} s; the lane that binds is {lane}"
@@ -83,24 +83,25 @@ class Choice:
         return tuple(chosen)
 
     def usual(self) -> "Choice":
-        """The same plans, with the one that the planner takes by itself as the best."""
+        """The same plans, with the planner's default as the best."""
         plans = (self.best, *self.others)
         return _chosen(plans, next(candidate for candidate in plans if candidate.name == USUAL))
 
     def with_times(self, problem: Problem) -> "Choice":
-        """The same choice, simulated with the times of another problem."""
+        """The same choice, simulated with the compute times of another problem."""
         plans = [replace(c, timeline=problem.simulated(c.plan)) for c in (self.best, *self.others)]
         return _chosen(plans, plans[0])
 
 
 def search(problem: Problem) -> Choice:
-    """The fastest of the plans that fit the problem's budgets, by simulation.
+    """Find the fastest plan that fits the problem's budgets, by simulation.
 
-    What the problem's options fix stays fixed. The usual plan, which `make_plan` gives, is always among those that are
-    tried, and stays unless another is clearly faster. What is open is tried one after another, each on top of the
-    fastest so far: the unit limit, the split of RAM, the page size, how much is updated on the device. Where units are
-    many, kinds of plans are compared on a part of the layers, and the fastest two are then made and simulated for all
-    of them. Raises BudgetError where the usual plan does.
+    Options that the problem fixes stay fixed. The default plan of `make_plan` is always tried, and stays unless another
+    plan is clearly faster. Open options are tried one after another, each on top of the fastest plan so far: the unit
+    limit, the split of RAM, the page size, and the share of updates on the device. If there are many units, kinds of
+    plans are compared on a part of the layers, and the fastest two are then tried on all layers.
+
+    Raises BudgetError if the default plan does not fit.
     """
     usual = _candidate(problem, USUAL)
     part = problem.to_compare(usual.plan)
@@ -122,7 +123,7 @@ def search(problem: Problem) -> Choice:
 
 
 def _compare(problem: Problem, found: list[Candidate]) -> None:
-    """Add all other plans that are tried to the usual one."""
+    """Try all other plans and add them to the default one."""
     fastest = usual = found[0]
     for variations in (_unit_limits, _splits, _copies, _page_sizes, _device_updates):
         for name, options in variations(problem, fastest):
@@ -131,7 +132,7 @@ def _compare(problem: Problem, found: list[Candidate]) -> None:
 
 
 def _try(found: list[Candidate], problem: Problem, name: str) -> None:
-    """Add a plan, if it fits and is another than those found."""
+    """Add a plan if it fits and differs from the ones found so far."""
     try:
         plan = problem.plan()
     except BudgetError:
@@ -146,7 +147,7 @@ def _candidate(problem: Problem, name: str) -> Candidate:
 
 
 def _with_split(candidate: Candidate, **changes: Any) -> Options:
-    """A candidate's options, with changes of how they divide memory."""
+    """A candidate's options with changes to its split of memory."""
     return replace(candidate.options, split=replace(candidate.options.split or DEFAULT_SPLIT, **changes))
 
 
@@ -159,22 +160,22 @@ def _unit_limits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Op
 
 
 def _splits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """Other ways to divide RAM, where not everything fits it."""
+    """Other splits of RAM, if not everything fits RAM."""
     if problem.options.split is None and len(fastest.plan.placement.lines) > 1:
         for name, split in _SPLITS.items():
             yield name, replace(fastest.options, split=split)
 
 
 def _copies(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """Speculative updates of what has all its states in RAM, where compute leaves the CPU time for copies of these."""
+    """Speculative updates of units with all states in RAM, if the CPU has time to copy these states during compute."""
     split = fastest.options.split or DEFAULT_SPLIT
     if problem.options.split is None and fastest.options.may_speculate and not split.undo_in_ram:
         yield "updates of states in RAM are speculative too", _with_split(fastest, undo_in_ram=True)
 
 
 def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """Shares of the updates that run on a device of its own: as many as it gets through while the CPU does the others,
-    and fewer, since compute wants the link too."""
+    """Shares of the updates that run on a separate device: the share that it completes while the CPU does the rest, and
+    smaller shares, because compute needs the link too."""
     plan, fixed = fastest.plan, problem.options
     able = [each for each in ON_DEVICE if why_not_on_device(each, plan.layout, fixed, plan.budgets.device) is None]
     if fixed.split is not None or not able:

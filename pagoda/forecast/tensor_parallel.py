@@ -1,8 +1,8 @@
-"""What one of several tensor-parallel ranks has of a model: its part of each divided matrix, and the rest whole.
+"""The part of a model that one tensor-parallel rank has: its part of each divided matrix, and the rest whole.
 
-Layers are divided as in Megatron-LM (arXiv 1909.08053): the first matrices of attention and of the MLP by columns of
-their output, the last by rows of their input. So ranks add up what the last ones give, and in backward the gradient of
-what the first ones are given. Embedding, head and norms stay whole on every rank.
+Layers are divided as in Megatron-LM (arXiv 1909.08053): the first matrices of attention and MLP by columns of their
+output, the last ones by rows of their input. So ranks add up the outputs of the last ones and, in backward, the input
+gradients of the first ones. Every rank has the embedding, the head and the norms whole.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,9 +16,9 @@ from pagoda.plan.units import ModuleSpec, ParamSpec, TensorShard
 
 
 def tensor_part_of(described: ModelDescription, ranks: int) -> ModelDescription:
-    """What each of `ranks` tensor-parallel ranks has.
+    """The part of the model on each of `ranks` tensor-parallel ranks.
 
-    Raises ConfigError where nothing says how the model is divided, or it does not divide into equal parts.
+    Raises ConfigError if the model does not say how it is divided, or if it does not divide into equal parts.
     """
     if ranks == 1:
         return described
@@ -62,7 +62,7 @@ def _divided(root: ModuleSpec, divisions: Mapping[str, Division]) -> Iterator[tu
 
 
 def _part(param: ParamSpec, division: Division, ranks: int) -> ParamSpec:
-    """A rank's part of a matrix, or of a bias; a bias that is added to a sum is whole everywhere."""
+    """A rank's part of a matrix or a bias. A bias that is added to a sum stays whole on every rank."""
     if division == ROW and len(param.shape) == 1:
         return param
     shard = TensorShard(param.shape, 0 if division == COLUMN else 1, ranks)
