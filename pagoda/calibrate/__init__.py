@@ -1,4 +1,4 @@
-"""Measures: what this machine does, and how long a model's compute takes on it."""
+"""Measures this machine, and how long a model's compute takes on it."""
 
 from pagoda.calibrate.machine import calibrate
 from pagoda.calibrate.meter import Effort

@@ -1,4 +1,5 @@
-"""Bookkeeping: what a step of Pagoda does for each parameter, whatever its size, beside what plain PyTorch does."""
+"""Measures Pagoda's overhead per parameter: the time that a step takes for it, whatever its size, in addition to plain
+PyTorch's."""
 
 import time
 from contextlib import closing
@@ -19,14 +20,15 @@ from pagoda.simulate.hardware import Figure
 
 _LAYERS, _LINEARS = 4, 8
 _WIDTH, _ROWS = 128, 1024
-"""Products of a tenth of a millisecond or so, of weights so small that to store and update them takes no time."""
+"""Sizes whose products take about a tenth of a millisecond, with weights so small that storing and updating them takes
+no time."""
 _HOST = 64 << 20
 _STEPS = 2
-"""Of a turn; the first finds the other model's work in the caches."""
+"""Steps of a turn. The first one finds the other model's data in the caches."""
 
 
 class _Net(nn.Module):
-    """Layers that are recomputed in backward, with as many parameters each as a transformer's."""
+    """Layers that are recomputed in backward. Each has as many parameters as a transformer's layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +44,9 @@ class _Net(nn.Module):
 
 
 def measure_bookkeeping(meter: Meter) -> Figure:
-    """Seconds of a step of a small net in RAM, above those of its plain compute, for each of its parameters.
+    """Seconds per parameter that a step of a small net in RAM takes in addition to its plain compute.
 
-    Torch's random state is as before.
+    Restores torch's random state.
     """
     meter.report("bookkeeping of parameters")
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -58,7 +60,7 @@ def measure_bookkeeping(meter: Meter) -> Figure:
         )
 
         def seconds(model: nn.Module) -> float:
-            """Of the last step of a turn, for each parameter."""
+            """Seconds per parameter of the last step of a turn."""
             for _ in range(_STEPS):
                 start = time.perf_counter()
                 model(x).sum().backward()

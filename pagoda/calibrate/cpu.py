@@ -1,4 +1,4 @@
-"""The processors and RAM: products, memory bandwidth, and the kernels and copies of the runtime's lanes."""
+"""Measures the CPU and RAM: matrix products, memory bandwidth, and the kernels and copies of the runtime's lanes."""
 
 import time
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from pagoda.runtime.lanes import Lane
 from pagoda.simulate.hardware import Cpu, Figure
 
 SCALARS = AdamW().scalars(100, 0.9)
-"""Of some step of AdamW; timing does not depend on them."""
+"""The scalars of some step of AdamW. Its time does not depend on them."""
 _UNIT_BYTES = 32 << 20
-"""Weights copied at a time."""
+"""Bytes of weights copied at a time."""
 _HANDOVER_SIZE = 256
-"""Of products as long as a small model's operators: some tenths of a millisecond."""
+"""Size of products that take a few tenths of a millisecond, as the operators of a small model do."""
 _HANDOVER_NUMEL = 1 << 12
 _HANDOVERS = 128
 
 
 def measure_cpu(meter: Meter, threads: int) -> Cpu:
-    """Every figure of a CPU; `threads` are the runtime's for updates."""
+    """All figures of a CPU. `threads` is the number of threads that the runtime uses for updates."""
     device, effort = torch.device("cpu"), meter.effort
     memory, update = _update_rates(meter, threads)
     return Cpu(
@@ -49,12 +49,12 @@ def measure_cpu(meter: Meter, threads: int) -> Cpu:
 
 
 def _update_rates(meter: Meter, threads: int) -> tuple[Figure, Figure]:
-    """(bytes per second of RAM, parameters per second of AdamW on the split master)."""
+    """Bytes per second of RAM, and parameters per second of AdamW on the split master."""
     meter.report("memory bandwidth and updates")
     warm_up(AdamW(), "bf16")
     params = meter.effort.params
     streams = [*states_of("bf16", params), filled(params, torch.bfloat16, 1.0)]
-    # Reads every stream and writes all but the gradient.
+    # The kernel reads every stream, and writes all but the gradient.
     touched = params * (2 * sum(stream.element_size() for stream in streams) - streams[-1].element_size())
     with closing(Sweeper(params, BLOCK_ELEMENTS, threads)) as sweeper:
         return (
@@ -94,7 +94,7 @@ def _gradient_rate(meter: Meter) -> Figure:
 
 
 def _handover(meter: Meter) -> Figure:
-    """What a product loses when a lane's thread takes up a small piece of work beside it."""
+    """Time that a product loses when a lane's thread does a small piece of work at the same time."""
     meter.report("work handed to other threads")
     left = torch.ones(_HANDOVER_SIZE, _HANDOVER_SIZE)
     into, gradient = (filled(_HANDOVER_NUMEL, torch.bfloat16, 1.0) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The SSD: streams through a page file, with the runtime's lanes, transfer sizes and hashes."""
+"""Measures the SSD: streams through a page file, with the runtime's lanes, transfer sizes and hashes."""
 
 import shutil
 import statistics
@@ -26,25 +26,25 @@ from pagoda.simulate.hardware import Drive, Figure, SmallTransfers
 from pagoda.simulate.machines import rated_endurance
 
 _SMALL_BYTES = 128 << 10
-"""A small transfer: a block of moments where RAM or the model is small."""
+"""Size of a small transfer: a block of moments if RAM or the model is small."""
 _HASHED_BYTES = 128 << 10
-"""Of a page: no smaller than a small transfer has, and a page's size changes little of what hashing costs."""
+"""Page size for hashing. It is no larger than a small transfer; the cost of hashing hardly depends on it."""
 _FILL_S = 5.0
 _WARM_S = 0.1
 _ROUNDS = 3
 _LEAST_PIECES = 16
-"""A window is as long as these take, at least."""
+"""A window lasts at least until this many pieces have moved."""
 _LEAD = 4
-"""Pieces that reading or writing may be ahead of the other, as blocks in a ring are."""
+"""How many pieces reading or writing may be ahead of the other, as blocks in a ring are."""
 _TURNS = 4
 _MATMUL_SIZE = 1024
 
 _Samples = defaultdict[str, list[float]]
-"""What is measured of transfers of one size, by kind."""
+"""Kind of measurement -> samples, for transfers of one size."""
 
 
 def check_directory(directory: Path, nbytes: int) -> None:
-    """Raises StorageError unless `directory` is there and has `nbytes` free."""
+    """Raises StorageError unless `directory` exists and has `nbytes` free."""
     if not directory.is_dir():
         raise StorageError(f"SSD directory {directory} is not there: create it (mkdir -p) or name another in --ssd")
     free = shutil.disk_usage(directory).free
@@ -56,9 +56,9 @@ def check_directory(directory: Path, nbytes: int) -> None:
 
 
 def measure_drive(meter: Meter, directory: Path) -> Drive:
-    """Every figure of the drive that holds `directory`, in which nothing is left behind, however this ends.
+    """All figures of the drive that holds `directory`. No file is left there, even if this fails.
 
-    Raises StorageError when the directory cannot be used, has too little space, or the drive fails.
+    Raises StorageError if the directory cannot be used, has too little space, or the drive fails.
     """
     check_directory(directory, meter.effort.file_bytes)
     with ExitStack() as stack:
@@ -69,7 +69,8 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
             stack.enter_context(closing(_Stream(lane, partial(move, file), pieces)))
             for lane, move in (("ssd_read", _read), ("ssd_write", _write))
         )
-        # Blocks that were never written would be read from nowhere. On a slow drive, what has been written must do.
+        # A block that was never written would not be read from the drive. On a slow drive, only the written blocks are
+        # read.
         half = _fill(writing) // 2
         reading.lies_at(0, half)
         writing.lies_at(half, half)
@@ -94,7 +95,7 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
 
 
 def _read(file: PageFile, piece: int, into: memoryview) -> None:
-    """As the runtime does, with what each page holds checked."""
+    """Read as the runtime does, including the check of each page's hash."""
     file.pread(piece, into)
     hashes_of(into, _HASHED_BYTES)
 
@@ -105,27 +106,27 @@ def _write(file: PageFile, piece: int, data: memoryview) -> None:
 
 
 class _Stream:
-    """One direction: the pieces of a range of the file, round and round, on a lane."""
+    """One direction. It moves the pieces of a range of the file on a lane, over and over."""
 
     def __init__(self, lane: str, move: Callable[[int, memoryview], None], pieces: int) -> None:
         self.lane = Lane(lane, SSD_THREADS)
         self._move = move
         buffers = Arena(SSD_THREADS * LARGE_TRANSFER_BYTES)
-        # What a drive could compress, or not write at all, would not be the rate of weights.
+        # Random data, because a drive may compress other data, or not write it at all.
         buffers.view(0, buffers.nbytes)[:] = np.random.default_rng(0).bytes(buffers.nbytes)
         self.views = [buffers.view(i * LARGE_TRANSFER_BYTES, LARGE_TRANSFER_BYTES) for i in range(SSD_THREADS)]
-        """A buffer for each thread."""
+        """One buffer per thread."""
         self._lock = threading.Lock()
         self.nbytes = LARGE_TRANSFER_BYTES
-        """Of each transfer, which moves so much of a piece."""
+        """Bytes of each transfer, at most a piece."""
         self.lies_at(0, pieces)
 
     def lies_at(self, first: int, pieces: int) -> None:
-        """From now on stream through `pieces` of the file from `first` on."""
+        """From now on, stream through `pieces` pieces of the file, starting at `first`."""
         self._first, self.pieces = first, pieces
         self._numbers = count()
         self.moved = 0
-        """Bytes that have been read or written since."""
+        """Bytes read or written since then."""
 
     def move_next(self, view: memoryview) -> None:
         """Move the next piece."""
@@ -140,8 +141,8 @@ class _Stream:
 
 @contextmanager
 def _running(*streams: _Stream) -> Iterator[threading.Event]:
-    """One or two streams run while this is open, neither more than `_LEAD` pieces ahead of the other; raises what any
-    of them raised. The event is set once one has failed."""
+    """Run one or two streams while this context is open. Neither gets more than `_LEAD` pieces ahead of the other. Sets
+    the event when a stream has failed, and raises its error at the end."""
     stop = threading.Event()
     leads = [threading.Semaphore(_LEAD) for _ in streams]
 
@@ -184,7 +185,8 @@ def _rate(window_s: float, *streams: _Stream) -> float:
 
 
 def _fill(writing: _Stream) -> int:
-    """Write the file once, for `_FILL_S` at most; returns the pieces that were written, from its start."""
+    """Write the file once, for at most `_FILL_S` seconds. Returns the number of written pieces, from the start of the
+    file."""
     end, least = time.perf_counter() + _FILL_S, 2 * _LEAST_PIECES * LARGE_TRANSFER_BYTES
     with _running(writing) as failed:
         while not failed.is_set() and writing.moved < writing.pieces * LARGE_TRANSFER_BYTES:
@@ -195,7 +197,7 @@ def _fill(writing: _Stream) -> int:
 
 
 def _sample(samples: _Samples, window_s: float, reading: _Stream, writing: _Stream) -> None:
-    """One more sample of each kind."""
+    """Take one more sample of each kind."""
     samples["read"].append(_rate(window_s, reading))
     samples["write"].append(_rate(window_s, writing))
     start, worked = time.perf_counter(), time.process_time()
@@ -224,8 +226,8 @@ def _figures(samples: _Samples, meter: Meter, note: str) -> dict[str, Figure]:
 
 
 def _beside_products(seconds: float, *streams: _Stream) -> tuple[float, float]:
-    """What matrix products lose while streams run, below zero where noise outweighs it; the streams' bytes per second
-    meanwhile. Products alone are timed before and after, as clock rates drift."""
+    """The share that matrix products lose while streams run, and the streams' bytes per second meanwhile. The share is
+    below zero if noise is larger. Products alone are timed before and after, because clock rates drift."""
     before = _products(seconds / 2)
     with _running(*streams):
         moved, start = _moved(streams), time.perf_counter()

@@ -1,4 +1,4 @@
-"""A GPU and its link to host RAM."""
+"""Measures a GPU and its link to RAM."""
 
 import torch
 
@@ -12,12 +12,12 @@ from pagoda.simulate.hardware import Device, Figure, Link
 _TOKENS = 8192
 _WIDTH = 4096
 _UPDATED = 64 << 20
-"""Parameters, 14 bytes each."""
+"""Number of updated parameters, of 14 bytes each."""
 _COPIED = 1 << 30
 
 
 def measure_gpu(meter: Meter, device: torch.device) -> Device:
-    """Every figure of one GPU."""
+    """All figures of one GPU."""
     properties = torch.cuda.get_device_properties(device)
     bf16 = matmul_rate(meter, torch.bfloat16, device, _TOKENS, _WIDTH)
     fp32 = matmul_rate(meter, torch.float32, device, _TOKENS // 4, _WIDTH)
@@ -46,7 +46,7 @@ def _update_rate(meter: Meter, device: torch.device) -> Figure:
 
 
 def measure_link(meter: Meter, torch_device: torch.device) -> Link:
-    """Copies of page-locked RAM, as the runtime makes them, with one GPU at work."""
+    """Rates of copies from and to page-locked RAM, made as the runtime makes them, with one GPU."""
     meter.report("copies between RAM and the GPU")
     nbytes = meter.effort.copy_bytes
     device = CudaDevice(torch_device)

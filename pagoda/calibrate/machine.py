@@ -1,4 +1,4 @@
-"""One calibration: everything that this machine has, in turn, so that nothing disturbs what is measured."""
+"""Calibrates this machine. Everything is measured in turn, so that measurements do not disturb each other."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,17 +19,18 @@ from pagoda.simulate.hardware import Hardware
 def calibrate(
     ssd: Path | None, device: torch.device, report: Callable[[str], None] = lambda _: None, effort: Effort | None = None
 ) -> Hardware:
-    """Measure this machine; takes under a minute.
+    """Measure this machine. Takes less than a minute.
 
-    Started by torchrun, every rank calls it and gets what rank 0 measured, alone, and what all measured together.
+    Under torchrun, every rank calls it. All ranks get the same figures: what rank 0 measured alone, and what all
+    measured together.
 
     Args:
-        ssd: a directory on the drive to measure; None leaves the drive out. Nothing stays in it.
-        device: what computes: a GPU (its link is measured too) or the CPU.
-        report: called with what is measured next.
-        effort: how much is measured; by default what gives steady figures.
+      ssd: a directory on the drive to measure, which is left as it was; None measures no drive.
+      device: where compute runs: a GPU (its link is measured too) or the CPU.
+      report: called with the name of each measurement before it starts.
+      effort: how much is measured. The default gives steady figures.
 
-    Raises StorageError: the directory is missing, has too little space, or its drive fails.
+    Raises StorageError if the directory does not exist or has too little space, or if its drive fails.
     """
     effort = effort or Effort()
     world = launched()
@@ -53,7 +54,7 @@ def calibrate(
 
 
 def _alone(host: Meter, compute: Meter, name: str, ssd: Path | None, device: torch.device, world: World) -> Hardware:
-    """What one process measures."""
+    """Measure what one process can measure alone."""
     gpu = device.type == "cuda"
     with _threads(cpu_cores() if world.size > 1 else torch.get_num_threads()):
         return Hardware(
@@ -67,7 +68,8 @@ def _alone(host: Meter, compute: Meter, name: str, ssd: Path | None, device: tor
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """torchrun gives each rank one thread, but a node's figures are those of all its cores."""
+    """Inside, torch uses `count` threads. torchrun gives each rank one thread, but a node's figures are those of all
+    its cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

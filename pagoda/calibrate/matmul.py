@@ -1,4 +1,4 @@
-"""Matrix products: the fastest there is, and what a transformer reaches with them."""
+"""Measures matrix products: the peak rate, and the rate that a transformer block reaches."""
 
 import time
 from collections.abc import Callable
@@ -16,11 +16,12 @@ _LAYER_S = 0.1
 _LEAST_REPEATS = 3
 
 FAR_SLOWER = 2.0
-"""A slowdown from which it is worth a user's while to train in fp32."""
+"""From this slowdown on, users should consider training in fp32."""
 
 
 def matmul_rate(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, width: int) -> MatmulRate:
-    """Peak: the fastest of a block's products. Reached: forward and backward of one block of `width` on `tokens`."""
+    """The peak is the rate of the fastest product of a block. The reached rate is that of forward and backward of one
+    block of `width` on `tokens` tokens."""
     meter.report(f"{str(dtype).removeprefix('torch.')} matrix products on {device.type}")
     shapes = [(tokens, width, width), (tokens, width, 4 * width), (2 * tokens, 4 * width, width)]
     products = [_product(meter, dtype, device, *shape) for shape in shapes]
@@ -32,15 +33,15 @@ def matmul_rate(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: 
 
 @cache
 def cpu_slowdown(dtype: torch.dtype) -> float:
-    """How many times longer than in fp32 the matrix products of a linear layer take in `dtype` on this CPU.
+    """How many times longer the matrix products of a linear layer take in `dtype` than in fp32 on this CPU.
 
-    Far above 1 where the CPU has no instructions for `dtype`. Takes a few tenths of a second there, else less.
+    It is far above 1 if the CPU has no instructions for `dtype`. Takes at most a few tenths of a second.
     """
     return _layer_seconds(dtype) / _layer_seconds(torch.float32)
 
 
 def _layer_seconds(dtype: torch.dtype) -> float:
-    """Least seconds of a linear layer's three products: those of forward, of the input's gradient, of the weight's."""
+    """Shortest time of the three products of a linear layer: forward, gradient of the input, gradient of the weight."""
     x = torch.ones(_LAYER_TOKENS, _LAYER_WIDTH, dtype=dtype)
     weight = torch.ones(4 * _LAYER_WIDTH, _LAYER_WIDTH, dtype=dtype)
     grad = torch.ones(_LAYER_TOKENS, 4 * _LAYER_WIDTH, dtype=dtype)
@@ -54,7 +55,7 @@ def _layer_seconds(dtype: torch.dtype) -> float:
 
 
 def ended(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:
-    """`work` that has ended when it returns, on a GPU too."""
+    """`work`, followed by a wait until it has ended on the device."""
 
     def run() -> None:
         work()
@@ -73,7 +74,8 @@ def _product(meter: Meter, dtype: torch.dtype, device: torch.device, rows: int, 
 
 
 def _block(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, width: int) -> Figure:
-    """FLOPs are those of products and of the whole square of attention, as `pagoda.plan.tree` counts them."""
+    """Rate of a transformer block. The FLOPs are those of its products and of the full square of attention, as in
+    `forecast.describe`."""
     seq_len = min(tokens, 512)
     ffn = width * 11 // 4
     generator = torch.Generator(device).manual_seed(0)

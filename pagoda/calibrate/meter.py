@@ -1,4 +1,4 @@
-"""Measuring: repeats of the same work, their median and their spread."""
+"""Repeats measurements and takes their median and spread."""
 
 import os
 import platform
@@ -14,53 +14,53 @@ _LEAST_REPEATS = 3
 _MOST_REPEATS = 15
 _LEAST_TURNS = 5
 _LEAST_SHARE, _LEAST_S = 1e-3, 1e-6
-"""A figure is above zero."""
+"""Least values, because a figure must be above zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much a calibration does; by default as much as fits a minute on two cores."""
+    """How much a calibration measures. The defaults take about a minute on two cores."""
 
     figure_s: float = 1.0
-    """Seconds of repeats behind a figure, at least."""
+    """Least seconds of repeats for a figure."""
     params: int = 32 << 20
-    """Parameters that updates run over: far more than caches hold."""
+    """Parameters that an update runs over: far more than fit in caches."""
     copy_bytes: int = 256 << 20
     tokens: int = 1024
-    """Tokens of the transformer block that a CPU computes."""
+    """Tokens of the transformer block on a CPU."""
     width: int = 1024
-    """Its hidden size."""
+    """Hidden size of that block."""
     file_bytes: int = 4 << 30
-    """Page file that SSD streams run over: more than a drive's own RAM."""
+    """Size of the page file that SSD streams use: larger than a drive's own RAM."""
     gathered_bytes: int = 64 << 20
-    """What one all-gather of CPU ranks gathers in all; GPUs take sixteen times as much."""
+    """Total bytes of one all-gather between CPU ranks. GPUs gather sixteen times as much."""
 
 
 class Meter:
-    """Turns samples into figures that say when and on what they were measured."""
+    """Turns samples into figures that say when and on which machine they were measured."""
 
     def __init__(self, on: str, effort: Effort, report: Callable[[str], None]) -> None:
         self.effort = effort
         self.report = report
-        """Called with what is measured next."""
+        """Called with the name of each measurement before it starts."""
         self._source = f"measured {time.strftime('%Y-%m-%d')} on {on}"
 
     def figure(self, samples: Sequence[float], note: str = "") -> Figure:
-        """The median of samples above zero; the spread is their range as a share of it."""
+        """The median of samples above zero. The spread is their range divided by the median."""
         median = statistics.median(samples)
         return Figure(median, self._said(note), (max(samples) - min(samples)) / median)
 
     def share(self, samples: Sequence[float], least: float, note: str) -> Figure:
-        """The median of shares of one whole, or what is known to be the least; the spread is their range."""
+        """The median of shares of one whole, but at least `least`. The spread is their range."""
         value = max(_LEAST_SHARE, least, statistics.median(samples))
         return Figure(value, self._said(note), max(samples) - min(samples))
 
     def reading(self, value: float, note: str) -> Figure:
-        """What the system says of itself."""
+        """A value that the system reports."""
         return Figure(value, self._said(note))
 
     def rate(self, amount: float, work: Callable[[], object], note: str = "") -> Figure:
-        """`amount` per second of `work`, which has ended when it returns; the first call is not counted."""
+        """`amount` per second of `work`, which must have ended when it returns. The first call is not counted."""
         work()
         samples: list[float] = []
         end = time.perf_counter() + self.effort.figure_s
@@ -71,7 +71,7 @@ class Meter:
         return self.figure(samples, note)
 
     def difference(self, less: Callable[[], float], more: Callable[[], float], note: str) -> Figure:
-        """Seconds that `more` returns above those that `less` returns; they take turns."""
+        """The seconds that `more` returns minus the seconds that `less` returns. The two take turns."""
         samples: list[float] = []
         end = time.perf_counter() + self.effort.figure_s
         while len(samples) < _LEAST_TURNS or time.perf_counter() < end:
@@ -84,7 +84,7 @@ class Meter:
 
 
 def cpu_name() -> str:
-    """The processor's name, as the system gives it."""
+    """The processor's name, as the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -92,5 +92,5 @@ def cpu_name() -> str:
 
 
 def cpu_cores() -> int:
-    """Processors that this process may run on."""
+    """Number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""How long a model's own compute takes, measured on one and on several of its layers."""
+"""Measures how long a model's compute takes, with models of one and of several of its layers."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,18 +17,19 @@ from pagoda.optim import gradient_dtype
 
 _FEW, _LEAST_MORE = 1, 3
 _CACHED_BYTES = 64 << 20
-"""Weights of the larger model, at least, if the model has as many: a step finds none of them in the CPU's caches."""
+"""Least bytes of weights of the larger model, if the full model has that many. No step finds that many in the CPU's
+caches."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _PATTERN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeProfile:
-    """Seconds of forward and backward of one batch, with all weights in memory and nothing of Pagoda.
+    """Seconds of forward and backward of one batch in plain PyTorch, with all weights in memory.
 
-    A layer is one block of the decoder and counts as many times as the model has layers. Backward includes what
-    gradient checkpointing recomputes. The head is all that is neither layer nor embedding: the last norm, the output
-    projection and the loss.
+    A layer is one block of the decoder. It counts as often as the model has layers. Backward includes what gradient
+    checkpointing recomputes. The head is everything except layers and embedding: the last norm, the output projection
+    and the loss.
     """
 
     layer_forward_s: float
@@ -40,19 +41,19 @@ class ComputeProfile:
 
 
 Times = tuple[float, float]
-"""Seconds of one forward and one backward."""
+"""Seconds of one forward and of one backward."""
 Round = tuple[Times, Times, Times]
-"""Of few layers, of more layers, of the embedding alone."""
+"""Times with few layers, with more layers, and of the embedding alone."""
 
 
 class ComputeProfiler:
-    """Times plain PyTorch on a model's modules, with one batch, in rounds that may be far apart in time.
+    """Times plain PyTorch on a model's modules with one batch. Rounds may be far apart in time.
 
-    Models of one and of several layers, with weights as Pagoda has them for compute (random, in `precision`), take
-    turns: the difference is layers, the rest is the head and the embedding, which is also measured alone. The
-    model itself is never built. Gradients are dropped as they arrive, as Pagoda takes them away.
+    Two models, of one and of several layers, take turns. Their weights are random, in `precision`. The difference of
+    their times is the layers' time. The rest belongs to the head and the embedding, and the embedding is also measured
+    alone. The full model is never built. Gradients are dropped as they arrive, because Pagoda takes them away too.
 
-    Torch's state (random generators, threads, gradient mode) is as before when a call returns.
+    Each call restores torch's state (random generators, threads, gradient mode).
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class ComputeProfiler:
         gradient_checkpointing: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        """Builds both models and warms them up. Raises ConfigError as `build_model`, or for an unknown precision."""
+        """Build both models and warm them up. Raises ConfigError as `build_model` does, and for an unknown
+        precision."""
         require_choice("precision", precision, Precision)
         self._device = device or torch.device("cpu")
         with _torch_kept(self._device):
@@ -79,11 +81,11 @@ class ComputeProfiler:
             _round(self._few, self._more, self._ids)
 
     def measure(self, budget_s: float = 15.0) -> ComputeProfile:
-        """Takes `budget_s` seconds of rounds, and three rounds where that is longer."""
+        """Measure rounds for `budget_s` seconds, but at least three."""
         return self.profile(self.rounds(_LEAST_ROUNDS, _MOST_ROUNDS, budget_s))
 
     def rounds(self, least: int, most: int, budget_s: float) -> list[Round]:
-        """As many rounds as `budget_s` seconds allow, between `least` and `most`."""
+        """As many rounds as fit `budget_s` seconds, between `least` and `most`."""
         rounds: list[Round] = []
         start = time.perf_counter()
         with _torch_kept(self._device):
@@ -92,13 +94,13 @@ class ComputeProfiler:
         return rounds
 
     def profile(self, rounds: Sequence[Round]) -> ComputeProfile:
-        """What a layer, the head and the embedding took, by the medians of rounds."""
+        """The times of a layer, the head and the embedding: medians over the rounds."""
         return profile_of(rounds, self._layers)
 
 
 def profile_of(rounds: Sequence[Round], layers: int) -> ComputeProfile:
-    """Medians over rounds; what is a difference is taken within a round, and is never below zero. `layers` are those of
-    the larger model."""
+    """Medians over rounds. Differences are taken within a round and are never below zero. `layers` is the number of
+    layers of the larger model."""
     few, more, embedding = np.moveaxis(np.array(rounds), 1, 0)  # [rounds, (forward, backward)] each
 
     def median(seconds: Any) -> Any:
@@ -110,7 +112,7 @@ def profile_of(rounds: Sequence[Round], layers: int) -> ComputeProfile:
 
 
 def _layers_wanted(name_or_dir: str, few: nn.Module) -> int:
-    """Layers of the larger model."""
+    """Number of layers of the larger model."""
     table: int = few.get_input_embeddings().weight.numel()  # type: ignore[operator]
     layer = (sum(p.numel() for p in few.parameters()) - table) // _FEW
     return max(_LEAST_MORE, min(layer_count(name_or_dir), -(-_CACHED_BYTES // (2 * layer))))
@@ -151,7 +153,7 @@ def _built(name_or_dir: str, seq_len: int, gradient_checkpointing: bool, layers:
 
 
 def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give the parameters values: ordinary numbers, which is all that timing needs, at a cost that does not show."""
+    """Give the parameters values. Ordinary numbers suffice for timing and are fast to make."""
     pattern = (torch.randn(_PATTERN) * 0.02).to(device, dtype)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -167,7 +169,7 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _share(few: nn.Module, more: nn.Module) -> None:
-    """Give a model the parameters that another has under the same names, and the same device."""
+    """Give a model the device and the parameters of another that has them under the same names."""
     source = dict(more.named_parameters(remove_duplicate=False))
     for prefix, module in few.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
@@ -176,13 +178,13 @@ def _share(few: nn.Module, more: nn.Module) -> None:
 
 
 def drop_gradient(param: torch.Tensor) -> None:
-    """A hook that keeps no gradient."""
+    """A hook that drops the gradient."""
     param.grad = None
 
 
 @contextmanager
 def _torch_kept(device: torch.device) -> Iterator[None]:
-    """Random generators are put back; gradients are on inside."""
+    """Turn gradients on inside, and restore the random generators afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         yield

@@ -1,4 +1,4 @@
-"""Several processes, where torchrun started them: how fast they gather."""
+"""Measures how fast several processes, started by torchrun, gather data."""
 
 import time
 
@@ -14,7 +14,7 @@ _GPU_FACTOR = 16
 
 
 def measure_collectives(meter: Meter, world: World, device: torch.device) -> tuple[Figure | None, Figure | None]:
-    """(inside the node, between nodes), None where there is nobody to talk to. Every rank must call it."""
+    """Rates within a node and between nodes. A rate is None if there is no other process. Every rank must call this."""
     intra = inter = None
     if world.local_size > 1:
         meter.report(f"all-gather of {world.local_size} ranks in this node")
@@ -23,7 +23,8 @@ def measure_collectives(meter: Meter, world: World, device: torch.device) -> tup
         intra = meter.figure(_gathers(meter, groups, node, device), f"all-gather of {world.local_size} ranks")
     if world.nodes > 1:
         meter.report(f"all-gather of {world.nodes} nodes")
-        # Every rank gathers with its like of other nodes, all at once: together they use all of a node's network.
+        # Each rank gathers with the ranks of its number on other nodes, all at once. Together they use the whole
+        # network of a node.
         groups = [range(local, world.size, world.local_size) for local in range(world.local_size)]
         rates = _gathers(meter, groups, world.local_rank, device)
         inter = meter.figure([rate * world.local_size for rate in rates], f"all-gather of {world.nodes} nodes")
@@ -40,7 +41,8 @@ def shared(hardware: Hardware | None, world: World) -> Hardware:
 
 
 def _gathers(meter: Meter, groups: list[range], mine: int, device: torch.device) -> list[float]:
-    """Bytes per second that each rank sends in all-gathers of group number `mine`, while other groups gather too."""
+    """Bytes per second that each rank sends in all-gathers of group number `mine`, while the other groups gather
+    too."""
     group = [dist.new_group(list(group)) for group in groups][mine]
     count = len(groups[mine])
     nbytes = meter.effort.gathered_bytes * (_GPU_FACTOR if device.type == "cuda" else 1) // count

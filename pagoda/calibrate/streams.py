@@ -1,6 +1,6 @@
-"""What an update streams through memory: its states, and plain kernels that touch the same bytes and compute nothing.
+"""The states that an update streams through memory, and plain kernels that touch the same bytes but compute nothing.
 
-Those are the roof: no update is faster, so their rate is what the memory gives.
+The rate of these kernels is what the memory gives. No update can be faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _PATTERN = 1 << 20
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def roof_bf16(high: Any, low: Any, avg: Any, avg_sq: Any, gradient: Any, mask: Any) -> None:
-    """Reads five streams and writes four, each value unchanged as ``mask`` is zero (LLVM cannot know)."""
+    """Read five streams and write four. The mask is zero, so values stay the same, but LLVM cannot know that."""
     for i in range(len(gradient)):
         x = gradient[i] & mask
         high[i] ^= x
@@ -31,14 +31,14 @@ def roof_bf16(high: Any, low: Any, avg: Any, avg_sq: Any, gradient: Any, mask: A
 
 
 class Sweeper:
-    """Runs a kernel over all parameters, block by block, on a lane like the one that runs updates."""
+    """Runs a kernel over all parameters, block by block, on a lane like the one for updates."""
 
     def __init__(self, params: int, block: int, threads: int) -> None:
         self.params, self.block = params, block
         self._lane = Lane("update", threads)
 
     def __call__(self, block_fn: Callable[[int, int], object]) -> Callable[[], None]:
-        """One sweep of `block_fn(first element, elements)`; it has ended on return."""
+        """A function that runs `block_fn(first element, elements)` over all blocks and returns when they have ended."""
 
         def run(start: int) -> None:
             block_fn(start, min(self.block, self.params - start))
@@ -51,7 +51,7 @@ class Sweeper:
     def addresses(
         self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor], *scalars: float
     ) -> Callable[[], None]:
-        """A sweep of a kernel that takes the address of each tensor's block, its elements, and scalars."""
+        """A sweep of a kernel that takes the address of each tensor's block, the number of elements, and scalars."""
         return self(by_address(kernel, tensors, *scalars))
 
     def arrays(self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -67,7 +67,7 @@ class Sweeper:
 
 
 def by_address(kernel: Callable[..., Any], tensors: Sequence[torch.Tensor], *scalars: float) -> Callable[..., None]:
-    """`block(first element, elements)`, which calls a kernel as `Sweeper.addresses` says."""
+    """`block(first element, elements)`, which calls a kernel as `Sweeper.addresses` describes."""
 
     def block(start: int, n: int) -> None:
         kernel(*(tensor.data_ptr() + start * tensor.element_size() for tensor in tensors), n, *scalars)
@@ -76,7 +76,8 @@ def by_address(kernel: Callable[..., Any], tensors: Sequence[torch.Tensor], *sca
 
 
 def filled(numel: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """An arena's tensor, shape [numel], of random values, repeated: ordinary numbers are all that timing needs."""
+    """A tensor of shape [numel] from an arena, filled with repeated random values. Ordinary numbers suffice for
+    timing."""
     tensor = Arena(numel * dtype.itemsize).tensor(0, numel, dtype)
     generator = torch.Generator().manual_seed(0)
     pattern = (torch.randn(min(numel, _PATTERN), generator=generator) * scale).to(dtype)
@@ -86,7 +87,7 @@ def filled(numel: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 
 def states_of(precision: Precision, params: int) -> list[torch.Tensor]:
-    """AdamW's states, shape [params] each, in the order of its kernel."""
+    """AdamW's states, each of shape [params], in the order in which its kernel takes them."""
     scales = {"weight": 0.02, "weight_low": 1e4, "exp_avg": 1e-3, "exp_avg_sq": 1e-3}
     tensors = [filled(params, spec.dtype, scales[spec.name]) for spec in AdamW().states(precision)]
     tensors[-1].abs_()

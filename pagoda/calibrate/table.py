@@ -1,4 +1,4 @@
-"""Hardware as a person reads it: each figure in human units, its spread, and what it is the figure of."""
+"""Prints hardware for people: each figure in human units, its spread, and what it describes."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -41,7 +41,7 @@ _LABELS = {
 
 
 def figure_table(hardware: Hardware) -> Table:
-    """A row for each figure there is."""
+    """A table with a row per figure."""
     table = Table(title=f"{hardware.name}, {hardware.cpu.cores} cores")
     table.add_column("figure")
     table.add_column("value", justify="right", no_wrap=True)
@@ -55,13 +55,13 @@ def figure_table(hardware: Hardware) -> Table:
 
 
 def _origin(source: str) -> str:
-    """A source without what all measured figures have in common."""
+    """A source without the words that all measured figures share."""
     said, _, note = source.partition(": ")
     return (note or "-") if said.startswith("measured ") else source
 
 
 def _walk(part: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Figure]]:
-    """(fields on the way to it, figure) of every figure in a hardware, in the order of its fields."""
+    """Each figure of a hardware with the names of the fields that lead to it, in the order of fields."""
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Figure):
@@ -71,7 +71,7 @@ def _walk(part: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _value(name: str, value: float) -> str:
-    """The base unit is in the field's name."""
+    """A figure in human units. The field's name tells its base unit."""
     if name in ("task_switch_s", "parameter_s"):
         return f"{value * 1e3:.2f} ms"
     if name.endswith("flop_per_s"):
