@@ -1,1 +1,2 @@
-"""What graphs keep between forward and backward: by reference, recomputed, offloaded, divided, and accounted for."""
+"""Activations between forward and backward: weights kept by reference, blocks recomputed, storages offloaded or
+divided."""

@@ -1,4 +1,4 @@
-"""Blocks: the modules that a model repeats, such as its layers. Activations are kept, recomputed or moved by block."""
+"""Blocks: modules that a model repeats, such as its layers. Each block has one policy for its activations."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class Block:
-    """A module that is treated as one."""
+    """A module whose activations have one policy."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Block:
         self._name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
     def wrap(self, run: Callable[["Block", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Let `run(block, forward, args, kwargs)` call the forward from now on."""
+        """From now on, each forward of the block calls `run(block, forward, args, kwargs)`."""
         forward, refuse = getattr(self.module, self._name), refusal()
 
         @wraps(forward)
@@ -36,10 +36,10 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """The outermost modules that a model repeats: in a list, a sequence or a dictionary, with parts and a sibling of
-    their class.
+    """The outermost modules that a model repeats. They have children, they are in a list, sequence or dictionary, and
+    another module of their class is in it too.
 
-    Layers of transformers' models are such modules even where there is one alone.
+    Layers of transformers models count even if there is only one.
     """
     blocks: list[Block] = []
 
@@ -66,7 +66,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 
 def refuse_own_checkpointing(model: nn.Module) -> None:
-    """Raises UsageError for a model of transformers that checkpoints by itself."""
+    """Raises UsageError for a transformers model that does its own checkpointing."""
     if any(_is_transformers_layer(m) and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise UsageError(
             "The model checkpoints its layers itself: call model.gradient_checkpointing_disable(), or leave out "
@@ -75,8 +75,8 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
 
 
 def without_cache(module: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a layer of transformers that is about to be recomputed, without a key-value cache that is
-    empty: it would only keep activations. One that holds something, such as a trained prefix, is attended to."""
+    """The arguments of a transformers layer that will be recomputed, without an empty key-value cache, which would only
+    keep activations. A cache with contents, such as a trained prefix, stays, because the layer attends to it."""
     changed = dict(kwargs)
     if not _is_transformers_layer(module):
         return changed
@@ -94,7 +94,8 @@ def is_cache(value: object) -> bool:
 
 
 def copied(cache: Any) -> Any:
-    """A cache as it is now. What layers add to one of the two does not reach the other: they replace its tensors."""
+    """A copy of a cache. Layers replace the tensors of a cache, so additions to one of the two do not reach the
+    other."""
     made = copy(cache)
     for name, value in vars(cache).items():
         if is_cache(value):
@@ -112,9 +113,9 @@ def _is_transformers_layer(module: nn.Module) -> bool:
 
 @cache
 def refusal() -> Callable[[], NoReturn]:
-    """What raises UsageError for code that torch.compile traces, which cannot raise it itself.
+    """A function that raises UsageError, for code that torch.compile traces, which cannot raise it itself.
 
-    It is made when a model is wrapped: to import torch's compiler takes longer than all of Pagoda.
+    It is made when a model is wrapped, because importing torch's compiler takes longer than importing Pagoda.
     """
     marked: Callable[[], NoReturn] = torch.compiler.disable(  # type: ignore[no-untyped-call]
         _refuse, reason="torch.compile reached a model that pagoda.wrap() wrapped: compile before wrap()"

@@ -1,4 +1,4 @@
-"""The trace of one forward: how many bytes each block leaves to its backward."""
+"""The trace of one forward: how many bytes each block keeps for its backward."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from pagoda.runtime.device import Device
 
 
 class BlockTrace:
-    """What is known of one block so far."""
+    """The storages of one block that are known so far."""
 
     def __init__(self, policy: Policy, given: frozenset[SavedStorage]) -> None:
         self.given = given
@@ -18,23 +18,24 @@ class BlockTrace:
         self.saved: list[SavedStorage] = []
         self.forward_s = 0.0
         self.complete = not policy.recomputes
-        """Whether all that it saves has been seen; of a recomputed block only in backward."""
+        """Whether all storages that it saves are known. A recomputed block saves most of them in backward."""
 
     def save(self, storage: SavedStorage) -> None:
-        """The block saves a storage, the first time or as it is recomputed."""
+        """The block saves a storage, in its first forward or when it is recomputed."""
         self.saved.append(storage)
         self.complete = True
 
 
 class ForwardTrace:
-    """Notes every storage that a forward saves, by block."""
+    """Records every storage that a forward saves, by block."""
 
     def __init__(self, timed_on: Device | None) -> None:
-        """`timed_on`: the device to wait for around each block, so that its time is its own; None takes no times."""
+        """`timed_on`: the device to synchronize around each block, so that the block's time is its own. None measures
+        no times."""
         self._timed_on = timed_on
         self.blocks: list[BlockTrace] = []
         self._outside: list[list[SavedStorage]] = [[]]
-        """What was saved before each block by what is in none, and after the last."""
+        """Storages saved outside blocks: before each block, and after the last one."""
         self._current: BlockTrace | None = None
 
     @property
@@ -48,9 +49,10 @@ class ForwardTrace:
         return any(block.complete for block in self.blocks)
 
     def sizes(self, page_bytes: int) -> StepSizes:
-        """What forward left to backward. Storages of `page_bytes` and more can be offloaded, in pages of that size.
+        """Sizes of everything that the forward keeps for backward. Storages of at least `page_bytes` can be offloaded,
+        in pages of that size.
 
-        Each storage counts where it came first.
+        A storage counts where it was saved first.
         """
         given: set[SavedStorage] = set()
         saved: set[SavedStorage] = set()
@@ -73,7 +75,7 @@ class ForwardTrace:
 
     @contextmanager
     def block(self, policy: Policy, given: frozenset[SavedStorage]) -> Iterator[BlockTrace]:
-        """Inside, a block runs whose arguments lie in the given storages."""
+        """Inside, a block runs. Its arguments lie in the storages `given`."""
         block = self._current = BlockTrace(policy, given)
         self.blocks.append(block)
         self._outside.append([])
@@ -87,7 +89,7 @@ class ForwardTrace:
             block.forward_s = time.perf_counter() - started
 
     def save(self, storage: SavedStorage) -> None:
-        """Forward saves a storage."""
+        """The forward saves a storage."""
         if self._current is None:
             self._outside[-1].append(storage)
         elif self._current.complete:

@@ -1,4 +1,4 @@
-"""GraphMemory: what becomes of each block's activations, as asked or as forwards before have shown to be best."""
+"""GraphMemory: runs each block under its activation policy, which is given or learned from earlier forwards."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -42,20 +42,20 @@ from pagoda.runtime.leases import Leases
 from pagoda.runtime.store import Store
 
 _MOST_BUCKETS = 64
-"""Shapes whose plans are remembered."""
+"""Number of input shapes whose plans are kept."""
 _NO_LIMIT = 1 << 62
 
 
 def alone(what: str, mine: Any) -> list[Any]:
-    """What every rank says where there is one."""
+    """The answers of all ranks if there is only one rank."""
     return [mine]
 
 
 class GraphMemory:
     """Runs each block of a forward under its policy.
 
-    With the mode "auto", the first forward of a bucket of shapes recomputes every block, which shows how large each is;
-    from the next one on the plan made of that is followed. No policy changes a bit, so plans may change at any time.
+    With the mode "auto", the first forward with inputs of some size recomputes every block and measures the blocks. The
+    next forwards follow a plan made from these sizes. Policies do not change results, so plans may change at any time.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class GraphMemory:
         group: dist.ProcessGroup | None = None,
         agree: Callable[[str, Any], list[Any]] = alone,
     ) -> None:
-        """`group` are the ranks that divide activations among them. `agree` gives what each of those ranks says that
-        run every block together: they have to recompute the same ones. It is asked at the same points of their
+        """`group`: the ranks that divide activations among them. `agree`: returns the answers of all ranks that run
+        blocks together. These ranks must recompute the same blocks, so all of them ask at the same points of their
         programs."""
         self._agree = agree
         self._options = options = store.plan.options
@@ -87,41 +87,42 @@ class GraphMemory:
         partitioner = None if group is None else Partitioner(group)
         self.packing = Packing(leases, accesses, self._saved, self._offloader, partitioner, self._note)
         self._rates: dict[str, tuple[float, float]] | None = None
-        """Of each place, once measured."""
+        """Rates of each place, once they are measured."""
         self._plans: dict[Bucket, ActivationPlan] = {}
         self._refusals: dict[Bucket, str] = {}
         self._bucket: Bucket = ()
         self._growth = 1.0
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        """Of forwards whose backward is to come."""
+        """Graphs of forwards whose backward has not run yet."""
         self._at_once = self._most = 1
-        """Most of them in a step, as far as is known, and in this one so far. They share what there is room for."""
+        """Most of these graphs at once, in earlier steps and in this step so far. They share the memory for
+        activations."""
         self._peak = ActivationBytes()
-        """The largest that any forward was planned with."""
+        """The most that was planned for any forward."""
         self._trace = self._new_trace()
-        """That of the last forward."""
+        """The trace of the last forward."""
 
     @property
     def plan(self) -> ActivationPlan:
-        """The policies of the last forward that was planned, and what one forward was planned to take at most, or
-        graphs have taken."""
+        """The policies of the last planned forward, and the most bytes that a forward was planned to take or graphs
+        have taken."""
         latest = self._plans.get(self._bucket, ActivationPlan((), ActivationBytes()))
         return replace(latest, peak=self._peak.or_more(self._taken(kept=0)))
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
-        """tier -> most bytes of offloaded activations at once, so far."""
+        """tier -> most bytes of offloaded activations at once so far."""
         return {place.tier: place.scratch.peak_bytes for place in self._places if place.scratch.peak_bytes}
 
     def begin_forward(self, inputs: Any) -> None:
-        """A forward of the whole model starts; `inputs` are its arguments.
+        """A forward of the whole model starts. `inputs` are its arguments.
 
-        Raises BudgetError where one with inputs as large has shown that it cannot keep to the budget.
+        Raises BudgetError if an earlier forward with inputs of this size could not keep to the budget.
         """
         self._learn()
         self.packing.graph = Graph()
         self._graphs.add(self.packing.graph)
-        # A backward ends before the next forward begins, though the loss may live on with what is left of its graph.
+        # A backward ends before the next forward begins, even if the loss keeps some of its graph alive.
         self._most = max(self._most, sum(not graph.backward_has_begun for graph in self._graphs))
         shapes = [tensor.shape for tensor in _tensors(inputs)]
         mine = self._most, bucket_of(shapes), growth(shapes)
@@ -141,7 +142,7 @@ class GraphMemory:
         kwargs: dict[str, Any],
         again: Callable[..., Any],
     ) -> Any:
-        """A block's forward, under its policy; `again` is the same forward when backward repeats it."""
+        """Run a block's forward under its policy. `again` is the same forward for recomputation in backward."""
         if self.packing.policy is not None or not torch.is_grad_enabled() or _in_backward():
             return forward(*args, **kwargs)
         trace, policy = self._trace, self._next_policy()
@@ -160,7 +161,7 @@ class GraphMemory:
             return run_recomputed(block.module, forward, repeat, (args, kwargs), self.packing, account.save)
 
     def end_step(self) -> ActivationBytes:
-        """Close a step, and make a plan of what it has shown; returns the most that its graphs kept."""
+        """End a step and plan from what it has shown. Returns the most bytes that its graphs kept."""
         self._learn(ended=True)
         self._share(self._most)
         self._most = 1
@@ -171,7 +172,7 @@ class GraphMemory:
         return self._taken(kept)
 
     def close(self) -> None:
-        """Give everything back. Lanes have ended."""
+        """Free all memory. Lanes must have ended."""
         self._offloader.close()
 
     def _taken(self, kept: int) -> ActivationBytes:
@@ -183,14 +184,14 @@ class GraphMemory:
             self._trace.save(storage)
 
     def _share(self, graphs: int) -> None:
-        """So many graphs at once share the room from now on."""
+        """From now on, `graphs` graphs share the memory."""
         if graphs != self._at_once:
             self._at_once = graphs
             self._plans.clear()
             self._refusals.clear()
 
     def _next_policy(self) -> Policy:
-        """The policy of the next block of the forward."""
+        """The policy of the forward's next block."""
         if self._fixed is not None:
             return self._fixed
         plan, index = self._plans.get(self._bucket), len(self._trace.blocks)
@@ -201,9 +202,9 @@ class GraphMemory:
         return ForwardTrace(None if planned else self._device)
 
     def _learn(self, ended: bool = False) -> None:
-        """Plan for the bucket of the last forward, once, if all of that has been seen.
+        """Plan for the input size of the last forward, once, if all of its sizes are known.
 
-        When a step has `ended`, what has not been recomputed needs no gradients.
+        `ended`: the step is over, so blocks that were not recomputed need no gradients.
         """
         if self._bucket in self._plans:
             return
@@ -235,7 +236,7 @@ class GraphMemory:
         self._peak = self._peak.or_more(plan.peak)
 
     def _room(self, sizes: StepSizes) -> Room:
-        """What the activations of a step may use."""
+        """Memory that the activations of a step may use."""
         if self._rates is None:
             self._rates = {place.tier: place.rates() for place in self._places} if self._fixed is None else {}
         limit = self._options.activation_bytes

@@ -1,4 +1,4 @@
-"""Offloading: saved storages leave the memory that compute uses, and come back ahead of backward."""
+"""Offloading: saved storages leave the memory of compute, and come back ahead of backward."""
 
 import time
 import weakref
@@ -18,8 +18,8 @@ from pagoda.runtime.lanes import Handle, Lane
 
 
 class OffloadedStorage(AbsentStorage):
-    """A storage whose bytes are in a place. Their pages are free again when the last reference to it is gone, those of
-    transfers included."""
+    """A storage whose bytes are in a place. Its pages are freed when the last reference is gone, including those of
+    transfers."""
 
     __slots__ = ("_offloader", "hashes", "nbytes", "pieces", "place", "reading", "source", "target", "used", "written")
 
@@ -32,9 +32,9 @@ class OffloadedStorage(AbsentStorage):
         self.pieces = pieces
         self.nbytes = source.nbytes
         self.source: torch.Tensor | None = source
-        """The storage, until its bytes have been written; uint8, shape [nbytes]."""
+        """The storage as uint8 of shape [nbytes], until its bytes have been written."""
         self.target: torch.Tensor | None = None
-        """What they have been read into, or are being read into."""
+        """The tensor that the bytes are read into."""
         self.hashes: list[Hashes] = []
         self.written: Handle
         self.reading: Handle | None = None
@@ -49,10 +49,10 @@ class OffloadedStorage(AbsentStorage):
 
 
 class Offloader:
-    """Moves saved storages out and back, each once however many tensors lie in it.
+    """Moves saved storages out and back. Each storage moves once, however many tensors lie in it.
 
-    At most two of the largest are on their way out, and two on their way back, at a time. Backward uses them in the
-    reverse order, so what was saved last is read first. Only the compute thread calls this class.
+    At most twice the bytes of the largest storage are on their way in each direction. Backward uses storages in reverse
+    order, so the one saved last is read first. Only the compute thread calls this class.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Offloader:
         saved: SavedStorages,
         stalled: Callable[[str, float], None],
     ) -> None:
-        """Storages of `least_bytes` and more go to the first of `places` that has room; `required` makes it an error
-        that none has, else they stay."""
+        """Storages of at least `least_bytes` go to the first of `places` with enough room. If there is no room, the
+        storage stays, or, with `required`, an error is raised."""
         self.places = tuple(places)
         self._least_bytes = least_bytes
         self._required = required
@@ -77,15 +77,15 @@ class Offloader:
         self.freed: deque[tuple[Place, Pieces]] = deque()
         """Pages that nothing needs any more."""
         self._order: list[weakref.ref[OffloadedStorage]] = []
-        """What was offloaded, in that order, as far as it is needed."""
+        """The offloaded storages that are still needed, in the order in which they were offloaded."""
         self._window = 0
         """Most bytes on their way in each direction."""
         self._writing: deque[tuple[Handle, int]] = deque()
-        """What is on its way out, and its bytes."""
+        """Transfers on their way out, with their bytes."""
         self._closed = False
 
     def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
-        """Start moving the storage of a tensor, unless it has been moved; None where it has to stay."""
+        """Start to offload the storage of a tensor if it is not offloaded yet. Returns None if it has to stay."""
         if tensor.device != self._device.torch_device or not storage.may_leave(tensor, self._least_bytes):
             return None
         offloaded = storage.absent(OffloadedStorage, tensor._version)
@@ -99,7 +99,7 @@ class Offloader:
         return offloaded
 
     def bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
-        """The storage, in the memory that compute uses."""
+        """The storage, in the memory of compute."""
         offloaded.used = True
         if offloaded.target is None:
             offloaded.target = offloaded.source  # still here while it is being written
@@ -110,7 +110,7 @@ class Offloader:
         return offloaded.target
 
     def read_ahead(self) -> None:
-        """Backward goes on: read what it will need next."""
+        """Read storages that backward will need next."""
         while self._order and self._order[-1]() is None:
             self._order.pop()
         room = self._window
@@ -125,7 +125,7 @@ class Offloader:
                 offloaded.target = self._read(offloaded)
 
     def settle(self) -> None:
-        """Wait until nothing is on its way out, and give pages back. Raises what a transfer raised."""
+        """Wait until all outgoing transfers have ended, and free pages. Raises their errors."""
         self._hold_back(0)
         self._take_back()
         live = [(reference, offloaded) for reference in self._order if (offloaded := reference()) is not None]
@@ -133,7 +133,7 @@ class Offloader:
         self._window = BUFFERED * max((offloaded.nbytes for _, offloaded in live), default=0)
 
     def close(self) -> None:
-        """Lanes have ended: what they did not bring back is gone."""
+        """Forget all transfers. Lanes have ended, so what they did not bring back is lost."""
         self._closed = True
         for place in self.places:
             place.scratch.close()
@@ -188,7 +188,7 @@ class Offloader:
         return target
 
     def _take_back(self) -> None:
-        """Let pages be used again."""
+        """Make freed pages available again."""
         while self.freed:
             place, pieces = self.freed.popleft()
             place.scratch.free(pieces)

@@ -1,4 +1,5 @@
-"""Packing: what graphs keep. Of a weight its name, of an activation itself or where its bytes are."""
+"""Packing: what graphs keep in place of saved tensors. For a weight this is its name, for an activation the tensor
+itself or the place of its bytes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,15 +21,15 @@ from pagoda.runtime.leases import Leases
 from pagoda.runtime.unit import LiveUnit, ShownParameter
 
 Note = Callable[[SavedStorage], None]
-"""Is told of a storage that is saved and is not a weight's."""
+"""Called with each saved storage that is not a weight's."""
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""A pair for `torch.autograd.graph.saved_tensors_hooks`."""
+"""A pair of hooks for `torch.autograd.graph.saved_tensors_hooks`."""
 
 
 class WeightReference:
     """What a graph keeps in place of a tensor that lies in a lease.
 
-    A checkpoint of torch's takes it for a tensor: it asks for shape, dtype, device and whether a gradient is required.
+    torch's checkpoint treats it as a tensor: it asks for shape, dtype, device and requires_grad.
     """
 
     __slots__ = ("_accesses", "_form", "_graph", "_unit", "_version", "_view", "device", "dtype", "shape")
@@ -49,7 +50,7 @@ class WeightReference:
             self._unit.packed -= 1
 
     def unpack(self) -> torch.Tensor:
-        """The weight, leased again. Raises UsageError where it was updated since."""
+        """Lease the weight again. Raises UsageError if the weight was updated in the meantime."""
         self._graph.backward_has_begun = True
         unit = self._unit
         if unit.version != self._version:
@@ -66,8 +67,8 @@ class WeightReference:
 class Packing:
     """The pair of hooks for `torch.autograd.graph.saved_tensors_hooks`.
 
-    Unpacking is itself the backward access: it leases the unit again, so correctness never depends on a
-    backward hook. Hooks hide those around them, so what becomes of activations is decided here too.
+    Unpacking is the access of backward: it leases the unit again. So correctness never depends on a backward hook.
+    These hooks hide the ones outside them, so they also apply the policy for activations.
     """
 
     def __init__(
@@ -86,16 +87,16 @@ class Packing:
         self._partitioner = partitioner
         self._note = note
         self.policy: Policy | None = None
-        """That of the block whose forward runs; None outside blocks."""
+        """The policy of the block whose forward runs. None outside blocks."""
         self.graph = Graph()
-        """That of the latest forward of the model."""
+        """The graph of the model's latest forward."""
         self._entered: list[tuple[Callable[[torch.Tensor], Any], Any]] = []
-        """The hooks that are active, outermost first, each after what packs for them."""
+        """The active hooks, outermost first, each with the function that packs for it."""
         self._placeholders: dict[int, str] = {}
         self._buffers: frozenset[int] = frozenset()
 
     def register(self, units: list[LiveUnit]) -> None:
-        """Learn the placeholders, so that saving one names the parameter that was used in the wrong place."""
+        """Register the placeholders, so that saving one raises an error with the name of the parameter."""
         self._placeholders = {
             placeholder.untyped_storage()._cdata: unit.name(slot)
             for unit in units
@@ -103,16 +104,16 @@ class Packing:
         }
 
     def leave_alone(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Learn the model's buffers: they live anyway, so a graph that saves them keeps nothing."""
+        """Register the model's buffers. They are alive anyway, so a graph that saves one keeps no extra memory."""
         dense = (buffer for buffer in buffers if buffer.layout is torch.strided)
         self._buffers = frozenset(buffer.untyped_storage()._cdata for buffer in dense)
 
     def enter(self, note: Note | None = None) -> bool:
-        """Start packing, if that is not under way; returns whether `leave` must be called.
+        """Start packing if it is not active. Returns whether `leave` must be called.
 
-        Inside a non-reentrant checkpoint, which has to see each tensor that is saved, weights go to it by reference: it
-        pins no lease. `note` is for its recomputation; that of a user's checkpoint is not counted. Hooks of the user's
-        get all that is no weight: a weight that they kept would be a placeholder after the forward.
+        A non-reentrant checkpoint must see each saved tensor. Inside one, weights are passed to it by reference, so it
+        pins no lease. `note` is for its recomputation; recomputation by a user's checkpoint is not counted. Hooks of
+        the user get all tensors except weights, because a weight kept by them would be a placeholder after the forward.
         """
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is not None and self._entered and top[0] is self._entered[-1][0]:
@@ -135,7 +136,7 @@ class Packing:
 
     @contextmanager
     def in_block(self, index: int, policy: Policy) -> Iterator[None]:
-        """Inside, a block of the forward runs for the first time."""
+        """Inside, a block runs its first forward."""
         self.policy = policy
         if self._partitioner is not None:
             self._partitioner.begin_block(index)
@@ -155,7 +156,7 @@ class Packing:
         return lambda: form.around(part())
 
     def _pack_part(self, tensor: torch.Tensor, alike: bool) -> Packed:
-        """Pack what this rank has of a tensor; `alike` says whether other ranks may have the same."""
+        """Pack this rank's part of a tensor. `alike`: other ranks may have the same tensor."""
         storage = self._activation(tensor)
         if storage is None:
             return kept(tensor)
@@ -177,7 +178,7 @@ class Packing:
         return kept(tensor)
 
     def _pack_inside(self, hooks: Hooks, tensor: torch.Tensor) -> Packed:
-        """Pack a tensor inside hooks of the user's."""
+        """Pack a tensor inside hooks of the user."""
         pack, unpack = hooks
         reference = self._reference(tensor)
         if reference is not None:
@@ -203,7 +204,8 @@ class Packing:
         return packed()
 
     def _reference(self, tensor: torch.Tensor) -> WeightReference | None:
-        """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
+        """The reference to a leased weight, or None for a tensor that is not a weight. Raises UsageError for a weight
+        without a lease."""
         mine = local(tensor)
         if not (_plain(mine) or isinstance(mine, nn.Parameter)):
             return None
@@ -217,7 +219,7 @@ class Packing:
         return None
 
     def _activation(self, tensor: torch.Tensor) -> SavedStorage | None:
-        """The storage of a tensor that is no weight; None where keeping it keeps nothing that would not live anyway."""
+        """The storage of a tensor that is not a weight, or None if the storage lives anyway."""
         if not _plain(tensor) or tensor.untyped_storage()._cdata in self._buffers:
             return None
         return self._saved.find(tensor)
@@ -232,5 +234,5 @@ _PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether its storage is all that a tensor has."""
+    """Whether a tensor consists of its storage alone."""
     return tensor.layout is torch.strided and type(tensor) in _PLAIN

@@ -1,7 +1,7 @@
-"""Partitioned activations: block inputs of which each tensor-parallel rank keeps a part (ZeRO-R, arXiv 1910.02054).
+"""Partitioned activations: each tensor-parallel rank keeps a part of every block's inputs (ZeRO-R, arXiv 1910.02054).
 
-What these ranks compute with is mostly the same on each of them. Of a block that is recomputed only inputs are kept,
-and each rank then keeps an equal part of their bytes in place of all; all gather the whole before they recompute.
+Most inputs are the same on all these ranks. A recomputed block keeps only its inputs. Each rank keeps an equal part of
+their bytes, and all ranks gather the whole before they recompute.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from pagoda.errors import UsageError
 from pagoda.runtime.activations.saved import AbsentStorage, Packed, SavedStorage, storage_of
 
 _LEAST_BYTES = 4096
-"""Storages with less stay whole."""
+"""Smaller storages stay whole."""
 _WORD = torch.int32
 _COLUMNS = 61
-"""Sums by which two ranks' bytes are compared: of every so-manieth word each."""
+"""Number of sums that compare the bytes of two ranks. Sum i covers every word whose index is i modulo this number."""
 
 
 class PartitionedStorage(AbsentStorage):
@@ -32,7 +32,7 @@ class PartitionedStorage(AbsentStorage):
         sums: torch.Tensor,
         gather: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """`gather` gives every rank's part of what this rank has one of, a row each."""
+        """`gather` takes this rank's row and returns the rows of all ranks."""
         super().__init__(tensor._version)
         self._shape = tensor.shape
         self._part = part
@@ -41,7 +41,7 @@ class PartitionedStorage(AbsentStorage):
         self._gather = gather
 
     def whole(self) -> torch.Tensor:
-        """All ranks' parts. Raises UsageError where the ranks did not have the same."""
+        """All ranks' parts together. Raises UsageError if the ranks did not have the same bytes."""
         words = self._gather(self._part()).view(-1)
         if not torch.equal(_sums(words[: self._nbytes // _WORD.itemsize]), self.sums):
             raise UsageError(
@@ -52,11 +52,11 @@ class PartitionedStorage(AbsentStorage):
 
 
 class Partitioner:
-    """Divides what all ranks of a tensor-parallel group have alike.
+    """Divides storages that all ranks of a tensor-parallel group have alike.
 
-    Whether they do is found out by sums over its bytes when a block first saves it, by its place among what the forward
-    saves: what they do not have alike, such as parts of sequences, stays. Later, each use compares the sums with those
-    of what was gathered.
+    When a block first saves a storage, the ranks compare sums over its bytes. The result is kept for this position in
+    the forward. Storages that differ, such as parts of sequences, stay whole. Later uses compare the sums with those of
+    the gathered bytes.
 
     The ranks of the group run the same program, so they save and use the same tensors in the same order.
     """
@@ -64,7 +64,7 @@ class Partitioner:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._alike: dict[tuple[int, int], bool] = {}
-        """(block of the forward, place among what it saves) -> whether all ranks had the same."""
+        """(block of the forward, position among its saved storages) -> whether all ranks had the same bytes."""
         self._block = self._saved = 0
 
     def begin_block(self, index: int) -> None:
@@ -74,7 +74,8 @@ class Partitioner:
     def partition(
         self, tensor: torch.Tensor, storage: SavedStorage, keep: Callable[[torch.Tensor], Packed]
     ) -> PartitionedStorage | None:
-        """Divide the storage of a tensor; None where it stays whole. `keep` says what a graph keeps of a part."""
+        """Divide the storage of a tensor. Returns None if it stays whole. `keep` packs the part that this rank
+        keeps."""
         place = self._block, self._saved
         self._saved += 1
         if not storage.may_leave(tensor, _LEAST_BYTES) or storage.nbytes % _WORD.itemsize:
@@ -94,7 +95,7 @@ class Partitioner:
         return known
 
     def _part(self, words: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's part, as long as every rank's."""
+        """A copy of this rank's part. All ranks' parts are equally long."""
         each = -(-words.numel() // self._group.size())
         mine = words[self._group.rank() * each :][:each]
         part = words.new_zeros(each)
@@ -102,14 +103,14 @@ class Partitioner:
         return part
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's flat tensor, a row each."""
+        """The flat tensors of all ranks, one per row."""
         everyone = mine.new_empty(self._group.size(), mine.numel())
         dist.all_gather(list(everyone), mine, group=self._group)
         return everyone
 
 
 def _sums(words: torch.Tensor) -> torch.Tensor:
-    """Sums that two different contents hardly share, int64, shape [_COLUMNS + 1]."""
+    """Sums that are almost never equal for different contents: int64, shape [_COLUMNS + 1]."""
     whole = words.numel() // _COLUMNS * _COLUMNS
     rest = words[whole:].sum(dtype=torch.int64).view(1)
     return torch.cat((words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64), rest))

@@ -1,4 +1,5 @@
-"""Places: where offloaded activations are, RAM beside a device of its own and SSD, and how they get there and back."""
+"""Places for offloaded activations: RAM (if compute has memory of its own) and SSD, with the transfers to and from
+them."""
 
 import time
 from abc import ABC, abstractmethod
@@ -17,14 +18,14 @@ from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 
 _SAMPLE_BYTES = 16 << 20
-"""What is moved to measure how fast a place is."""
+"""Bytes moved to measure the rate of a place."""
 
 
 Pieces = tuple[Piece, ...]
 
 
 class Place(ABC):
-    """Where offloaded bytes are. `write` and `read` run on lanes, all else on the compute thread."""
+    """A place for offloaded bytes. `write` and `read` run on lanes, everything else on the compute thread."""
 
     tier: str
     scratch: Scratch
@@ -32,15 +33,15 @@ class Place(ABC):
 
     @abstractmethod
     def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> list[Hashes]:
-        """Move `source`, uint8, shape [nbytes], to pieces once compute has passed `issued`; returns when that has
-        ended, with what `read` compares."""
+        """Move `source` (uint8, shape [nbytes]) to pieces once compute has passed `issued`. Returns when the move has
+        ended, with the hashes that `read` compares."""
 
     @abstractmethod
     def read(self, pieces: Pieces, hashes: list[Hashes], target: torch.Tensor, issued: Event) -> None:
-        """Move it back, likewise."""
+        """Move the bytes of pieces back to `target`."""
 
     def rates(self) -> tuple[float, float]:
-        """(out, back) in bytes per second, measured now, before anything is offloaded; 0 where there is no room."""
+        """Rates out and back in bytes per second, measured now, before anything is offloaded. 0 if there is no room."""
         sample = torch.zeros(min(_SAMPLE_BYTES, self.scratch.room_bytes), dtype=torch.uint8)
         sample = sample.to(self._device.torch_device)
         pieces = self.scratch.alloc(sample.nbytes) if sample.nbytes else None
@@ -57,7 +58,7 @@ class Place(ABC):
         return sample.nbytes / (middle - start), sample.nbytes / (end - middle)
 
     def _chunks(self, pieces: Pieces, nbytes: int, most: int | None = None) -> Iterator[tuple[Piece, int, slice]]:
-        """(piece, first page in it, where in the bytes) of each piece, or of at most so many pages of one."""
+        """(piece, first page in it, slice of the bytes) for each piece, cut to at most `most` pages."""
         page, at = self.scratch.page_bytes, 0
         for piece in pieces:
             step = most or piece.run.count
@@ -68,7 +69,7 @@ class Place(ABC):
 
 
 class RamPlace(Place):
-    """RAM beside a device of its own."""
+    """RAM, if compute has memory of its own."""
 
     tier = HOST
 
@@ -95,7 +96,7 @@ class SsdPlace(Place):
     tier = SSD
 
     def __init__(self, scratch: SSDScratch, device: Device, buffers: Sequence[memoryview]) -> None:
-        """`buffers` are page-aligned, of equal size; half of them are for writing."""
+        """`buffers` are page-aligned and of equal size. Half of them are for writing."""
         self.scratch: SSDScratch = scratch
         self._device = device
         half = len(buffers) // 2
@@ -129,7 +130,7 @@ class SsdPlace(Place):
 def open_places(
     store: Store, device: Device, directories: Mapping[Path, int | None], page: int, poison: bool
 ) -> list[Place]:
-    """The places that a plan leaves room for, in pages of `page` bytes: RAM, where it is not what compute uses; SSD."""
+    """The places for which the plan has room, in pages of `page` bytes: RAM, unless compute uses it, then SSD."""
     plan = store.plan
     places: list[Place] = []
     if plan.budgets.device is not None:

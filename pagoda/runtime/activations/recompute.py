@@ -1,4 +1,4 @@
-"""Recomputing: backward repeats a block's forward, whose buffers, generators and caches must not notice."""
+"""Recomputation: backward repeats a block's forward without side effects on buffers, random generators and caches."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ from pagoda.runtime.activations.blocks import copied, is_cache
 from pagoda.runtime.activations.packing import Note, Packing
 
 _SMALL_BYTES = 1 << 20
-"""Up to this size, buffers on an accelerator are kept without comparing them, which would wait for it."""
+"""Buffers on an accelerator up to this size are restored without a comparison, which would wait for the device."""
 
 _Generators = tuple[Any, Any]
-"""States of Python's and NumPy's generators."""
+"""States of Python's and NumPy's random generators."""
 
 
 def flat(values: Any) -> tuple[list[Any], TreeSpec]:
-    """What is in nested tuples, lists and dictionaries, and how to nest it again; other objects stay themselves."""
+    """Flatten nested tuples, lists and dictionaries. Returns the values and the structure to nest them again."""
     return tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
 
 
@@ -34,11 +34,11 @@ def run_recomputed(
     packing: Packing,
     note: Note,
 ) -> Any:
-    """A block's forward, of which its arguments are saved alone; backward runs `again` in its place, and `note` is told
-    what that saves.
+    """Run a block's forward and save only its arguments. Backward runs `again` in its place, and calls `note` with each
+    storage that this saves.
 
-    All tensors in the arguments, nested ones too, go to torch's checkpoint flat, so that it saves them through the
-    hooks outside.
+    torch's checkpoint gets all tensors of the arguments as a flat list, nested ones included, so that it saves them
+    through the hooks outside.
     """
     leaves, structure = flat(arguments)
     caches = {index: copied(leaf) for index, leaf in enumerate(leaves) if is_cache(leaf)}
@@ -63,7 +63,8 @@ def run_recomputed(
 
 
 class _Packed:
-    """Packs what a checkpoint sees. Entered anew for each recomputation; `note` is told of what that saves."""
+    """Packs the tensors that a checkpoint sees. It is entered once per recomputation, and calls `note` with each saved
+    storage."""
 
     def __init__(self, packing: Packing, note: Note | None = None) -> None:
         self._packing = packing
@@ -77,9 +78,9 @@ class _Packed:
 
 
 class FirstForward:
-    """What a block's first forward found: its buffers, and the generators of Python and NumPy.
+    """The state that a block's first forward found: its buffers, and the generators of Python and NumPy.
 
-    torch's checkpoint takes care of torch's own generators, and of nothing else.
+    torch's checkpoint restores torch's own generators, but nothing else.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -91,7 +92,7 @@ class FirstForward:
         self._generators: _Generators | None = _generators()
 
     def ended(self) -> None:
-        """The forward has ended: forget what it has left alone."""
+        """The forward has ended. Forget the buffers that it did not change."""
         self._found = [
             (module, name, buffer, copy)
             for (module, name, buffer, copy), version in zip(self._found, self._versions, strict=True)
@@ -102,7 +103,7 @@ class FirstForward:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the block finds what its first forward found; afterwards all is as it was before."""
+        """Inside, the state is as the first forward found it. Afterwards it is as it was before."""
         now = [module._buffers.get(name) for module, name, _, _ in self._found]
         generators = _generators()
         found = {id(copy): copy.clone() for _, _, _, copy in self._found if copy is not None}

@@ -1,5 +1,4 @@
-"""Saved storages: what graphs keep for backward, counted for exactly as long as it lives, and what stands for a saved
-tensor: itself, or where its bytes are."""
+"""Saved storages: counts what graphs keep for backward, exactly as long as it lives, and packs single tensors."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -10,86 +9,87 @@ from typing import TypeVar
 import torch
 
 Packed = Callable[[], torch.Tensor]
-"""What a graph keeps in place of a tensor: called, it gives the tensor, where compute reads it."""
+"""What a graph keeps in place of a tensor. Calling it returns the tensor in the memory of compute."""
 
 _MOST_OF_STORAGE = 8
-"""A tensor that is less than one in so many bytes of its storage stays: to move it would move all of that."""
+"""A tensor with less than one in this many bytes of its storage stays, because moving it would move the whole
+storage."""
 
 
 class Graph:
-    """Lives as long as what a forward of the model has left to its backward."""
+    """Lives as long as the graph of a forward of the model."""
 
     def __init__(self) -> None:
         self.backward_has_begun = False
 
 
 class AbsentStorage(ABC):
-    """What graphs keep in place of a storage. It lives as long as some graph needs it."""
+    """What graphs keep in place of a storage. It lives as long as a graph needs it."""
 
     __slots__ = ("__weakref__", "version")
 
     def __init__(self, version: int) -> None:
         self.version = version
-        """Version of the tensor that it was made of."""
+        """Version of the tensor that it was made from."""
 
     @abstractmethod
     def whole(self) -> torch.Tensor:
-        """A tensor in whose storage all bytes are, where compute reads them."""
+        """A tensor in the memory of compute whose storage has all the bytes."""
 
 
 _Absent = TypeVar("_Absent", bound=AbsentStorage)
 
 
 class SavedStorage:
-    """One storage that a block was given or that a graph has saved, as long as the storage lives."""
+    """A storage that a block was given or that a graph has saved, as long as the storage lives."""
 
     __slots__ = ("_absent", "_alive", "counted", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.counted = False
-        """Whether a graph has saved it, so that it is an activation."""
+        """Whether a graph has saved it. Only then is it an activation."""
         self._absent: weakref.ref[AbsentStorage] | None = None
         self._alive: object = None
 
     def may_leave(self, tensor: torch.Tensor, least_bytes: int) -> bool:
-        """Whether a graph may keep something else in place of a tensor that lies here."""
+        """Whether a graph may keep something else in place of a tensor in this storage."""
         if self.nbytes < least_bytes or tensor.nbytes * _MOST_OF_STORAGE < self.nbytes:
             return False
         is_users = tensor.is_leaf and tensor.requires_grad  # so it lives on
         return not (is_users or tensor.is_conj() or tensor.is_neg())
 
     def absent(self, kind: type[_Absent], version: int) -> _Absent | None:
-        """What some graph keeps in its place, if that is of a kind and was made of the given version."""
+        """What a graph keeps in its place, if it is of this kind and was made from this version."""
         found = self._absent() if self._absent is not None else None
         return found if isinstance(found, kind) and found.version == version else None
 
     def replace_by(self, absent: AbsentStorage) -> None:
-        """Graphs keep something in its place."""
+        """From now on, graphs keep `absent` in its place."""
         self._absent = weakref.ref(absent)
 
 
 class SavedStorages:
-    """Every storage that is saved now, once however many tensors lie in it, and the bytes of all.
+    """All storages that are saved now, each counted once, and the sum of their bytes.
 
-    Invariant: a storage is known here exactly while it lives, so that its address stands for it.
+    Invariant: a storage is in here exactly as long as it lives, so its address identifies it.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        """Most bytes that lived at once since `start_step`."""
+        """Most bytes alive at once since `start_step`."""
         self._live_bytes = 0
         self._known: dict[int, SavedStorage] = {}
         self._dead: deque[int] = deque()
-        """Storages that have died, on whatever thread: appending is atomic."""
+        """Storages that have died, on any thread. Appending is atomic."""
 
     def start_step(self) -> None:
-        """Count the peak anew, from what lives now."""
+        """Restart the peak from the bytes that live now."""
         self._bury()
         self.peak_bytes = self._live_bytes
 
     def find(self, tensor: torch.Tensor) -> SavedStorage:
-        """The storage that a tensor lies in; counts nothing."""
+        """The storage that a tensor lies in. Counts nothing."""
         self._bury()
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -100,7 +100,7 @@ class SavedStorages:
         return found
 
     def count(self, storage: SavedStorage) -> None:
-        """A graph saves a tensor: its storage is an activation from now until it dies."""
+        """A graph saves a tensor. Its storage is an activation from now until it dies."""
         if not storage.counted:
             storage.counted = True
             self._live_bytes += storage.nbytes
@@ -114,13 +114,13 @@ class SavedStorages:
 
 
 def storage_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """All of the storage that a tensor lies in, flat, in whole elements of `dtype`."""
+    """The whole storage of a tensor, flat, as elements of `dtype`."""
     with torch.no_grad():
         return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class View:
-    """How a tensor lies in its storage."""
+    """Offset, shape and stride of a tensor in its storage."""
 
     __slots__ = ("dtype", "offset", "shape", "stride")
 
@@ -131,15 +131,16 @@ class View:
         self.stride = tensor.stride()
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies so in the storage of another one."""
+        """The tensor with this layout in the storage of `base`."""
         empty = torch.empty(0, dtype=self.dtype, device=base.device)
         return empty.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 def kept(tensor: torch.Tensor) -> Packed:
-    """A tensor that stays: its value, and the version it was saved at.
+    """Pack a tensor that stays, with its version.
 
-    Called, it raises RuntimeError if the tensor was changed since: torch compares versions only where no hooks are.
+    Calling the result raises RuntimeError if the tensor was changed in the meantime. torch compares versions only
+    without hooks.
     """
     value, version = tensor.detach(), tensor._version  # the tensor itself could hold the graph that holds this
 
@@ -151,7 +152,8 @@ def kept(tensor: torch.Tensor) -> Packed:
 
 
 def moved(tensor: torch.Tensor, storage: AbsentStorage) -> Packed:
-    """A tensor whose storage is absent. Called, it raises RuntimeError if the tensor was changed since."""
+    """Pack a tensor whose storage is absent. Calling the result raises RuntimeError if the tensor was changed in the
+    meantime."""
     view, version = View(tensor), tensor._version
     counter = tensor.detach()  # shares the tensor's version counter, and then not its storage
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
