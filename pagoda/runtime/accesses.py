@@ -1,4 +1,4 @@
-"""Accesses: compute's way to a unit's weights, and what it has to wait for."""
+"""Accesses: how compute gets a unit's weights, and what it waits for."""
 
 import gc
 import time
@@ -22,10 +22,10 @@ from pagoda.schedule.scheduler import Scheduler
 
 
 class Accesses:
-    """Tells the scheduler of compute's events, and waits where compute must. Only compute's thread calls it.
+    """Tells the scheduler about compute's events, and waits where compute must wait. Only the compute thread calls it.
 
-    The scheduler learns of the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
-    once for each of its operations: these reads count as one, which ends when compute does anything else.
+    The scheduler is told about the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
+    once per operation. Reads in a row count as one use, which ends when compute does anything else.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class Accesses:
         self._device = device
         self._meter = meter
         self._uses = {phase: [0] * len(units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
-        """Uses of each unit now, the unfinished read included."""
+        """Current uses of each unit, including an unfinished read."""
         self._reading: LiveUnit | None = None
-        """The unit that backward has read last, while that read counts as a use."""
+        """The unit that backward read last, while that read counts as a use."""
         self._last: Access | None = None
         self._forks = forks()
         self.closed = False
         self.before: Callable[[bool], None] = lambda _: None
-        """Called before each access, with whether that is part of a step."""
+        """Called before each access. The argument says whether the access belongs to a step."""
         self.agree: Callable[[str], None] = lambda _: None
-        """Returns when all ranks do what it is told; raises UsageError where they do something else."""
+        """Returns when all ranks do the named thing. Raises UsageError if some do another thing."""
         self.owner: object = None
-        """Lives as long as anything, such as a graph, can access weights."""
+        """An object that lives as long as anything that can access weights, such as a graph."""
         self.staleness: dict[str, Staleness] = {}
-        """unit -> how far its weights lagged at its first use in each step, where updates are asynchronous."""
+        """With asynchronous updates: unit -> how many steps its weights lag behind at its first use in each step."""
         self._used: set[int] = set()
-        """Units used in this step, where updates are asynchronous."""
+        """With asynchronous updates: the units used in this step."""
 
     def check_open(self) -> None:
         """Raises UsageError once closed, and in a forked process."""
@@ -74,12 +74,13 @@ class Accesses:
             )
 
     def check_usable(self) -> None:
-        """Raises UsageError once closed, StorageError if states are damaged."""
+        """Raises UsageError once closed, and StorageError if states are damaged."""
         self.check_open()
         self._executor.damage.check()
 
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
-        """Compute uses a unit until `end`: its weights, where compute can read them, after every update that is due."""
+        """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
+        is due."""
         if phase is Phase.BACKWARD and self._scheduler.updates.began_early(unit.index):
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed in backward after its update during backward. Leave out "
@@ -98,7 +99,7 @@ class Accesses:
             self._driver.tell(self._scheduler.release, unit.index)
 
     def read(self, unit: LiveUnit) -> torch.Tensor:
-        """A unit's weights for an operation of backward: as long as the tensor is kept, they stay in place."""
+        """A unit's weights for one operation of backward. They stay in place as long as the tensor is kept."""
         lease = self.begin(unit, Phase.BACKWARD)
         if self._reading is unit:
             self._uses[Phase.BACKWARD][unit.index] -= 1
@@ -108,18 +109,18 @@ class Accesses:
         return lease.base
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
-        """An event of compute, which reads nothing meanwhile."""
+        """Tell the scheduler an event of compute. Compute reads nothing meanwhile."""
         self.end_read()
         self._driver.tell(event, *arguments)
 
     def end_read(self) -> None:
-        """Backward has gone on from what it read last, or is over."""
+        """Backward has finished the last read, or has ended."""
         unit, self._reading = self._reading, None
         if unit is not None:
             self.end(unit, Phase.BACKWARD)
 
     def _access(self, unit: LiveUnit, phase: Phase) -> Lease:
-        """Tell of the first of some uses of a unit, and wait until compute can read it."""
+        """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
         self._device.computing()
         self._executor.poll()
         self._executor.failures.pop(unit.index, None)
@@ -147,16 +148,16 @@ class Accesses:
         return lease
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
-        """Units of experts that a router has just chosen, in the order in which they will run."""
+        """A router has chosen experts. `units` are their units, in the order in which they will run."""
         self.tell(self._scheduler.expect, [unit.index for unit in units])
 
     def overwritten(self, unit: LiveUnit) -> None:
-        """A unit's weights were written at home, or in reach of compute, by other means than an update."""
+        """A unit's weights were changed, at home or in compute's memory, by something other than an update."""
         unit.version += 1
         self.tell(self._scheduler.overwritten, unit.index)
 
     def before_evaluation(self) -> None:
-        """A forward without gradients begins. Between steps, it sees all of asynchronous training."""
+        """A forward without gradients begins. Between steps, it must see all asynchronous updates."""
         if self._plan.options.max_staleness is not None and not self._used:
             self.check_usable()
             self.drain()
@@ -167,8 +168,8 @@ class Accesses:
         self._last = None
 
     def wait(self, until: Callable[[], bool], lane: str, refuse: Callable[[], None] = lambda: None) -> None:
-        """Wait until something is true of the scheduler, or an update has failed, and account for the time as spent on
-        a lane. `refuse` is called where nothing can make it true, and raises."""
+        """Wait until a condition on the scheduler holds or an update has failed. The waiting time is counted for
+        `lane`. If nothing can make the condition hold, `refuse` is called, which raises."""
         if self._driver.ask(until):
             return
 
@@ -183,7 +184,7 @@ class Accesses:
             self._executor.damage.raise_cause()
 
     def drain(self) -> None:
-        """Wait until every update that was asked for has ended, and every other has been undone."""
+        """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
         if not self.closed and any(weights.lag for weights in scheduler.versions.of):
             self.agree("applying all asynchronous updates, which an evaluation between steps does too")
@@ -196,13 +197,13 @@ class Accesses:
         self._drop_ahead()
 
     def wait_until_idle(self) -> None:
-        """Wait until no operation is under way, whatever has failed."""
+        """Wait until no operation is under way, whether operations succeed or fail."""
         self._executor.poll()
         self._driver.wait(lambda: self._scheduler.idle, lambda: None)
         self._drop_ahead()
 
     def _drop_ahead(self) -> None:
-        """Wait until no state is being read ahead: the program may write it, and borrow the ring to do so."""
+        """Wait until no state is being read ahead, because the caller may write states or borrow the ring."""
         for feeder in self._executor.feeders:
             feeder.drop_ahead()
 
@@ -222,7 +223,7 @@ class Accesses:
         return "h2d" if self._plan.budgets.device is not None else "ssd_read"
 
     def _found(self, unit: LiveUnit) -> Found:
-        """What the access to a unit that the scheduler was told of last has come upon."""
+        """Where the latest access found the weights of a unit."""
         if self._leases.in_place(unit):
             return Found.IN_PLACE
         if self._scheduler.found is None:
@@ -243,7 +244,8 @@ class Accesses:
         self._used.add(unit.index)
 
     def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
-        """Nothing is under way that could end a wait: find references that have gone, or `refuse`, which raises."""
+        """No operation under way can end a wait. Look for references that have gone; without any, call `refuse`, which
+        raises."""
 
         def stuck() -> bool:
             return self._driver.ask(lambda: self._scheduler.idle and not until())
@@ -257,7 +259,7 @@ class Accesses:
             raise AssertionError("compute waits, and nothing is under way")
 
     def _refuse(self, unit: LiveUnit) -> None:
-        """There is no room for a unit."""
+        """Raise the error for a unit that has no room."""
         tier = self._plan.lease_tier
         names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.leases.holders())
         raise BudgetError(

@@ -1,4 +1,4 @@
-"""ActiveForwards: the forwards that are running now, and what each keeps in place until it ends."""
+"""ActiveForwards: the forwards that are running now, and the leases that each keeps until it ends."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from pagoda.runtime.unit import LiveUnit, written_in_forward
 
 
 class _Forward:
-    """A running forward, or another method of a module that reads parameters."""
+    """A running forward, or a running method of a module that reads parameters."""
 
     __slots__ = ("entered", "is_method", "phase", "thread")
 
@@ -26,10 +26,10 @@ class _Forward:
 
 
 class ActiveForwards:
-    """Every forward of a hooked module that is running, outermost first.
+    """All running forwards of hooked modules, outermost first.
 
-    Invariant: `unit.active` is the number of forwards that have entered the unit; above zero its parameters point
-    into a pinned lease.
+    Invariant: `unit.active` is the number of forwards that have entered the unit. Above zero, its parameters point into
+    a pinned lease.
     """
 
     def __init__(self, packing: Packing, accesses: Accesses) -> None:
@@ -43,21 +43,21 @@ class ActiveForwards:
         return any(not forward.is_method for forward in self._running)
 
     def run(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward, with `units` leased and their parameters pointing into the leases.
+        """Run a forward with `units` leased and their parameters pointing into the leases.
 
-        Raises UsageError if it writes to one of them, and inside a transform of torch.func, which would have to
-        transform leases too.
+        Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
+        to transform leases too.
         """
         return self._run(_Forward(is_method=False), units, call, args, kwargs)
 
     def run_method(self, units: Iterable[LiveUnit], method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of a module other than its forward. What is gathered is there already."""
+        """Run a method of a module other than its forward. Parameters that `gathered` shows are not leased again."""
         return self._run(_Forward(is_method=True), [u for u in units if not u.gathered], method, args, kwargs)
 
     def use(self, unit: LiveUnit) -> bool:
-        """Lease a unit until the innermost running forward ends, which has come to a parameter of another module.
+        """Lease a unit until the innermost running forward ends. That forward reads a parameter of another module.
 
-        Returns False where no forward runs in this thread.
+        Returns False if no forward runs in this thread.
         """
         if not self._running or self._running[-1].thread != threading.get_ident():
             return False
@@ -104,7 +104,7 @@ class ActiveForwards:
             unit.show(lease.base)
 
     def _leave(self, unit: LiveUnit, phase: Phase) -> str | None:
-        """Returns the name of a parameter that was written to since it was shown."""
+        """End the use of a unit. Returns the name of a parameter that was written to meanwhile, if any."""
         unit.active -= 1
         written = unit.hide() if unit.active == 0 else None
         self._accesses.end(unit, phase)

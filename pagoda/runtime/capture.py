@@ -1,4 +1,4 @@
-"""Capturing a checkpoint's states while training goes on."""
+"""Captures the states for a checkpoint while training continues."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,64 +20,66 @@ class Piece:
     unit: int
     state: str
     name: str
-    """The parameter's."""
+    """Name of the parameter."""
     start: int
-    """Elements of the parameter's state before it."""
+    """Index of its first element in the parameter's state."""
     count: int
     at: int
-    """Where it lies in this rank's extent, in elements."""
+    """Index of its first element in this rank's extent."""
 
 
 @dataclass(eq=False, slots=True)
 class _Reading:
-    """One unit that is being read."""
+    """A unit that is being read."""
 
     pieces: Iterator[Piece]
-    """Those that no writer has taken."""
+    """The pieces that no writer has taken yet."""
     kept: Run | None
-    """Where the reserve has its states, if they are no longer in their home."""
+    """The part of the reserve with the unit's old states, if an update has changed their home."""
     writing: int = 0
-    """Pieces in the hands of writers."""
+    """Number of pieces that writers are writing."""
     handle: Handle = field(default_factory=Handle)
 
 
 class Capture:
-    """The states of every unit after the last `step()`, which writers take piece by piece.
+    """The states of every unit after the last `step()`. Writers take them piece by piece.
 
-    The scheduler says when a unit is read and where: in its home, which no update changes until `read`'s handle ends,
-    or in the reserve, where `keep` has copied it. States on SSD whose pages the checkpoint keeps have no pieces to
-    write: their pages are added to `frozen`.
+    The scheduler says when a unit is read, and from where. It is either read in its home, which no update changes until
+    `read`'s handle ends, or in the reserve, into which `keep` has copied it. States on SSD whose pages become part of
+    the checkpoint have no pieces to write. Their pages are added to `frozen`.
 
-    `_lock` guards all of it. Nobody finishes a handle while holding it: the scheduler may ask for the next unit then.
+    `_lock` guards everything. Nobody finishes a handle while holding it, because the scheduler may then ask for the
+    next unit.
     """
 
     def __init__(
         self, store: Store, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, Mapping[str, Run]]
     ) -> None:
-        """`pieces` gives what of a unit is written. `extents`: unit -> state -> the run on SSD whose pages are kept."""
+        """`pieces` returns the pieces of a unit to write. `extents`: unit -> state -> the run on SSD whose pages are
+        kept."""
         self._store = store
         self._pieces = pieces
         self._extents = extents
         self.frozen = store.ssd.snapshot() if store.ssd is not None and extents else None
-        """The pages on SSD that the checkpoint keeps: of all units once `pieces` has ended."""
+        """The pages on SSD that the checkpoint keeps. Complete once `pieces` has ended."""
         self.in_place = [unit.index for unit in store.plan.units if self._has_others_on_ssd(unit.index)]
-        """Units whose old states cannot be kept: some are on SSD and not kept as pages."""
+        """Units whose old states cannot be kept, because some of them are on SSD and are not kept as pages."""
         self._lock = threading.Condition()
         self._reading: list[_Reading] = []
-        """Units that are being read, the first at the front."""
+        """Units that are being read, the first one at the front."""
         self._left = len(store.plan.units)
-        """Units that have not been read to their end."""
+        """Number of units that have not been read completely."""
         self._over = False
         self._error: BaseException | None = None
         piece, spare = store.plan.layout.piece_pages, store.spare
         self._bounce = Ring([spare.part(Run(0, piece))])
-        """For a piece that cannot be written from where it lies."""
+        """Buffer for a piece that cannot be written directly from its place."""
         self._reserve = spare.part(Run(piece, spare.count - piece))
 
     # --- for updates and the scheduler ---
 
     def keep(self, unit: int, kept: Run) -> None:
-        """An update is about to change a unit: copy its states in memory to pages `kept` of the reserve."""
+        """An update is about to change a unit. Copy its states in memory to pages `kept` of the reserve."""
         self._freeze(unit)
         if self._over:
             return
@@ -88,8 +90,8 @@ class Capture:
             )
 
     def read(self, unit: int, kept: Run | None) -> Handle:
-        """Have writers take a unit's pieces, from its home or from where they were kept. The handle ends with the last
-        one, or when all is over."""
+        """Let writers take a unit's pieces, from its home or from the reserve. The handle ends with the last piece or
+        with the capture."""
         if kept is None:
             self._freeze(unit)
         reading = _Reading(self._of(unit), kept)
@@ -103,7 +105,7 @@ class Capture:
         return reading.handle
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more is captured, and no update waits. Writers that come for more get `error`, if there is one."""
+        """End the capture. Updates no longer wait for it. Writers that ask for more pieces get `error`, if given."""
         with self._lock:
             self._over, self._error = True, self._error or error
             readings, self._reading = self._reading, []
@@ -114,10 +116,10 @@ class Capture:
     # --- for writers ---
 
     def pieces(self) -> Iterator[tuple[Piece, memoryview]]:
-        """Every piece once, with its bytes, which stay as they are until the next one is asked for.
+        """All pieces with their bytes. The bytes stay unchanged until the next piece is asked for.
 
-        Several threads may each ask for pieces of their own; those of all are every piece. It ends early where another
-        has called `end`, and raises the error that was given there.
+        Several threads may iterate at once; each piece goes to one of them. The iteration stops early if `end` is
+        called, and raises the error given there.
         """
         while (taken := self._take()) is not None:
             reading, piece = taken
@@ -128,7 +130,7 @@ class Capture:
                 self._lock.notify_all()
 
     def _take(self) -> tuple[_Reading, Piece] | None:
-        """The next piece to write, once there is one; None when there are no more."""
+        """The next piece to write, once there is one. None if there are no more."""
         while True:
             ended = None
             with self._lock:
@@ -156,7 +158,7 @@ class Capture:
     # --- parts ---
 
     def _of(self, unit: int) -> Iterator[Piece]:
-        """A unit's pieces, which a writer looks up when it takes the first one."""
+        """A unit's pieces. They are made when a writer takes the first one."""
         yield from self._pieces(unit)
 
     def _freeze(self, unit: int) -> None:
@@ -178,7 +180,7 @@ class Capture:
         return windows
 
     def _is_bounced(self, reading: _Reading, piece: Piece) -> bool:
-        """Whether a piece can only be written after it has been copied to RAM."""
+        """Whether a piece must be copied to RAM before it can be written."""
         store = self._store
         on_ssd = store.tensor(piece.unit, piece.state) is None
         return reading.kept is None and (on_ssd or piece.unit in store.plan.placement.resident)

@@ -1,4 +1,4 @@
-"""Damage: an error that has left some states changed and others not, so that together they are those of no step."""
+"""Damage: an error after which some states belong to one step and some to another."""
 
 from typing import NoReturn
 
@@ -6,16 +6,18 @@ from pagoda.errors import NonFiniteGradientError, StorageError
 
 
 class Damage:
-    """The first error that did so, until a checkpoint has replaced every state. Thread-safe: one assignment."""
+    """The first such error, until a checkpoint has replaced every state. Thread-safe, because it is set by one
+    assignment."""
 
     def __init__(self) -> None:
         self.cause: BaseException | None = None
-        """The error, where states are those of no step."""
+        """The error, or None if states are not damaged."""
         self.seen = False
-        """Whether it has been raised."""
+        """Whether the error has been raised."""
 
     def note(self, error: BaseException | None) -> None:
-        """What changes states has ended, with this error, if any. A gradient that is not finite changes none."""
+        """An operation that changes states has ended, perhaps with an error. A gradient that is not finite changes no
+        state."""
         if error is None or isinstance(error, NonFiniteGradientError):
             return
         if self.cause is None:
@@ -26,7 +28,7 @@ class Damage:
         return self.cause is not None
 
     def check(self) -> None:
-        """Raises StorageError if states are damaged: some are of one step and some of another."""
+        """Raises StorageError if states are damaged."""
         if self.cause is not None:
             self.seen = True
             raise StorageError(
@@ -35,7 +37,7 @@ class Damage:
             ) from self.cause
 
     def raise_cause(self) -> NoReturn:
-        """Raises the error itself, where something waits for what has failed; later the StorageError of `check`."""
+        """Raises the error itself the first time, and later the StorageError of `check`."""
         if self.seen:
             self.check()
         assert self.cause is not None

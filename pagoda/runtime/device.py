@@ -1,7 +1,7 @@
-"""The device: where compute reads weights and leaves gradients, and how bytes get there and back.
+"""The device: the memory in which compute reads weights and leaves gradients, and the copies to and from it.
 
-All of CUDA that the runtime knows is `CudaDevice`: streams, events, pinned copies and kernels. `Device` is the same
-contract where compute is the CPU, so everything above runs, and is tested, without a GPU.
+`CudaDevice` contains all of CUDA that the runtime uses: streams, events, pinned copies and kernels. `Device` fulfils
+the same contract on the CPU. So everything above it runs, and is tested, without a GPU.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 
 _ARRIVING = 4
-"""Gradients whose squares a GPU sums at once."""
+"""Number of gradients whose squares a GPU sums at the same time."""
 
 StoreGradient = Callable[[int, int, int], float]
 """The CPU's kernel: (target address, source address, elements) -> sum of squares."""
 UpdateKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
-"""An update in place, on the device: flat states in StateSpec order, the gradient, and what a CPU kernel takes after
-its number of elements."""
+"""An update in place on the device. Its arguments are the flat states in the order of the StateSpecs, the gradient, and
+the arguments that a CPU kernel takes after its number of elements."""
 
 
 @runtime_checkable
@@ -39,11 +39,11 @@ class Event(Protocol):
     """A point in a queue of work."""
 
     def synchronize(self) -> None:
-        """Block, without the GIL, until all work before it has ended."""
+        """Block, without the GIL, until all work before this point has ended."""
 
 
 class _Past:
-    """The event of work that ended before anybody could ask."""
+    """The event of work that has already ended."""
 
     def synchronize(self) -> None:
         pass
@@ -53,10 +53,10 @@ PAST: Event = _Past()
 
 
 class Arrival:
-    """The event of a gradient that goes to where it is kept, behind which the sum of its squares is known."""
+    """The event of a gradient on its way to its home. After it, the sum of the gradient's squares is known."""
 
     def __init__(self, events: Sequence[Event], sums: Callable[[], Sequence[float]]) -> None:
-        """`sums` are of each BOUNCE_ELEMENTS, and can be asked for once `events` have passed."""
+        """`sums` returns one sum per BOUNCE_ELEMENTS elements. It may be called once `events` have passed."""
         self._events = events
         self._sums = sums
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class Arrival:
         self.square_sum()
 
     def square_sum(self) -> float:
-        """Waits until it is known. Any thread may ask."""
+        """The sum of squares. Waits until it is known. Any thread may call this."""
         with self._lock:
             if self._square_sum is None:
                 for event in self._events:
@@ -81,7 +81,7 @@ class Arrival:
 
 
 class Device:
-    """The CPU: what is called has been done when the call returns, so no event is ever waited for."""
+    """The CPU. Every call has done its work when it returns, so nothing waits for an event."""
 
     torch_device = torch.device("cpu")
 
@@ -94,41 +94,42 @@ class Device:
         return Arena(nbytes)
 
     def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
-        """Compile the device's own kernels, for gradients kept in a dtype, so that no step waits for it."""
+        """Compile the device's own kernels, for gradients kept in `gradient`, so that no step waits for that."""
 
     def computing(self) -> None:
-        """Called by the compute thread, now and then: what it tells the device from now on may be on another stream."""
+        """The compute thread calls this from time to time, because its current stream may have changed."""
 
     def fence(self) -> Event:
-        """The point that compute has been told to reach so far, where it was `computing` last."""
+        """The point that compute's queue has reached, on the stream of the latest call of `computing`."""
         return PAST
 
     def wait_for(self, event: Event) -> None:
-        """Let what compute is told from now on run behind `event`. Called by the compute thread."""
+        """Let later work of compute wait for `event`. Called by the compute thread."""
 
     def as_compute(self) -> AbstractContextManager[object]:
-        """Called by the compute thread, for another one: what that tells the device inside is compute's."""
+        """Called by the compute thread on behalf of another one. Work queued inside belongs to compute."""
         return nullcontext()
 
     def beside_compute(self) -> AbstractContextManager[object]:
-        """For a thread that talks to other ranks: what it tells the device inside waits for compute only where told."""
+        """For a thread that communicates with other ranks. Work queued inside waits for compute only where it says
+        so."""
         return nullcontext()
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Start copying RAM to the device once compute has passed `after`; returns when that has ended."""
+        """Copy RAM to the device once compute has passed `after`. Returns the event of the copy's end."""
         self.copy(target, source)
         return PAST
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Start copying the device to RAM once compute has passed `after`; returns when that has ended."""
+        """Copy the device to RAM once compute has passed `after`. Returns the event of the copy's end."""
         self.copy(target, source)
         return PAST
 
     def store_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
     ) -> Arrival:
-        """Start copying a flat gradient to where it is kept, on the device or, in the same dtype, in RAM, once compute
-        has passed `after`; its square sum has the bits of the CPU's `kernel`. Called by one thread."""
+        """Copy a flat gradient to its home, on the device or in RAM, once compute has passed `after`. In RAM it keeps
+        its dtype. The sum of squares has the bits of the CPU's `kernel`. Called by one thread only."""
         n = gradient.numel()
         sums = [
             kernel(target[start:].data_ptr(), gradient[start:].data_ptr(), min(BOUNCE_ELEMENTS, n - start))
@@ -139,8 +140,7 @@ class Device:
     def update_kernel(
         self, rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None
     ) -> UpdateKernel:
-        """The update of states that lie on the device, to be called inside `pipe`, by gradients in the weights' dtype
-        or in another."""
+        """The kernel that updates states on the device. Call it inside `pipe`. `gradient` is the dtype of gradients."""
         kernel = update_kernel(rule, precision, gradient)
 
         def update(states: Sequence[torch.Tensor], grad: torch.Tensor, arguments: Sequence[float]) -> None:
@@ -149,7 +149,7 @@ class Device:
         return update
 
     def split(self, master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-        """Split an fp32 master that lies on the device, inside `pipe`; all are flat."""
+        """Split a flat fp32 master on the device into high and low halves, inside `pipe`."""
         flat.split(master, weight, weight_low)
 
     def join(self, weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
@@ -159,16 +159,15 @@ class Device:
     def add_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
     ) -> Arrival:
-        """Start adding a flat gradient to one on the device, once compute has passed `after`; the square sum is that of
-        the sum, with the bits of the CPU's `kernel`. Called by the thread that stores."""
+        """Add a flat gradient to one on the device once compute has passed `after`. The sum of squares is that of the
+        result, with the bits of the CPU's `kernel`. Called by the thread that calls `store_gradient`."""
         return self.store_gradient(kernel, target, gradient, after)
 
     def pipe(self, number: int, work: Callable[[], None], after: Event = PAST) -> Event:
-        """Start what `work` does by `copy` and kernels, one after another, once compute has passed `after`.
+        """Start `work`, a sequence of `copy` calls and kernels, once compute has passed `after`. Returns the event of
+        its end.
 
-        Returns when that has ended.
-
-        What compute is told, and what is done in pipes of other numbers, below PIPES, runs beside it.
+        Compute and pipes with other numbers (below PIPES) run at the same time.
         """
         work()
         return PAST
@@ -176,22 +175,23 @@ class Device:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in either direction, inside `pipe`.
 
-        One plain memcpy, without the GIL, of contiguous tensors of the same bytes: torch's copy_ would start a team of
-        threads for the lane that calls it, and they would spin beside the computation.
+        On the CPU this is one memcpy, without the GIL, between contiguous tensors of the same bytes. torch's copy_
+        would start threads that then spin while compute runs.
         """
         assert target.nbytes == source.nbytes
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 class CudaDevice(Device):
-    """A GPU: copies run on a stream per direction, updates on one for each pipe, and what ranks send each other on one,
-    behind events of the stream that computes. A copy that waits for compute holds up those behind it, but no update.
+    """A GPU. There is one stream for copies in each direction, one for each pipe of updates, and one for communication
+    between ranks. They wait for events of compute's stream. A copy that waits for compute delays the copies behind it,
+    but no update.
 
-    Lanes queue their work and wait for its events (`Event.synchronize`, without the GIL), so a handle that has ended
-    means bytes that have arrived, for every thread and stream. Nothing uses `record_stream`: a tensor being copied is
-    kept alive by the lane, and frames are overwritten behind the fence that was taken when they were freed.
+    Lanes queue their work and wait for its events (`Event.synchronize`, without the GIL). So once a handle has ended,
+    its bytes have arrived for every thread and stream. Nothing uses `record_stream`: the lane keeps a tensor alive
+    while it is copied, and frames are overwritten behind the fence that was taken when they were freed.
 
-    torch's streams do not wait for the one that computes unless told to, the default stream included.
+    torch's streams, including the default one, do not wait for compute's stream unless told to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -201,9 +201,9 @@ class CudaDevice(Device):
             for _ in range(4 + PIPES)
         )
         self._compute = torch.cuda.current_stream(device)
-        """The stream that compute was last known to use."""
+        """The stream that compute used last, as far as is known."""
         self._arriving = [Arrival((), tuple)] * _ARRIVING
-        """Gradients on their way, by the rows of `_sums` and `_landed_sums` that theirs are in."""
+        """Gradients on their way, by the row of `_sums` and `_landed_sums` that they use."""
         self._turn = 0
         self._sums = torch.empty(_ARRIVING, 0, LANES, dtype=torch.float64, device=device)
         self._landed_sums = torch.empty(_ARRIVING, 0, LANES, dtype=torch.float64)
@@ -245,8 +245,8 @@ class CudaDevice(Device):
     def store_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
     ) -> Arrival:
-        # Straight to its extent, at the link's rate: the CPU neither copies it again nor sums its squares. One that is
-        # widened stays on the device, whose copy does that.
+        # The gradient goes straight to its extent at the link's rate, without another copy or sum on the CPU. A
+        # gradient that is widened has its home on the device, and the copy there widens it.
         return self._square(gradient, after, self.copy_out(target, gradient, after))
 
     def add_gradient(
@@ -258,7 +258,7 @@ class CudaDevice(Device):
         return self._square(target, PAST, PAST)
 
     def _square(self, gradient: torch.Tensor, after: Event, copied: Event) -> Arrival:
-        """Start summing the squares of a flat gradient, which arrives with `copied`."""
+        """Start to sum the squares of a flat gradient, which arrives with `copied`."""
         from pagoda.optim import triton_kernels
 
         pieces = -(-gradient.numel() // BOUNCE_ELEMENTS)
@@ -269,14 +269,14 @@ class CudaDevice(Device):
             if pieces > self._sums.shape[1]:  # only until the largest gradient has come once
                 for arrival in self._arriving:
                     arrival.synchronize()
-                # In the memory of this stream: compute may still be at work in what it has freed of its own.
+                # Allocated in this stream's memory. Compute may still work in memory that it has freed.
                 shape = (_ARRIVING, pieces, LANES)
                 self._sums = torch.empty(shape, dtype=torch.float64, device=self.torch_device)
                 self._landed_sums = torch.empty(shape, dtype=torch.float64, pin_memory=True)
             sums, landed = self._sums[self._turn, :pieces], self._landed_sums[self._turn, :pieces]
             triton_kernels.square_sums(gradient, sums, BOUNCE_ELEMENTS)
         summed = self._copy(self._squares, landed, sums, PAST)
-        # Lanes are added from the first to the last, as the CPU does.
+        # Add the lanes from the first to the last, as the CPU does.
         arrival = Arrival((copied, summed), lambda: np.cumsum(landed.numpy(), axis=1)[:, -1].tolist())
         self._arriving[self._turn] = arrival
         return arrival
@@ -319,12 +319,12 @@ class CudaDevice(Device):
             stream.wait_event(after)
 
     def _event(self, stream: torch.cuda.Stream) -> Event:
-        """A thread that waits for it sleeps."""
+        """An event on which a waiting thread sleeps."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
 
 def open_device(device: torch.device) -> Device:
-    """The device of this kind."""
+    """Open the device of this kind."""
     return CudaDevice(device) if device.type == "cuda" else Device()

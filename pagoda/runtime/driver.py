@@ -1,4 +1,4 @@
-"""The driver: passes events to the scheduler, and the operations that follow from them to the executor."""
+"""The driver: passes events to the scheduler, and the resulting operations to the executor."""
 
 import threading
 from collections import deque
@@ -15,40 +15,40 @@ Event = tuple[Callable[..., None], tuple[Any, ...]]
 class Driver:
     """The one queue of events.
 
-    Any thread appends to it, and then processes what is there, under the one lock. An event that is told while another
-    is being processed comes after it. So the scheduler sees one event after another, and operations are in their lanes'
-    queues before the lock is released. Nothing under the lock waits or runs a user's code. Bytes move under it only
-    where a lane does little work at once (`Lane.inline_bytes`).
+    Any thread appends events, and then processes the queue under the one lock. An event told while another is being
+    processed comes after it. So the scheduler sees one event after another, and operations are in their lanes' queues
+    before the lock is released. Nothing waits or runs user code under the lock. Bytes move under it only in lanes that
+    do small work at once (`Lane.inline_bytes`).
     """
 
     def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None]) -> None:
-        """`execute` gives an operation to its lane; it may report at once."""
+        """`execute` passes an operation to its lane. It may report the end at once."""
         self.scheduler = scheduler
         self._execute = execute
         self._events: deque[Event] = deque()
         self._changed = threading.Condition(threading.Lock())
-        """Told after every event."""
+        """Notified after every event."""
         self._holder: int | None = None
         """The thread that is processing events."""
         self._broken: BaseException | None = None
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
-        """Pass on an event. On return it has been processed, unless this thread is processing another one."""
+        """Pass on an event. On return it has been processed, unless this thread is already processing another one."""
         self._events.append((event, arguments))
         if self._holder != threading.get_ident():
             with self._changed:
                 self._process()
 
     def ask(self, question: Callable[[], bool]) -> bool:
-        """The answer to a question about the scheduler, between two events."""
+        """Answer a question about the scheduler, between two events."""
         with self._changed:
             return question()
 
     def wait(self, until: Callable[[], bool], stuck: Callable[[], None]) -> None:
-        """Block until something is true of the scheduler.
+        """Block until a condition on the scheduler holds.
 
-        `stuck` is called, without the lock, if it is not true and no operation is under way. It must change something,
-        or raise.
+        `stuck` is called without the lock if the condition does not hold and no operation is under way. It must change
+        something or raise.
         """
         while True:
             with self._changed:

@@ -1,4 +1,4 @@
-"""Gradients: from autograd to the buffers where they wait for their update."""
+"""Gradients: from autograd to the buffers in which they wait for their update."""
 
 import itertools
 import math
@@ -27,88 +27,93 @@ from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Operation
 
 _WORTH_BYTES = 256 << 10
-"""Gradients of a unit that are brought to its buffer before all of them have been made."""
+"""From this many bytes on, gradients of a unit are copied to its buffer before all of them exist."""
 
 Offload = Callable[["UnitGradient"], Handle]
-"""Starts what brings a gradient to the buffer of its record."""
+"""Starts the copy of a gradient to the buffer of its record."""
 
 
 class _Made(NamedTuple):
-    """A parameter's gradient, as autograd has made it."""
+    """A parameter's gradient from autograd."""
 
     slot: int
     values: torch.Tensor
     """Shape [elements of the parameter]."""
     issued: Event
-    """What compute had been told by then."""
+    """The point that compute's queue had reached then."""
     accumulate: bool
 
 
 class UnitGradient:
-    """The gradient of one unit for one step, from its first arrival to its update."""
+    """The gradient of one unit in one step, from its first arrival to its update."""
 
     def __init__(self, unit: LiveUnit, step: int, shared: bool) -> None:
-        """`shared`: ranks send each other what they have updated."""
+        """`shared`: ranks gather the updated weights after the update."""
         self.unit = unit
         self.step = step
         self.place: Callable[[], torch.Tensor] | None = None
-        """Gives the buffer; None until there is one."""
+        """Returns the buffer. None until there is one."""
         self.made: list[_Made] = []
-        """Gradients that autograd has made and that are to be brought to the buffer together."""
+        """Gradients from autograd that will be copied to the buffer together."""
         self.waiting: list[Offload] = []
-        """What is to be brought, for which no OFFLOAD has come yet."""
+        """Copies for which no OFFLOAD has come yet."""
         self.hypers: dict[int, Hyper] = {}
         """slot -> hyperparameters of its update."""
         self.segments: tuple[Segment, ...] = ()
-        """What its update changes. A guess, until `step()` says so."""
+        """The elements that its update changes. Until `step()`, this is a guess."""
         self.used: list[int] | None = None
-        """Slots whose gradient the update takes, from when it is queued on."""
+        """Slots whose gradient the update uses. Set when the update is queued."""
         self.arrivals = [0] * unit.trainable
-        """Gradients of each parameter that autograd has delivered here."""
+        """Number of gradients that autograd has delivered for each parameter."""
         self.order = [0] * unit.trainable
-        """When each parameter's gradient last arrived, by a count over all units."""
+        """Position of each parameter's last arrival among all arrivals of all units."""
         self.present: set[int] = set()
-        """Slots whose gradient lies in the buffer, where ranks reduce: some may have arrived on others only."""
+        """Slots whose gradient is in the buffer. With several ranks, some parameters may have gradients on other ranks
+        only."""
         self.bad_elsewhere: int | None = None
-        """Slot whose gradient is not finite on some rank, if that is known."""
+        """Slot whose gradient is not finite on some rank, if one is known."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
         self.extent = WEIGHT
-        """Which extent of the weights its update writes."""
+        """The extent of weights that its update writes."""
         self.issued = PAST
-        """What compute had been told when the update was issued: all that reads the weights as they are."""
+        """The point that compute's queue had reached when the update was issued. All work that reads the old weights is
+        before it."""
         self.begun = False
-        """Whether its update has been given to a lane: not one that may be undone."""
+        """Whether its update was given to a lane and cannot be undone."""
         self.updated = Handle()
         """Ends when the update has written this rank's new weights."""
         self.shown = Handle() if shared else self.updated
         """Ends when all new weights are in their home."""
         self.sharing = False
-        """Whether ranks have been asked to send each other what they have updated."""
+        """Whether ranks have been asked to gather the updated weights."""
         self.written = Handle()
-        """Ends when every state is."""
+        """Ends when every state is written."""
 
     @property
     def buffer(self) -> torch.Tensor | None:
-        """Flat gradient in RAM, or on the device; None, or no longer its own, while it is on SSD only.
+        """The flat gradient in RAM or on the device. While the gradient is on SSD only, this is None or another
+        gradient's buffer.
 
-        A tensor of shared pages is made for each use. If the record kept it, this small object would split the free
-        memory that autograd's large tensors come from, and the allocator would take other memory for them.
+        A tensor of shared pages is made for each use. If the record kept it, this small object would fragment the free
+        memory that autograd's large tensors come from.
         """
         return None if self.place is None else self.place()
 
     @property
     def complete(self) -> bool:
-        """Every parameter that trains now has had as many arrivals: this backward is through with the unit."""
+        """Whether every parameter that trains now has had equally many arrivals, so that this backward has finished the
+        unit."""
         counts = {self.arrivals[slot] for slot in self.unit.expected}
         return len(counts) == 1 and 0 not in counts
 
     def settle(self) -> None:
-        """Wait until every OFFLOAD that has begun has ended."""
+        """Wait until every started OFFLOAD has ended."""
         wait_all(list(self.pending))
 
     def non_finite(self) -> tuple[int, int] | None:
-        """When the gradient of a parameter arrived that is NaN or infinite, and its slot; the first, if any."""
+        """The first gradient that is NaN or infinite: the position of its arrival, and its slot. None if there is
+        none."""
         if self.bad_elsewhere is not None:
             return self.order[self.bad_elsewhere], self.bad_elsewhere
         bad = [slot for slot, square_sum in enumerate(self.square_sums) if not math.isfinite(square_sum)]
@@ -117,7 +122,7 @@ class UnitGradient:
 
 
 class _Taken:
-    """The event of gradients that arrive: behind it, the record has their square sums."""
+    """The event of arriving gradients. After it, the record has their sums of squares."""
 
     def __init__(self, record: UnitGradient, arrivals: Sequence[tuple[int, Arrival]]) -> None:
         self._record, self._arrivals = record, arrivals
@@ -130,8 +135,8 @@ class _Taken:
 class Gradients:
     """All gradients of a process.
 
-    A unit's gradient has a home in RAM, or of several one for each step that may wait for its update; others share the
-    pages of `staging`. The scheduler decides which gradient has which, and which of them are on SSD meanwhile.
+    A unit's gradient has a home in RAM (with several waiting steps, one per step), or it shares the pages of `staging`
+    with others. The scheduler decides which gradient gets which pages, and which gradients are on SSD.
     """
 
     def __init__(
@@ -149,14 +154,14 @@ class Gradients:
         self._lanes = lanes
         self._device = device
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
-        """What a gradient has on its way to its extent."""
+        """The dtype of a gradient on its way to its extent."""
         self._bounce = self._open_bounce()
         self._stalled = stalled
         self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step that no update has taken."""
         self._all: dict[tuple[int, int], UnitGradient] = {}
-        """(unit, step) -> every gradient that some operation may yet be about."""
+        """(unit, step) -> every gradient that an operation may still name."""
         self._in_flight: deque[tuple[Handle, int]] = deque()
         self._in_flight_bytes = 0
         self._in_flight_limit = store.plan.gradients_in_flight_bytes
@@ -164,15 +169,15 @@ class Gradients:
     # --- of this step ---
 
     def get(self, unit: LiveUnit) -> UnitGradient | None:
-        """The unit's gradient of this step, if any has arrived and no update has taken it."""
+        """The unit's gradient of this step, if one has arrived and no update has taken it."""
         return self._records.get(unit.index)
 
     def records(self) -> list[UnitGradient]:
-        """Those of this step that no update has taken, in unit order."""
+        """The gradients of this step that no update has taken, in unit order."""
         return [self._records[index] for index in sorted(self._records)]
 
     def open(self, unit: LiveUnit, step: int) -> UnitGradient:
-        """The unit's gradient of this step, made if there is none."""
+        """The unit's gradient of this step. It is created if necessary."""
         record = self._records.get(unit.index)
         if record is None:
             shared = self._store.plan.layout.gathers_after_update(unit.spec)
@@ -181,7 +186,7 @@ class Gradients:
         return record
 
     def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
-        """Take a parameter's gradient, to be stored in its buffer, or added to what is there."""
+        """Take a parameter's gradient, to be stored in its buffer or added to it."""
         record = self.open(unit, step)
         self.count(record, slot, accumulate)
         grad = grad.to(self.arriving).contiguous().view(-1)
@@ -190,25 +195,25 @@ class Gradients:
         return record
 
     def is_due(self, record: UnitGradient) -> bool:
-        """Whether the gradients that have been made are worth a transfer."""
+        """Whether the gradients that exist are large enough for a transfer."""
         return bool(record.made) and (record.complete or sum(m.values.nbytes for m in record.made) >= _WORTH_BYTES)
 
     def gather(self, record: UnitGradient) -> int:
-        """Have what has been made brought to the buffer at once, when OFFLOAD comes; returns how many bytes that is.
+        """Copy all existing gradients to the buffer as one transfer when OFFLOAD comes. Returns the number of bytes.
 
-        The copies run on the d2h lane, which also computes the square sums of the results in float64.
+        The copies run on the d2h lane, which also computes the sums of squares of the results in float64.
         """
         made, record.made = record.made, []
         record.waiting.append(lambda record: self._submit(record, made))
         return sum(each.values.nbytes for each in made)
 
     def count(self, record: UnitGradient, slot: int, accumulate: bool) -> None:
-        """Autograd has delivered a parameter's gradient, the first one of a step unless it is to `accumulate`."""
+        """Autograd has delivered a parameter's gradient. It is the first of the step unless `accumulate`."""
         record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
         record.order[slot] = next(self._arrivals)
 
     def take(self, record: UnitGradient) -> None:
-        """An update takes a gradient: arrivals from now on belong to the next step."""
+        """An update takes a gradient. Later arrivals belong to the next step."""
         del self._records[record.unit.index]
 
     def clear(self) -> None:
@@ -220,11 +225,11 @@ class Gradients:
             self.forget(record)
 
     def forget(self, record: UnitGradient) -> None:
-        """No other operation will be about a gradient."""
+        """No further operation will name this gradient."""
         self._all.pop((record.unit.index, record.step), None)
 
     def hold_back(self, record: UnitGradient, nbytes: int) -> None:
-        """Keep the bytes on their way to buffers bounded; the latest transfer of a record has so many."""
+        """Limit the bytes on their way to buffers. The record's latest transfer has `nbytes`."""
         self._in_flight.append((record.pending[-1], nbytes))
         self._in_flight_bytes += nbytes
         start = time.perf_counter()
@@ -240,11 +245,11 @@ class Gradients:
     # --- operations ---
 
     def of(self, operation: Operation) -> list[UnitGradient]:
-        """The gradients that an operation is about, oldest first."""
+        """The gradients that an operation names, oldest first."""
         return [self._all[operation.unit, step] for step in operation.steps]
 
     def find(self, operation: Operation) -> UnitGradient | None:
-        """The latest gradient that an operation is about, unless its update has been issued."""
+        """The latest gradient that an operation names, unless its update has been issued."""
         return self._all.get((operation.unit, operation.steps[-1]))
 
     def offload(self, operation: Operation) -> Handle:
@@ -275,9 +280,9 @@ class Gradients:
         return self._lanes["ssd_read"].submit(lambda: ssd.load(run, 0, view), (), view.nbytes, label)
 
     def deliver(self, record: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
-        """Store or add elements of a unit's gradient, from its element `start` on; returns the result's square sum.
+        """Store or add elements of a unit's gradient, starting at element `start`. Returns the result's sum of squares.
 
-        For what an OFFLOAD was issued for; `values` lie where compute leaves gradients.
+        Carries out an OFFLOAD. `values` are in the memory where compute leaves gradients.
         """
         buffer = record.buffer
         assert buffer is not None
@@ -286,13 +291,13 @@ class Gradients:
         return self._take(record.unit, buffer[at : at + values.numel()], values, PAST, accumulate).square_sum()
 
     def close(self) -> None:
-        """Let go of all extents, once every lane has ended."""
+        """Release all extents. Every lane must have ended."""
         self._records.clear()
         self._all.clear()
         self._bounce.clear()
 
     def exhausted(self, unit: LiveUnit) -> str:
-        """The message for a gradient for which there is no buffer."""
+        """The error message for a gradient without a buffer."""
         waiting = ", ".join(repr(record.unit.spec.name) for record in self.records() if record.place is not None)
         page = self._store.plan.page_bytes
         return (
@@ -337,20 +342,21 @@ class Gradients:
 
         resident = unit.index in self._store.plan.placement.resident
         moved = 0 if resident else sum(each.values.nbytes for each in made)
-        # What is stored follows what was stored before in the device's queue; what is added to has to be there.
+        # A store follows earlier stores in the device's queue. An addition needs the earlier gradient to have arrived.
         after = record.pending[-1:] if any(each.accumulate for each in made) else ()
         return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
 
     def _open_bounce(self) -> list[torch.Tensor]:
-        """Two buffers in which gradients of a device of its own land to be added, shape [BOUNCE_ELEMENTS] at most."""
+        """Two buffers of shape [BOUNCE_ELEMENTS] at most, in which gradients from a separate device land before they
+        are added."""
         pages = self._store.plan.placement.pages(HOST, BOUNCE) // 2
         return [self._store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
 
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
-        """Store or add a flat gradient, shape [n]; the square sum is that of the result.
+        """Store or add a flat gradient of shape [n]. The sum of squares is that of the result.
 
-        On the d2h lane. What is added or widened in RAM comes in pieces: from a device of its own, each is on its way
-        while the one before is added.
+        Runs on the d2h lane. Gradients that are added or widened in RAM move in pieces. From a separate device, each
+        piece moves while the previous one is added.
         """
         lives_there = unit.index in self._store.plan.placement.resident
         if accumulate and lives_there:

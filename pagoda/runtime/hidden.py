@@ -1,7 +1,7 @@
-"""Hidden tensors: they say shape, dtype and device of weights that are in pages.
+"""Hidden tensors: they have the shape, dtype and device of weights whose values are in pages.
 
-If the values of a hidden parameter are used while a forward runs, its unit is leased until the innermost one ends, so
-that any module may read it. Elsewhere, such a use raises.
+If a running forward uses the values of a hidden parameter, its unit is leased until the innermost forward ends. So any
+module may read it. Outside a forward, such a use raises an error.
 """
 
 from functools import cache
@@ -15,22 +15,24 @@ from pagoda.errors import UsageError
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 HOME = "_pagoda_home"
-"""Attribute of a managed parameter: its `open()` gives engine, unit and slot."""
+"""Attribute of a managed parameter. Its `open()` returns engine, unit and slot."""
 
 as_plain = torch._C.DisableTorchFunctionSubclass
-"""Inside `with as_plain():` nothing is refused, and attributes of hidden tensors cost what they do of others."""
+"""Inside `with as_plain():`, nothing is refused, and attributes of hidden tensors cost as much as those of other
+tensors."""
 
 _MADE_ANEW = frozenset(
     {"empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"}
     | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"}
 )
-"""Functions that take no value from the tensor, and give one that has values."""
+"""Functions that read no value of the tensor and return a tensor with values of its own."""
 
 _MOVED = frozenset({"bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "to", "type"})
-"""Functions whose result is hidden as well: users and libraries call them before they use the values, or do not."""
+"""Functions whose result is hidden too. Users and libraries call them before they use the values, or without using
+them."""
 
 _LIKE_ANOTHER = frozenset({"expand_as", "reshape_as", "type_as", "view_as"})
-"""Functions that ask only shape, dtype or device of any argument but the first."""
+"""Functions that read only shape, dtype or device of all arguments except the first."""
 
 _VALUES = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
 """Attributes that are views of the values."""
@@ -47,7 +49,7 @@ _HARMLESS = (
 
 
 class Hidden:
-    """What the class of a hidden tensor has besides that of the tensor itself."""
+    """What the class of a hidden tensor adds to the tensor's own class."""
 
     __slots__ = ()
 
@@ -56,7 +58,7 @@ class Hidden:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
-        # Attributes come as the methods of their descriptors.
+        # An attribute arrives here as the method of its descriptor.
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         first = args[0] if args else None
         takes_value = attribute in _VALUES if name == "__get__" else name in _MOVED or name not in _HARMLESS
@@ -81,11 +83,11 @@ class Hidden:
 
 
 def _leased(arguments: Any) -> Any:
-    """The arguments of a function, with every parameter shown that was hidden; None where no forward runs.
+    """The arguments of a function, with every hidden parameter shown. None if no forward runs.
 
-    It then is shown until the innermost running forward ends. Graphs keep a frozen tensor itself, which will be hidden
-    again: they get a view of its values. Where backward runs, what graphs keep past all hooks is leased for the
-    function alone.
+    A parameter stays shown until the innermost running forward ends. Graphs keep a frozen tensor itself, which will be
+    hidden again, so they get a view of its values. In backward, parameters that graphs keep without hooks are leased
+    for this function only.
     """
     hidden: list[Any] = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
     views: dict[int, Any] = {}
@@ -108,12 +110,12 @@ def _leased(arguments: Any) -> Any:
 
 @cache
 def hidden_class(kind: type) -> type:
-    """The class of hidden tensors that are of class `kind` when they are not hidden."""
+    """The class of hidden tensors whose own class is `kind`."""
     return type(kind)(f"Hidden{kind.__name__}", (Hidden, kind), {"__module__": __name__, "__slots__": ()})
 
 
 def hide(tensor: Tensor, name: str) -> Tensor:
-    """Let a tensor be hidden from now on, in place; `name` is that of the parameter in errors."""
+    """Hide a tensor from now on, in place. `name` is the parameter's name in errors."""
     tensor.hidden_name = name  # type: ignore[attr-defined]
     if not isinstance(tensor, Hidden):  # as what a tensor class makes of one is
         tensor.__class__ = hidden_class(type(tensor))
@@ -121,12 +123,12 @@ def hide(tensor: Tensor, name: str) -> Tensor:
 
 
 def name_of(tensor: object) -> str:
-    """The name of a parameter, of a hidden tensor."""
+    """The name of a hidden parameter."""
     return str(vars(tensor).get("hidden_name", "?"))
 
 
 def outside_use(name: str, what: str = "used") -> str:
-    """The message for a parameter whose value is used while it is hidden; `what` is done to it."""
+    """The error message for a use of a hidden parameter's values. `what` is done to it."""
     module = name.rpartition(".")[0]
     holder = f"module {module!r}" if module else "the model itself"
     return (

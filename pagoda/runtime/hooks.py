@@ -1,4 +1,4 @@
-"""Hooks on the live model: where its uses of units and its gradients reach the engine."""
+"""Hooks on the live model. They report uses of units and gradients to the engine."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,26 +20,26 @@ from pagoda.runtime.unit import LiveUnit
 
 
 class Announcing(nn.Module):
-    """A module that says which children are about to run, so that their weights are fetched before they are used."""
+    """A module that announces which children will run, so that their weights can be fetched before."""
 
     coming: Callable[[Sequence[nn.Module], Sequence[nn.Module]], None] | None = None
-    """Set by the runtime. A forward calls it with the children that are about to run, in that order, and with those
-    that get a gradient of zeros without running."""
+    """Set by the runtime. A forward calls it with the children that will run, in order, and with the children that get
+    a gradient of zeros without running."""
 
     def pieces(self) -> list[tuple[nn.Module, int]]:
-        """The children to choose from, in order, and how many experts each holds."""
+        """The children that can run, in order, each with its number of experts."""
         raise NotImplementedError
 
 
 class ModelHooks:
-    """Everything installed on a model. After `close` it refuses every use.
+    """All hooks on a model. After `close`, they refuse every use.
 
-    A unit is leased around the call of the module that is its root, and again around every module that reads one of its
-    parameters: tied weights are used far from their root, and a checkpoint inside the root's own call (as transformers'
-    layers have it) recomputes without calling the root. The outermost call also packs what graphs save.
+    A unit is leased during the call of its root module, and also during the call of every module that reads one of its
+    parameters. Tied weights are used far from their root, and a checkpoint inside the root's call, as in transformers'
+    layers, recomputes without calling the root. The outermost call also packs what graphs save.
 
-    Nothing is installed inside a compiled module, as it would be compiled too: the units of all that it holds are
-    leased around its call.
+    Hooks inside a compiled module would be compiled too. So there are none; all units inside it are leased during its
+    call.
     """
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
@@ -47,7 +47,7 @@ class ModelHooks:
         self._refuse = refusal()
         self._accumulators: list[torch.autograd.graph.Node] = []
         self._catches: list[RemovableHandle] = []
-        """Of the hooks that gradients reach."""
+        """Handles of the hooks on gradients."""
         self._kept: list[Callable[[Any], None]] = []
         """These hooks."""
         engine.graphs.packing.leave_alone(model.buffers())
@@ -67,8 +67,8 @@ class ModelHooks:
                 self._announce_chosen(module, needed)
 
     def close(self) -> None:
-        """Refuse gradients from now on, and let model and engine go when nobody holds them: Python's collector does
-        not see what hooks on gradients hold."""
+        """Refuse gradients from now on, and release model and engine. Python's garbage collector does not see what
+        hooks on gradients hold."""
         for catch in self._catches:
             catch.remove()
         for accumulator in self._accumulators:
@@ -78,12 +78,12 @@ class ModelHooks:
         self._kept.clear()
 
     def _bracket(self, module: nn.Module, units: list[LiveUnit], is_root: bool) -> None:
-        """Lease units around every call of a module, its own hooks included. torch calls `_compiled_call_impl` in place
-        of all else, if there is one."""
+        """Lease units during every call of a module, including its own hooks. If a module has `_compiled_call_impl`,
+        torch calls that instead of everything else."""
         call = module._compiled_call_impl
         if call is None:
             call = module._call_impl
-            # A method, so that copying or pickling the module reaches the engine, which refuses it.
+            # A bound method, so that copying or pickling the module reaches the engine, which refuses it.
             module.register_forward_pre_hook(self._refuse_compiling, prepend=True)
         module.__dict__["_compiled_call_impl"] = partial(self._run, units, is_root, call)
 
@@ -99,7 +99,8 @@ class ModelHooks:
             self._refuse()
 
     def _bracket_methods(self, model: nn.Module) -> None:
-        """Bracket the methods that read parameters: they may be called outside every forward, as `encode` often is."""
+        """Lease units during methods that read parameters. Users may call such methods, for example `encode`, outside a
+        forward."""
         owner = {id(param): unit for unit in self._engine.units for param in unit.params}
         compiled = {inner for module in model.modules() if module._compiled_call_impl for inner in module.modules()}
         for module in model.modules():
@@ -110,7 +111,8 @@ class ModelHooks:
                 module.__dict__[name] = update_wrapper(bracketed, method)
 
     def _follow(self, block: Block, units: list[LiveUnit]) -> None:
-        """Let activations run a block's forward, and lease its units when backward repeats that: no hook sees it."""
+        """Let the activations' policy run a block's forward. Lease its units when backward recomputes it, because no
+        hook sees that."""
         active_forwards, graphs = self._engine.active_forwards, self._engine.graphs
 
         def run(block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,8 +158,9 @@ class ModelHooks:
                 param.grad = unit.markers[slot]
             self._engine.stepper.on_gradient(unit, slot, unit.part_of(slot, grad), accumulate)
 
-        # The node that accumulates, not the tensor: a tensor's own hooks also run for torch.autograd.grad, which leaves
-        # param.grad alone. Whoever holds the node makes every later graph use it, also once a frozen one is unfrozen.
+        # The hook is on the accumulating node. Hooks on the tensor would also run for torch.autograd.grad, which does
+        # not change param.grad. As long as the node is held, every later graph uses it, also after a frozen parameter
+        # is unfrozen.
         trained = param.requires_grad
         param.requires_grad_(True)
         with torch.enable_grad():
@@ -176,7 +179,7 @@ class ModelHooks:
 
 
 def _weakly(hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A hook that keeps nothing alive: Python's collector does not see what the nodes of graphs hold."""
+    """A hook that keeps nothing alive. Python's garbage collector does not see what nodes of graphs hold."""
     of = weakref.ref(hook)
 
     def call(argument: Any) -> None:
@@ -191,9 +194,10 @@ def _refuse(_grads: tuple[torch.Tensor, ...]) -> None:
 
 
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
-    """module -> the units its forward must find leased: those it is the root of, and those it reads a parameter of.
+    """module -> the units that must be leased during its forward: those whose root it is, and those with a parameter
+    that it reads.
 
-    A compiled module must find those of all that it holds.
+    A compiled module needs the units of everything inside it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     owner = {id(param): unit for unit in units for param in unit.params}
