@@ -1,4 +1,4 @@
-"""Lanes: ordered executors, one per resource, and the handles that stand for their work."""
+"""Lanes: ordered executors, one per resource, and handles for their work."""
 
 import queue
 import threading
@@ -14,32 +14,33 @@ from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 
 SSD_THREADS = 4
-"""Threads of `ssd_read` for each drive, and of `ssd_write`: while some hash what was read, or is to be written, the
-others keep it busy."""
+"""Number of threads of `ssd_read` and `ssd_write` for each drive. While some threads hash, the others keep the drive
+busy."""
 
 
 INLINE_BYTES = 128 << 10
-"""Work in RAM on so many bytes takes some 10 microseconds; handing it to another thread takes up to 100."""
+"""Work in RAM on this many bytes takes about 10 microseconds. Handing it to another thread takes up to 100."""
 THREAD_NAMES = "pagoda-"
-"""How the names of all threads of this package begin."""
+"""The names of all threads of this package begin with this."""
 
 _PENDING, _ISSUED, _DONE = range(3)
 
 
 class Handle:
-    """Work submitted to a lane. Waiting on it raises what the work raised.
+    """Work submitted to a lane. Waiting for it raises the work's error.
 
-    Thousands are made in a step and few are waited for, so what waiting takes is made when something waits.
+    A step makes thousands of handles, and few of them are waited for. So the objects for waiting are made when
+    something waits.
     """
 
     __slots__ = ("_callbacks", "_changed", "_error", "_event", "_forks", "_lock", "_on_issue", "_state", "lane")
 
     def __init__(self, lane: str = "") -> None:
         self.lane = lane
-        """Whose work it stands for, if that is known."""
+        """The lane that does the work, if known."""
         self._lock = threading.Lock()
         self._changed: threading.Condition | None = None
-        """Told of a new state; of `_lock`, once somebody waits."""
+        """Notified of state changes, under `_lock`. Created by the first wait."""
         self._state = _PENDING
         self._forks = forks()
         self._event = PAST
@@ -58,21 +59,21 @@ class Handle:
 
     @property
     def issued(self) -> bool:
-        """True once the work has ended or all of it is in a device's queue."""
+        """True once the work has ended, or all of it is in a device's queue."""
         return self._state >= _ISSUED
 
     def wait(self) -> None:
-        """Block until the work has ended; raises its error."""
+        """Block until the work has ended. Raises its error."""
         self._wait_for(_DONE)
         if self._error is not None:
             raise self._error
 
     def wait_until_done(self) -> None:
-        """Block until the work has ended, however it did."""
+        """Block until the work has ended, with or without an error."""
         self._wait_for(_DONE)
 
     def wait_until_issued(self) -> Event:
-        """Block until the work has ended, or all of it waits in a device's queue; raises its error.
+        """Block until the work has ended, or all of it is in a device's queue. Raises its error.
 
         A caller that queues its own work behind the returned event need not wait for the end.
         """
@@ -83,7 +84,7 @@ class Handle:
         return self._event
 
     def issue(self, event: Event) -> None:
-        """All work is in a device's queue, before `event`. Called before `finish`, by the thread that does it."""
+        """All work is in a device's queue, before `event`. Called by the thread that does the work, before `finish`."""
         with self._lock:
             self._event = event
             self._reach(_ISSUED)
@@ -91,8 +92,8 @@ class Handle:
             self._on_issue()
 
     def when_issued(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` once all of the work is in a device's queue. Where it never is in one, or has ended
-        meanwhile, that may be never. One callback at most."""
+        """Call `callback()` once all of the work is in a device's queue. It may never be called if the work is never in
+        one, or has already ended. A handle has at most one such callback."""
         with self._lock:
             self._on_issue = callback
             issued = self._state == _ISSUED
@@ -100,9 +101,9 @@ class Handle:
             callback()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the work as ended. Called by the thread that does it, once; never raises.
+        """Mark the work as ended. Called once, by the thread that does the work. Never raises.
 
-        The error of a callback is the work's error for the callbacks after it and for later waits.
+        If a callback raises, its error becomes the work's error for later callbacks and waits.
         """
         with self._lock:
             self._error, self._event = error, PAST
@@ -130,7 +131,7 @@ class Handle:
                 self._changed.wait()
 
     def then(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Call `callback(error)` once the work has ended: on the thread that ends it, or now."""
+        """Call `callback(error)` once the work has ended: on the thread that ends it, or now if it has ended."""
         with self._lock:
             if self._state != _DONE:
                 self._callbacks.append(callback)
@@ -139,7 +140,7 @@ class Handle:
 
 
 class Latch(Handle):
-    """A handle that ends when all the handles it watches have ended; it keeps the first error."""
+    """A handle that ends when all the handles that it watches have ended. It keeps the first error."""
 
     __slots__ = ("_count", "_first_error")
 
@@ -162,16 +163,16 @@ class Latch(Handle):
 
 
 def all_of(handles: Sequence[Handle]) -> Handle:
-    """A handle that ends when all of these have."""
+    """A handle that ends when all of these have ended."""
     return handles[0] if len(handles) == 1 else Latch(handles)
 
 
 Work = Callable[[], Event | None]
-"""What a lane does. Work that it only puts in a device's queue returns the event behind it."""
+"""The work of a lane. Work that only queues operations on a device returns the event behind them."""
 
 
 class _Ticket(NamedTuple):
-    """What is known of work beside itself."""
+    """Facts about a piece of work."""
 
     label: str
     nbytes: int
@@ -179,29 +180,29 @@ class _Ticket(NamedTuple):
 
 
 class Lane:
-    """One resource's executor: work starts in the order in which it became ready, on `threads` threads.
+    """The executor of one resource. Work starts in the order in which it becomes ready, on `threads` threads.
 
-    Work that depends on other lanes names their handles in `after` and is ready when they have ended, so no thread
-    ever sits waiting while there is other work, and work may depend on what is submitted to this lane later.
+    Work that depends on other lanes names their handles in `after`, and is ready when they have ended. So no thread
+    waits while there is other work, and work may depend on work that is submitted to this lane later.
 
-    Work on at most `inline_bytes` is done at once by the thread that submits it, if nothing else is on the lane: to
-    hand it to another thread would take longer, since Python's threads take turns.
+    Work on at most `inline_bytes` is done at once by the submitting thread if the lane is empty. Handing it to another
+    thread would take longer, because Python's threads take turns.
 
-    Work that returns an event has only been put in a device's queue: the next one follows at once, so that the device
-    always has the next one there, and the handle ends when another thread has waited for the event.
+    Work that returns an event has only been queued on a device. The next work follows at once, so that the device
+    always has work. The handle ends when another thread has waited for the event.
     """
 
     def __init__(self, name: str, threads: int = 1, inline_bytes: int = 0) -> None:
         self.name = name
         self.inline_bytes = inline_bytes
         self._open = 0
-        """Work that has been queued and has not ended. Read without the lock: it is a hint."""
+        """Number of pieces of work that were queued and have not ended. Read without the lock, as a hint."""
         self.recorder: TimelineRecorder | None = None
-        """Where work is recorded as it ends, if anywhere."""
+        """Where work is recorded when it ends, if it is recorded."""
         self._label = f"pagoda::{name}"
         self._queue: queue.SimpleQueue[tuple[Work, _Ticket] | None] = queue.SimpleQueue()
         self._queued: queue.SimpleQueue[tuple[Work, _Ticket, Event, float] | None] = queue.SimpleQueue()
-        """What a device has in its queue, each with when it was put there."""
+        """Work in a device's queue, each with the time at which it was queued."""
         self._finisher: threading.Thread | None = None
         self._lock = threading.Lock()
         self._forks = forks()
@@ -214,9 +215,10 @@ class Lane:
             thread.start()
 
     def submit(self, work: Work, after: Iterable[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
-        """Do `work`, which moves `nbytes`, once `after` have ended; if one of them failed, fail with its error.
+        """Do `work`, which moves `nbytes`, once `after` have ended. If one of them failed, the work fails with that
+        error.
 
-        `label` is what a timeline calls it: a verb and a unit's name, as in a simulated timeline.
+        `label` names it in a timeline: a verb and a unit's name, as in a simulated timeline.
         """
         check_not_forked(self._forks)
         handle = Handle(self.name)
@@ -245,19 +247,19 @@ class Lane:
         return handle
 
     def count(self, nbytes: int) -> None:
-        """Bytes that move as if on this lane, as part of another's work."""
+        """Count bytes for this lane that moved as part of another lane's work."""
         with self._lock:
             self._bytes += nbytes
 
     def take_counters(self) -> tuple[float, int]:
-        """Seconds of work (summed over threads) and bytes moved since the last call."""
+        """Seconds of work (added up over threads) and bytes moved since the last call."""
         with self._lock:
             counters = self._busy_s, self._bytes
             self._busy_s, self._bytes = 0.0, 0
         return counters
 
     def close(self) -> None:
-        """Finish what is queued and join the threads."""
+        """Finish the queued work and join the threads."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -267,7 +269,7 @@ class Lane:
             self._finisher.join()
 
     def clear(self) -> None:
-        """Drop what came after `close`, and all that it refers to."""
+        """Drop work that was submitted after `close`, with everything that it refers to."""
         while not self._queue.empty():
             self._queue.get()
 
@@ -293,7 +295,8 @@ class Lane:
             return None, error
 
     def _finish_later(self, work: Work, ticket: _Ticket, event: Event, start: float) -> None:
-        """Let the finisher wait for what a device has been given; `work` keeps alive what that reads and writes."""
+        """Let the finisher thread wait for work in a device's queue. `work` keeps the tensors alive that the device
+        reads and writes."""
         ticket.handle.issue(event)
         if self._finisher is None:  # lanes whose work is put in a device's queue have one thread that does so
             self._finisher = threading.Thread(
@@ -303,7 +306,7 @@ class Lane:
         self._queued.put((work, ticket, event, start))
 
     def _finish(self) -> None:
-        """End what was put in a device's queue, which works through it in order."""
+        """End the work in a device's queue, in the order of the queue."""
         before = 0.0
         while (queued := self._queued.get()) is not None:
             work, ticket, event, start = queued
@@ -329,8 +332,9 @@ class Lane:
 
 
 def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: bool) -> dict[str, Lane]:
-    """The lanes of a process, by name, but for that of its dealings with other ranks. `inline`: compute is on the CPU,
-    whose small copies need no lane; `inline_updates`: nor do small updates, as they share no work area."""
+    """The lanes of a process by name, without the lane for communication between ranks. `inline`: compute is on the
+    CPU, whose small copies need no lane. `inline_updates`: small updates need no lane either, because they share no
+    work area."""
     ssd_threads = SSD_THREADS * max(1, drives)
     nbytes = INLINE_BYTES if inline else 0
     return {
@@ -344,12 +348,13 @@ def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: b
 
 
 def labelled(label: str) -> AbstractContextManager[object]:
-    """What torch's profiler calls the time spent inside; nothing while it is off, as asking it gives the GIL up."""
+    """Names the time spent inside for torch's profiler. Does nothing while the profiler is off, because asking it would
+    release the GIL."""
     return profiler.record_function(label) if profiler._is_profiler_enabled else nullcontext()
 
 
 def wait_all(handles: Iterable[Handle]) -> None:
-    """Wait for every handle, then raise the first error, so that no work is left running behind an exception."""
+    """Wait for every handle, then raise the first error, so that no work still runs when an exception is raised."""
     error: BaseException | None = None
     for handle in handles:
         try:

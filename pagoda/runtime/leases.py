@@ -1,4 +1,4 @@
-"""Leases: weights where compute can reach them, for as long as something uses them."""
+"""Leases: weights in compute's memory, for as long as something uses them."""
 
 from collections.abc import Callable, Iterable
 
@@ -17,10 +17,10 @@ from pagoda.schedule.operations import Operation
 
 
 class Lease:
-    """A unit's weights in memory that compute reads, with a storage object of their own.
+    """A unit's weights in compute's memory, with a storage object of their own.
 
-    Invariant: every view of the weights outside this class (a parameter's data, a tensor saved for backward)
-    shares `base`'s storage, so the storage's use count tells whether the frames may be reused.
+    Invariant: every view of the weights outside this class (a parameter's data, a tensor saved for backward) shares
+    `base`'s storage. So the storage's use count tells whether the frames may be reused.
     """
 
     __slots__ = ("base", "ready", "run", "unit")
@@ -29,26 +29,27 @@ class Lease:
         self.unit = unit
         self.base = base
         self.run = run
-        """Frames of the lease; None where the home itself is leased."""
+        """Frames of the lease. None if the unit's home itself is leased."""
         self.ready = ready
-        """Ends when the weights are there; None where they always are."""
+        """Ends when the weights are there. None if they always are."""
 
     @property
     def storage(self) -> int:
-        """Identity of the storage, for as long as the lease lives."""
+        """Identity of the storage, as long as the lease lives."""
         return int(self.base.untyped_storage()._cdata)
 
     @property
     def held(self) -> bool:
-        """True while someone outside keeps a view of the weights alive."""
+        """True while a view of the weights lives outside this class."""
         return storage_use_count(self.base) > FRESH_USE_COUNT
 
 
 class Leases:
     """The tensors of every lease that the scheduler has asked for.
 
-    Weights whose home compute can read are leased in place, once and for good. All other leases are of frames of
-    `region`. The scheduler decides which; `find` is compute's, everything else is called under the driver's lock.
+    If compute can read a unit's home, the unit is leased in place, permanently. All other leases are frames of
+    `region`, which the scheduler chooses. The compute thread calls `find`. Everything else is called under the driver's
+    lock.
     """
 
     def __init__(self, store: Store, units: Iterable[LiveUnit], device: Device, fetcher: Fetcher) -> None:
@@ -61,33 +62,34 @@ class Leases:
         self._device = device
         self._fetcher = fetcher
         self.gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None = None
-        """Brings the other ranks' slices of a lease next to this rank's; set if there are other ranks."""
+        """With several ranks: gathers the other ranks' slices of a lease next to this rank's."""
         self._freed = PAST
-        """What compute had been given when frames were last freed: nothing after it reads their old values."""
+        """The point that compute's queue had reached when frames were last freed. Later work does not read their old
+        values."""
         self._latest: dict[int, Lease] = {}
-        """unit -> its lease in place, or its latest lease of frames, ready or not, ended or not."""
+        """unit -> its lease in place, or its latest lease of frames, which may not be ready or may have ended."""
         self._by_run: dict[int, Lease] = {}
         self._by_storage: dict[int, Lease] = {}
         self._filling: list[tuple[Run, Handle]] = []
-        """Frames that were given back while they were being filled: what fills them next waits for that."""
+        """Frames that were given back while they were being filled. The next fetch into them waits for that."""
         in_frames = plan.leased_pages()
         for unit in units:
             if unit.index not in in_frames:
                 self.lease_home(unit)
 
     def lease_home(self, unit: LiveUnit) -> None:
-        """Lease a unit in place; whatever still holds another place that it had may see that change."""
+        """Lease a unit in place. Views of an earlier place may see its contents change."""
         before = self._latest.get(unit.index)
         if before is not None:
             del self._by_storage[before.storage]
         self._add(Lease(unit, self._store.in_place(unit.index, unit.spec.numel), None, None))
 
     def get(self, unit: LiveUnit) -> Lease:
-        """The lease of a unit that compute has accessed and found ready."""
+        """The lease of a unit that compute has accessed. Its weights are there."""
         return self._latest[unit.index]
 
     def latest(self, unit: LiveUnit) -> Lease | None:
-        """The last lease that a unit has had, ready or not, ended or not."""
+        """The latest lease of a unit. It may not be ready, or may have ended."""
         return self._latest.get(unit.index)
 
     def in_place(self, unit: LiveUnit) -> bool:
@@ -96,11 +98,11 @@ class Leases:
         return lease is not None and lease.run is None
 
     def find(self, storage: int) -> Lease | None:
-        """The lease whose storage this is, ended ones included."""
+        """The lease with this storage, even if it has ended."""
         return self._by_storage.get(storage)
 
     def fetch(self, operation: Operation, unit: LiveUnit, after: tuple[Handle, ...]) -> Handle:
-        """Start a FETCH, once `after` have ended."""
+        """Start a FETCH once `after` have ended."""
         run = operation.run
         assert self.region is not None
         assert run is not None
@@ -119,7 +121,7 @@ class Leases:
         return ready
 
     def reclaim(self, operation: Operation, unit: LiveUnit) -> bool:
-        """Whether nothing refers to what a RECLAIM asks for. Frames are given back then."""
+        """Whether nothing refers to the frames that a RECLAIM names. If so, they are given back."""
         if operation.run is None:
             latest = self._latest.get(unit.index)
             return not (unit.packed or unit.active or (latest is not None and latest.held))
@@ -140,12 +142,12 @@ class Leases:
         return True
 
     def is_held(self, operation: Operation) -> bool:
-        """Whether something refers to the frames that a RECLAIM has asked for."""
+        """Whether something refers to the frames that a RECLAIM names."""
         assert operation.run is not None
         return self._by_run[operation.run.start].held
 
     def close(self) -> bool:
-        """End every lease; returns whether someone still holds weights of one."""
+        """End every lease. Returns whether someone still holds weights of one."""
         held = any(lease.held for lease in self._by_storage.values())
         for leases in (self._latest, self._by_run, self._by_storage):
             leases.clear()

@@ -1,4 +1,4 @@
-"""Loss scaling: fp16 gradients of a loss times a power of two, so that small ones do not become zero."""
+"""Loss scaling: multiplies an fp16 loss by a power of two, so that small gradients do not become zero."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from pagoda.errors import CheckpointError, ConfigError
 
 
 class LossScaler:
-    """The scale as it is now. `scale` is 1 for good where nothing is scaled."""
+    """The current scale. Without scaling, `scale` is always 1."""
 
     def __init__(self, setting: LossScale | float | None) -> None:
-        """`setting` is how the scale moves, or a number that it always is; None scales nothing.
+        """`setting` says how the scale changes, or is a fixed scale. None means no scaling.
 
-        Raises ConfigError for a number that is no power of two.
+        Raises ConfigError for a number that is not a power of two.
         """
         self._dynamic = setting if isinstance(setting, LossScale) else None
         if isinstance(setting, LossScale):
@@ -21,23 +21,23 @@ class LossScaler:
             self.scale = 1.0 if setting is None else float(setting)
             check_power_of_two("loss_scale", self.scale)
         self._calm_steps = 0
-        """Steps since the scale last changed, or a step was skipped."""
+        """Steps since the scale last changed or a step was skipped."""
         self.active = setting is not None
         self.used = False
         """True once a loss of this step has been scaled."""
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale moves."""
+        """Whether the scale can change."""
         return self._dynamic is not None
 
     @property
     def skips(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped: as long as a lower scale may help."""
+        """Whether a step is skipped if its gradients are not finite. True as long as a lower scale may help."""
         return self._dynamic is not None and self.scale > 1
 
     def end_step(self, skipped: bool) -> None:
-        """A step has been taken, or skipped because its gradients were not finite."""
+        """A step was taken, or skipped because its gradients were not finite."""
         self.used = False
         if self._dynamic is None:
             return
@@ -49,11 +49,11 @@ class LossScaler:
             self._calm_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with; empty where the scale never changes."""
+        """The state from which a resumed run continues. Empty if the scale never changes."""
         return {} if self._dynamic is None else {"scale": self.scale, "calm_steps": self._calm_steps}
 
     def check_state(self, state: Any) -> None:
-        """Raises CheckpointError for what `state_dict` cannot have given."""
+        """Raises CheckpointError for a state that `state_dict` cannot have returned."""
         try:
             if state:
                 check_power_of_two("loss_scale", state["scale"])
@@ -62,6 +62,6 @@ class LossScaler:
             raise CheckpointError(f"the loss scale {state!r} cannot be used") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; a scale that does not move stays as it was set."""
+        """Continue from a state. A fixed scale keeps its value."""
         if state and self._dynamic is not None:
             self.scale, self._calm_steps = float(state["scale"]), int(state["calm_steps"])

@@ -1,4 +1,4 @@
-"""Markers: what `param.grad` shows of a gradient that lies in pages, and the few things that can be done with one."""
+"""Markers: what `param.grad` shows for a gradient that lies in pages, and the few operations that it supports."""
 
 import math
 import weakref
@@ -13,7 +13,8 @@ from pagoda.runtime.unit import LiveUnit
 
 
 class _Gradient:
-    """The gradient that a marker stands for. It keeps nothing alive: Python's collector does not see `param.grad`."""
+    """The gradient behind a marker. It keeps nothing alive, because Python's garbage collector does not see
+    `param.grad`."""
 
     def __init__(self, unit: LiveUnit, slot: int, stepper: Stepper) -> None:
         self._unit = weakref.ref(unit)
@@ -29,7 +30,7 @@ class _Gradient:
         stepper.scale_gradient(unit, self._slot, factor)
 
     def _here(self, asked_by: str) -> tuple[LiveUnit, Stepper]:
-        """Raises UsageError unless the gradient is still the one of this step."""
+        """Unit and stepper of the gradient. Raises UsageError unless it is still the gradient of this step."""
         unit, stepper = self._unit(), self._stepper()
         if unit is not None and stepper is not None and unit.params[self._slot].grad is not None:
             current = unit.markers[self._slot]
@@ -44,18 +45,18 @@ class _Gradient:
 class GradientMarker(torch.Tensor):
     """Stands in `param.grad` for a gradient that lies in pages.
 
-    It is there when the gradient is, and `zero_grad` clears it; its shape, dtype and device are true. Its 2-norm can be
-    asked for, and it can be multiplied by a number in place: the norm is exact, and the update multiplies. That is all
-    that `torch.nn.utils.clip_grad_norm_` needs. Methods that move or cast a tensor return the marker itself. Every
-    other use of the values raises UsageError.
+    It exists as long as the gradient, and `zero_grad` removes it. Its shape, dtype and device are true. It supports two
+    operations: its 2-norm, which is exact, and multiplication by a number in place, which the update applies.
+    `torch.nn.utils.clip_grad_norm_` needs nothing else. Methods that move or cast a tensor return the marker itself.
+    Every other use of the values raises UsageError.
     """
 
     gradient: _Gradient | None = None
-    """None for a view, which has a shape alone."""
+    """None for a view, which has only a shape."""
 
     @classmethod
     def of(cls, blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: Stepper) -> "GradientMarker":
-        """A marker that looks like `blank`, for the gradient of a unit's parameter that arrives now."""
+        """A marker with the shape of `blank`, for the gradient of a unit's parameter that arrives now."""
         marker = blank.as_subclass(cls)
         marker.gradient = _Gradient(unit, slot, stepper)
         return marker
@@ -77,7 +78,7 @@ class GradientMarker(torch.Tensor):
         if name in _HARMLESS or (name == "__set__" and not isinstance(args[1], torch.Tensor)):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            # `.data` and views are plain tensors, whose NaN would be read without a word.
+            # `.data` and views would be plain tensors, whose NaN could be read without an error.
             if type(result) is torch.Tensor:
                 result = result.as_subclass(cls)
                 if func == _DATA:
@@ -105,7 +106,7 @@ _NORMS: dict[str, tuple[Any, ...]] = {
     "linalg_norm": (None,),
     "_foreach_norm": (2,),
 }
-"""Function -> what it may be given as its order, the default first, to return the 2-norm of all elements."""
+"""Function -> the orders that it may be given to return the 2-norm of all elements, the default first."""
 _QUOTIENTS = frozenset({"div_", "_foreach_div_"})
 _PRODUCTS = frozenset({"mul_", "_foreach_mul_"}) | _QUOTIENTS
 
@@ -118,7 +119,7 @@ def _is_whole_norm(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bo
 
 
 def _norms(of: Any, asked_by: str) -> Any:
-    """The norm of a marker, or of each tensor in a list, in float64: it is known to that precision."""
+    """The norm of a marker, or of each tensor in a list, in float64, because it is known with that precision."""
     if not isinstance(of, GradientMarker):
         return [_norms(each, asked_by) if isinstance(each, GradientMarker) else each.norm() for each in of]
     if of.gradient is None:
@@ -167,7 +168,7 @@ _ADVICE = (
         "It cannot be copied or saved: call optimizer.step() or zero_grad() first.",
     ),
 )
-"""Parts of functions' names, and what to do instead."""
+"""Parts of function names, and what to do instead."""
 _OTHERWISE = (
     "torch.nn.utils.clip_grad_norm_ works: its 2-norm can be asked for, and it can be multiplied by a number in place. "
     "To read or change a gradient in another way, use param.register_hook(...) before backward. Only the optimizer "

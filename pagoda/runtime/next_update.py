@@ -1,4 +1,4 @@
-"""What the next update of a unit is, by the hyperparameters as they are now; what may not change before it."""
+"""Prepares the next update of a unit from the current hyperparameters, and checks what may not change before it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from pagoda.optim.rule import ElementwiseRule, Hyper, Rule
 from pagoda.runtime.unit import LiveUnit
 
 Group = Mapping[str, Any]
-"""One of torch's `param_groups`, as it stands when a step is taken."""
+"""One of torch's `param_groups`, as it is when a step is taken."""
 
 GroupOf = Callable[[LiveUnit, int], Group]
-"""The param group of a unit's parameter, by slot."""
+"""Returns the param group of a unit's parameter, given its slot."""
 
 
 class NextHypers:
-    """Hyperparameters as they are now. Each group is read once, and what parameters share is made once."""
+    """The current hyperparameters. Each group is read once, and values that parameters share are computed once."""
 
     def __init__(self, group_of: GroupOf, rule: Rule) -> None:
         self._group_of = group_of
@@ -36,8 +36,8 @@ class NextHypers:
         return self._rules[id(group)]
 
     def of(self, unit: LiveUnit, scale: Callable[[int], float]) -> dict[int, Hyper]:
-        """slot -> hyperparameters of a unit's next update, for slots with a gradient; `scale` says what the gradient
-        of a slot is multiplied by."""
+        """slot -> hyperparameters of a unit's next update, for slots with a gradient. `scale` returns the factor for a
+        slot's gradient."""
         hypers: dict[int, Hyper] = {}
         for slot in range(unit.trainable):
             if unit.params[slot].grad is None:
@@ -52,24 +52,24 @@ class NextHypers:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Adjoining elements [start, stop) of a unit that are updated alike. Where rounding is random, they are of one
+    """Adjoining elements [start, stop) of a unit with the same update. With random rounding, a segment is part of one
     parameter."""
 
     start: int
     stop: int
     hyper: Hyper
     noise: Key | None = None
-    """What states are rounded with, where that is random."""
+    """Key of the random rounding of states, if rounding is random."""
     origin: int = 0
-    """Where its parameter starts, for `noise`."""
+    """First element of its parameter, for `noise`."""
 
     def within(self, start: int, stop: int) -> Self:
-        """What of it lies in [start, stop)."""
+        """The part of the segment in [start, stop)."""
         return replace(self, start=max(start, self.start), stop=min(stop, self.stop))
 
     @property
     def arguments(self) -> tuple[float, ...]:
-        """What the kernel of an element-wise rule takes besides addresses and a number of elements."""
+        """Arguments of the kernel of an element-wise rule, without addresses and the number of elements."""
         assert isinstance(self.hyper.rule, ElementwiseRule)
         scalars = _scalars(self.hyper.rule, self.hyper.step, self.hyper.grad_scale)
         return scalars if self.noise is None else (self.start - self.origin, *self.noise, *scalars)
@@ -77,12 +77,13 @@ class Segment:
 
 @lru_cache(maxsize=256)
 def _scalars(rule: ElementwiseRule, step: int, grad_scale: float) -> tuple[float, ...]:
-    """A rule's scalars, which most parameters of a step have in common."""
+    """A rule's scalars. Most parameters of a step share them."""
     return rule.scalars(step, grad_scale)
 
 
 def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper]) -> tuple[Segment, ...]:
-    """What an update with these hyperparameters, by slot, changes; adjoining slots are one segment where possible."""
+    """The segments that an update with these hyperparameters (by slot) changes. Adjoining slots form one segment where
+    possible."""
     segments: list[Segment] = []
     for slot, hyper in hypers.items():
         placed, rule, last = unit.spec.slots[slot], hyper.rule, segments[-1] if segments else None
@@ -96,7 +97,7 @@ def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper]) -> tuple[Segment, .
 
 
 def check_frozen(units: Iterable[LiveUnit]) -> None:
-    """A parameter for which `wrap` placed no optimizer state cannot be trained later."""
+    """Raises UsageError if a parameter without optimizer state, frozen when `wrap` was called, is to be trained."""
     for unit in units:
         for slot in range(unit.trainable, len(unit.params)):
             if unit.params[slot].requires_grad:
@@ -107,7 +108,7 @@ def check_frozen(units: Iterable[LiveUnit]) -> None:
 
 
 def check_is_ours(unit: LiveUnit, slot: int) -> None:
-    """Raises UsageError where somebody else has set a parameter's gradient: nothing reads that."""
+    """Raises UsageError if someone else has set a parameter's gradient, which nothing would read."""
     grad = unit.params[slot].grad
     if grad is not None and grad is not unit.markers[slot]:
         raise UsageError(

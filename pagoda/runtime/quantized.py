@@ -1,7 +1,7 @@
-"""Quantized parameters: frozen ones that are not plain floating-point tensors lie in pages as their bytes.
+"""Quantized parameters: frozen parameters that are not plain floating-point tensors. Pages hold their bytes.
 
-bitsandbytes packs two weights of 4 bits into each uint8. torchao has tensor classes around integers and their scales.
-Between uses their bytes are elements of the weights' dtype, which nothing computes with, so every bit is kept.
+bitsandbytes packs two weights of 4 bits into each uint8. torchao has tensor classes around integers and scales. Between
+uses, the bytes are stored as elements of the weights' dtype. Nothing computes with them, so every bit is kept.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ import torch
 from pagoda.distributed.tensors import as_dtensor
 
 _ALIGN_BYTES = 256
-"""Each tensor inside a parameter begins on a multiple of this, as parameters do in their unit."""
+"""Each tensor inside a parameter begins at a multiple of this many bytes, as parameters do in their unit."""
 _KEPT = "Params4bit"
-"""bitsandbytes' class of packed weights, which its own autograd function keeps in its context, past all hooks."""
+"""bitsandbytes' class of packed weights. Its autograd function keeps them in its context, where no hook sees them."""
 
 
 def is_quantized(param: torch.Tensor) -> bool:
-    """Whether a parameter lies in pages as its bytes."""
+    """Whether pages hold a parameter as bytes."""
     if param.requires_grad or param.numel() == 0 or as_dtensor(param) is not None:
         return False
     return not param.is_floating_point() or hasattr(type(param), "__tensor_flatten__")
@@ -28,14 +28,14 @@ def is_quantized(param: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Inner:
-    """A plain tensor that has some of the values."""
+    """A plain tensor with some of the values."""
 
     name: str
-    """The attribute that holds it; "" for the parameter itself."""
+    """The attribute that holds it, or "" for the parameter itself."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Bytes before it."""
+    """Its first byte."""
 
     @property
     def nbytes(self) -> int:
@@ -44,19 +44,19 @@ class _Inner:
 
 @dataclass(frozen=True)
 class QuantizedForm:
-    """How a quantized parameter is shown from its bytes, and the other way round."""
+    """How a quantized parameter is made from its bytes, and back."""
 
     inner: tuple[_Inner, ...]
     weight: torch.dtype
-    """What the bytes are elements of."""
+    """The dtype as which the bytes are stored."""
     kind: type
     """Class of the parameter."""
     rebuild: Any
-    """(context, shape, stride) of a tensor class around others; None for a plain tensor."""
+    """(context, shape, stride) of a tensor class around other tensors. None for a plain tensor."""
 
     @classmethod
     def of(cls, param: torch.Tensor, weight: torch.dtype) -> "QuantizedForm | None":
-        """That of a parameter, among weights of dtype `weight`; None for one that is not quantized."""
+        """The form of a parameter among weights of dtype `weight`, or None if it is not quantized."""
         if not is_quantized(param):
             return None
         rebuild = None
@@ -75,11 +75,11 @@ class QuantizedForm:
 
     @property
     def elements(self) -> int:
-        """Elements of the weights' dtype that the bytes take."""
+        """Number of elements of the weights' dtype that the bytes take."""
         return -(-(self.inner[-1].offset + self.inner[-1].nbytes) // self.weight.itemsize)
 
     def around(self, part: torch.Tensor) -> Any:
-        """A tensor as the parameter is, over the bytes of `part`, shape [elements]."""
+        """A tensor of the parameter's class over the bytes of `part`, shape [elements]."""
         shown = self._views(part)
         if self.rebuild is None:
             return shown[""]
@@ -87,7 +87,7 @@ class QuantizedForm:
         return unflatten.__tensor_unflatten__(shown, *self.rebuild)
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor as the parameter is, shape [elements]."""
+        """The bytes of a tensor of the parameter's class, shape [elements]."""
         part = torch.zeros(self.elements, dtype=self.weight)
         for name, view in self._views(part).items():
             view.copy_(getattr(tensor, name) if name else tensor)
@@ -95,16 +95,16 @@ class QuantizedForm:
 
     @property
     def is_kept(self) -> bool:
-        """Whether graphs keep the parameter itself, which is hidden by the time when backward reads it."""
+        """Whether graphs keep the parameter itself, although it is hidden when backward reads it."""
         return self.rebuild is None and self.kind.__name__ == _KEPT
 
     def held(self, param: Any) -> torch.Tensor:
-        """A tensor in whose memory some of what a parameter shows lies."""
+        """A tensor in whose memory some of the shown bytes lie."""
         found: torch.Tensor = getattr(param, self.inner[0].name) if self.inner[0].name else param
         return found
 
     def show(self, param: Any, part: torch.Tensor) -> None:
-        """Let a parameter show the bytes of `part`."""
+        """Make a parameter show the bytes of `part`."""
         for name, view in self._views(part).items():
             if name:
                 setattr(param, name, view)
@@ -112,7 +112,8 @@ class QuantizedForm:
                 param.data = view
 
     def _views(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in the storage of `part`; where that is a placeholder, expanded, all show its one element."""
+        """The tensors in the storage of `part`. If that is an expanded placeholder, all of them show its one
+        element."""
         expanded = part.stride() == (0,)
         found = {}
         for each in self.inner:
@@ -128,8 +129,8 @@ class QuantizedForm:
 def kept_class(kind: type) -> type:
     """The class of a parameter that graphs keep, while it is shown.
 
-    bitsandbytes keeps `weight.view(-1, 1)`. That is the shape which it has, so it gets the parameter, and keeps no
-    lease.
+    bitsandbytes keeps `weight.view(-1, 1)`. The parameter already has that shape, so the view returns the parameter
+    itself, and the graph keeps no lease.
     """
 
     def view(self: torch.Tensor, *shape: Any) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""What a module's forward reads: its own parameters, and those below it that it takes without calling their holder.
+"""Finds what a module's forward reads: its own parameters, and parameters of submodules that it reads without calling
+them.
 
 torch's attention passes `self.out_proj.weight` on, Mamba's mixer the weights of its convolution, and models that tie by
-hand say `linear(x, self.embedding.weight)`. Only their source shows that beforehand.
+hand call `linear(x, self.embedding.weight)`. Only their source shows this in advance.
 """
 
 import ast
@@ -16,17 +17,17 @@ from torch import nn
 _NO_VALUE = frozenset(
     {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda", "layout", "element_size"}
 )
-"""Attributes of a tensor that placeholders have, too."""
+"""Attributes of a tensor that placeholders have too."""
 
 
 def has_forward(module: nn.Module) -> bool:
-    """False for what only holds others' parameters or modules, such as torch's lists."""
+    """False for modules that only hold parameters or modules, such as torch's lists."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that a module's forward reads, by name: its own, those of children that have no forward, and those
-    that its source names. One may come twice."""
+    """Parameters that a module's forward reads, with names: its own, those of children without a forward, and those
+    that its source names. A parameter may come twice."""
     for short, param in module.named_parameters(recurse=False):
         yield _join(name, short), param
     for short, child in module.named_children():
@@ -40,8 +41,8 @@ def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.
 
 
 def methods_reading_params(module: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Public methods of a module's class, other than torch's and `forward`, that read parameters of its own or below
-    it, and write to none: name -> those that they read."""
+    """Public methods of a module's class, other than torch's and `forward`, that read parameters of the module or its
+    children and write none. Returns name -> parameters."""
     kind: type = type(module)
     found: dict[str, list[nn.Parameter]] = {}
     for method in _public_methods(kind):
@@ -55,7 +56,8 @@ def methods_reading_params(module: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 @cache
 def _public_methods(kind: type) -> tuple[str, ...]:
-    """Those of classes that have a forward: not of mixins, such as the hundreds that come with transformers' models."""
+    """Public methods of classes with a forward. Mixins, such as those of transformers models with hundreds of methods,
+    are left out."""
     bases = [base for base in kind.__mro__ if getattr(base, "forward", nn.Module.forward) is not nn.Module.forward]
     methods = {name: method for base in reversed(bases) for name, method in vars(base).items()}
     return tuple(
@@ -80,8 +82,9 @@ def _param_at(module: nn.Module, path: str) -> nn.Parameter | None:
 
 @cache
 def _paths_read_by(kind: type, method: str) -> tuple[str, ...]:
-    """Paths, below a module of this class, of which a method or what that calls on `self` takes the value:
-    ("out_proj.weight",). Where it is written to, there is one more that ends in "_": ("weight.fill_",)."""
+    """Paths below a module of this class whose value a method reads, itself or through calls on `self`, such as
+    ("out_proj.weight",). A path that is written to appears once more with a call that ends in "_", such as
+    "weight.fill_"."""
     found: dict[str, None] = {}
     methods = [method]
     for method in methods:  # which grows
@@ -112,7 +115,7 @@ def _function(kind: type, method: str) -> ast.FunctionDef | None:
 
 
 def _path_from(node: Any, name: str) -> str | None:
-    """The path of `name.a.b` as "a.b"; None for anything else than reading one."""
+    """The path of `name.a.b` as "a.b". None for any other expression."""
     attributes = []
     while isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
         attributes.append(node.attr)
@@ -121,7 +124,7 @@ def _path_from(node: Any, name: str) -> str | None:
 
 
 def _takes_value(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether more is taken of a tensor than what it is like, and whether it is there."""
+    """Whether an expression uses a tensor's value, and not only its shape, dtype, device or presence."""
     around = parents[node]
     if isinstance(around, ast.Attribute):
         return around.attr not in _NO_VALUE
@@ -133,7 +136,7 @@ def _takes_value(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def _writes(path: str, node: ast.AST, around: ast.AST) -> Iterator[str]:
-    """A path that ends in "_", where a tensor is assigned to in part, or given to a function of such a name."""
+    """A path that ends in "_" if the tensor is assigned to in part, or passed to a function whose name ends in "_"."""
     if isinstance(around, ast.Attribute | ast.Subscript) and isinstance(around.ctx, ast.Store):
         yield f"{path}._"
     if isinstance(around, ast.Call) and node in around.args:

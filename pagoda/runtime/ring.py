@@ -1,4 +1,4 @@
-"""The ring: buffers of equal size through which bytes stream, each lent to one transfer at a time."""
+"""The ring: buffers of equal size through which bytes stream. Each buffer serves one transfer at a time."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,20 +11,20 @@ Slot = TypeVar("Slot")
 class Ring(Generic[Slot]):
     """Slots that any thread may take, and any thread gives back.
 
-    The holder of a slot must be able to go on without another one, else two such holders could wait for each other.
+    The holder of a slot must be able to continue without another slot. Otherwise two holders could wait for each other.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self._free: SimpleQueue[Slot] = SimpleQueue()
         self.take = self._free.get
-        """A free slot, once there is one."""
+        """Wait for a free slot and take it."""
         self.give_back = self._free.put
-        """Nothing reads or writes a slot any more."""
+        """Give back a slot that nothing reads or writes any more."""
         for slot in slots:
             self.give_back(slot)
 
     def take_if_free(self) -> Slot | None:
-        """A free slot, if there is one now."""
+        """Take a free slot, or return None if there is none now."""
         try:
             return self._free.get_nowait()
         except Empty:
@@ -32,7 +32,7 @@ class Ring(Generic[Slot]):
 
     @contextmanager
     def one(self) -> Iterator[Slot]:
-        """A slot for a while."""
+        """Take a slot, and give it back at the end of the context."""
         slot = self.take()
         try:
             yield slot

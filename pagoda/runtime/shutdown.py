@@ -1,4 +1,4 @@
-"""Shutdown: the end of an engine's threads, whether it was closed or nobody holds it any more."""
+"""Shutdown: ends an engine's threads after it was closed or dropped."""
 
 import logging
 import threading
@@ -18,12 +18,13 @@ from pagoda.runtime.updates import Feeder
 _log = logging.getLogger("pagoda")
 
 _CLOSE_S = 600.0
-"""How long the garbage collector waits for an engine's threads at most: they could wait for what its caller holds."""
+"""Longest time that the garbage collector waits for an engine's threads. They could be waiting for a lock that its
+caller holds."""
 
 
 @dataclass(frozen=True)
 class Threads:
-    """All threads of an engine. None of them, nor what they work on, keeps the engine alive."""
+    """All threads of an engine. Neither they nor the objects that they use keep the engine alive."""
 
     lanes: Mapping[str, Lane]
     feeders: Sequence[Feeder]
@@ -31,7 +32,7 @@ class Threads:
     rank_group: RankGroup | None
 
     def end(self, stack: ExitStack) -> None:
-        """Have `stack` end all of them: finish what they have been given, and join them."""
+        """Register calls with `stack` that finish the work of all threads and join them."""
         for lane in self.lanes.values():
             stack.callback(lane.clear)
         for name in (
@@ -51,21 +52,23 @@ class Threads:
 
 
 def give_back(executor: Executor, store: Store) -> None:
-    """Memory and SSD space. Weights that someone still holds keep the device's memory: tensors there do not."""
+    """Release memory and SSD space. If someone still holds weights, the device's memory stays, because tensors there do
+    not keep it alive."""
     held = executor.close()
     store.close(device=not held)
 
 
 def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) -> None:
-    """End the threads of an engine that was dropped without `close`, and give its memory and SSD space back.
+    """End the threads of an engine that was dropped without `close`, and release its memory and SSD space.
 
-    Updates that have not begun are not carried out. `since` is `forks()` in its process: in others nothing is done.
+    Updates that have not begun are not carried out. `since` is `forks()` in the engine's process. In other processes,
+    this does nothing.
     """
     if since != forks():
         return
     closer = threading.Thread(target=_end, args=(threads, executor, store), name=f"{THREAD_NAMES}closer", daemon=True)
     closer.start()
-    # Ranks end when all of them drop theirs. A thread of an engine must not wait for itself.
+    # Ranks end when all of them have dropped their engines. A thread of an engine must not wait for itself.
     if threads.rank_group is None and not threading.current_thread().name.startswith(THREAD_NAMES):
         closer.join(_CLOSE_S)
 

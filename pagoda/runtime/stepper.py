@@ -30,15 +30,16 @@ _TOO_LATE = (
 
 
 class Norms(NamedTuple):
-    """2-norms of a step's gradients before clipping; None where there were none."""
+    """2-norms of a step's gradients before clipping. None if there are no gradients."""
 
     total: float | None
     by_group: tuple[float | None, ...]
-    """One for each param group."""
+    """The norm of each param group."""
 
 
 class Stepper:
-    """The gradients of one step, their norm, and the updates they lead to. Only the compute thread calls it."""
+    """The gradients of one step, their norm, and the updates that follow from them. Only the compute thread calls
+    it."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Stepper:
         rank_group: RankGroup | None,
         stages: Stages | None,
     ) -> None:
-        """`stalled` accounts for what was waited for."""
+        """`stalled` counts waiting time."""
         self._units = units
         self._options = options
         self._clip_grad_norm = clip_grad_norm
@@ -68,26 +69,26 @@ class Stepper:
         self._rank_group = rank_group
         self._stages = stages
         self._arrivals = gradients if rank_group is None else rank_group.arrivals
-        """Where gradients go from autograd."""
+        """Receives gradients from autograd."""
         if rank_group is not None:
             rank_group.when_flushed(self._request_buffer)
         self.group_of: Callable[[LiveUnit, int], Group]
-        """The param group of a parameter; set by the optimizer, as is `groups`."""
+        """Returns the param group of a parameter. The optimizer sets this and `groups`."""
         self.groups: Callable[[], Sequence[Group]]
-        """All of them, in order."""
+        """All param groups, in order."""
         self.queued = 0
-        """Updates queued so far, each of one unit."""
+        """Number of updates queued so far. Each is of one unit."""
         self._early: list[UnitGradient] = []
-        """Gradients whose unit is to be updated during backward, and whose update had not begun when last looked at."""
+        """Gradients of units that will be updated during backward, whose update had not begun at the last look."""
         self._early_hypers: NextHypers | None = None
-        """Hyperparameters as they were when an update before this `step()` was first prepared."""
+        """The hyperparameters at the time when the first update before this `step()` was prepared."""
         self._norm_terms: dict[int, UnitGradient] = {}
         """unit -> the gradient of this step whose update has been asked for."""
         self._factors: dict[tuple[int, int], float] = {}
-        """(unit, slot) -> what a gradient of this step is multiplied by on its way into the update, where clipping or
-        the user has asked for that, be it by 1."""
+        """(unit, slot) -> the factor for a gradient of this step on its way into the update. Present if clipping or the
+        user set one, even if it is 1."""
         self._of_ranks: dict[int, list[float]] | None = None
-        """Square sums of this step's gradients, by unit and slot, once they were asked for on several ranks."""
+        """Sums of squares of this step's gradients, by unit and slot, once several ranks have asked for them."""
 
     def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
         """Autograd has finished one parameter's gradient."""
@@ -133,13 +134,13 @@ class Stepper:
         self._note_begun()
 
     def _offload(self, record: UnitGradient, last: bool) -> None:
-        """Copy what autograd has made of a unit's gradient to its buffer, and wait while too much is on its way."""
+        """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
         nbytes = self._gradients.gather(record)
         self._request_buffer(record, last)
         self._gradients.hold_back(record, nbytes)
 
     def _offload_all(self) -> None:
-        """Copy every gradient that autograd has made to its buffer."""
+        """Copy all gradients from autograd to their buffers."""
         if self._rank_group is not None:
             self._rank_group.flush()
         for record in self._gradients.records():
@@ -147,18 +148,19 @@ class Stepper:
                 self._offload(record, last=False)
 
     def _request_buffer(self, record: UnitGradient, last: bool) -> None:
-        """Tell the scheduler of a gradient, and wait until it has a buffer. `last`: no other comes before `step()`."""
+        """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
+        comes before `step()`."""
         self._accesses.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
         lane = "update" if self._options.update_during_backward else "ssd_write"
         self._accesses.wait(lambda: not self._scheduler.gradients.held_back, lane, lambda: self._refuse(record))
 
     def _refuse(self, record: UnitGradient) -> None:
-        """There is no buffer for a gradient."""
+        """Raise the error for a gradient without a buffer."""
         error, self._executor.spill_failure = self._executor.spill_failure, None
         raise error or BudgetError(self._gradients.exhausted(record.unit), tier=HOST)
 
     def _prepare_early(self, record: UnitGradient) -> None:
-        """Set what the update of a unit before `step()` uses: right if `step()` clips nothing and no hyperparameter
+        """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
         changes until then."""
         if self._early_hypers is None:
             self._early_hypers = NextHypers(self.group_of, self._rule)
@@ -168,7 +170,7 @@ class Stepper:
             self._early.append(record)
 
     def _note_begun(self) -> None:
-        """Note which updates during backward have begun, and will not be undone."""
+        """Record which updates during backward have begun and will not be undone."""
         waiting = []
         for record in self._early:
             if self._scheduler.updates.began_early(record.unit.index):
@@ -180,7 +182,7 @@ class Stepper:
         self._early = waiting
 
     def updates_have_begun(self) -> bool:
-        """Whether some unit has had, or is about to have, its update of this step during backward."""
+        """Whether some unit has begun its update of this step during backward."""
         self._accesses.end_read()
         self._executor.poll()
         self._note_begun()
@@ -207,7 +209,7 @@ class Stepper:
         self._early_hypers = None
 
     def drop_step(self) -> None:
-        """Forget the step that has begun, whose updates have failed: no `step()` will end it."""
+        """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
         self._early.clear()
         for unit in self._units:
             unit.updated = False
@@ -217,10 +219,10 @@ class Stepper:
         self._clear_step()
 
     def norms(self, asked_by: str) -> Norms:
-        """2-norms of this step's gradients; waits until all have arrived in their extents, on every rank.
+        """2-norms of this step's gradients. Waits until all have arrived in their extents, on every rank.
 
-        Every rank asks at the same point of its program, which `asked_by` names in errors. Raises
-        NonFiniteGradientError when a gradient is NaN or infinite.
+        Every rank must ask at the same point of its program, which `asked_by` names in errors. Raises
+        NonFiniteGradientError if a gradient is NaN or infinite.
         """
         self._offload_all()
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
@@ -246,7 +248,7 @@ class Stepper:
         return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
 
     def clip(self, limit: float) -> float:
-        """Clip this step's gradients; returns their norm before."""
+        """Clip this step's gradients. Returns their norm before clipping."""
         if not limit >= 0:
             raise UsageError(f"optimizer.clip_grad_norm_ was called with max_norm={limit}: it must be 0 or more.")
         if self._options.update_during_backward:
@@ -260,9 +262,10 @@ class Stepper:
         return 0.0 if total is None else self._limit(total, limit)
 
     def gradient_norm(self, unit: LiveUnit, slot: int) -> float:
-        """2-norm of the gradient that `param.grad` shows, on all ranks; waits until it is in its extent.
+        """2-norm, over all ranks, of the gradient that `param.grad` shows. Waits until it is in its extent.
 
-        On several ranks each of them asks for one at the same point of its program; the other norms are known then.
+        With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
+        of all parameters.
         """
         record = self._gradients.get(unit) or self._norm_terms.get(unit.index)
         if record is None:
@@ -276,7 +279,7 @@ class Stepper:
         return abs(self._factor(unit, slot)) * math.sqrt(square_sum) / self.scaler.scale
 
     def _on_all_ranks(self, rank_group: RankGroup) -> dict[int, list[float]]:
-        """Square sums of this step's gradients, by unit and slot, over all ranks."""
+        """Sums of squares of this step's gradients over all ranks, by unit and slot."""
         if self._of_ranks is None:
             self._offload_all()
             self._settle([*self._norm_terms.values(), *self._gradients.records()])
@@ -284,20 +287,21 @@ class Stepper:
         return self._of_ranks
 
     def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
-        """Multiply one parameter's gradient, on several ranks by the same number on each."""
+        """Multiply one parameter's gradient by a factor, which must be the same on every rank."""
         if not self._options.update_during_backward:
             self._factors[unit.index, slot] = self._factor(unit, slot) * factor
         elif factor != 1.0:
             raise UsageError(_TOO_LATE.format("Clipping, or multiplying param.grad,"))
 
     def _limit(self, total: float, limit: float) -> float:
-        """Clip gradients, of norm `total` without factors, to `limit`; returns their norm before, with factors."""
+        """Clip gradients to norm `limit`. `total` is their norm without factors. Returns their norm with factors,
+        before clipping."""
         shown = self._shown()
         factors = [self._factor(record.unit, slot) for record, slot in shown]
         largest = max(map(abs, factors), default=1.0)
         if largest == 0:
             return 0.0
-        # Relative to the largest, so that gradients with one and the same factor are clipped as those without any.
+        # Relative to the largest factor, so that gradients with equal factors are clipped as if there were none.
         relative = [factor / largest for factor in factors]
         norm = total
         if any(abs(each) != 1.0 for each in relative):
@@ -318,9 +322,9 @@ class Stepper:
         return [(record, slot) for record in self._gradients.records() for slot in self._used(record)]
 
     def step(self) -> Norms | None:
-        """Queue every update whose gradients have arrived; they run ahead of the next forward.
+        """Queue the update of every unit whose gradients have arrived. Updates run ahead of the next forward.
 
-        Returns the norms of the gradients, or None when a scaled one was not finite, and the step is skipped.
+        Returns the norms of the gradients, or None if a scaled gradient was not finite and the step is skipped.
         """
         self.updates_have_begun()
         hypers = NextHypers(self.group_of, self._rule)
@@ -353,7 +357,7 @@ class Stepper:
         return norms
 
     def _check_settings_kept(self, hypers: NextHypers) -> None:
-        """Hyperparameters must be what the updates during backward used."""
+        """Raises UsageError if hyperparameters differ from those that updates during backward have used."""
         for record in self._norm_terms.values():
             if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
                 raise UsageError(
@@ -363,7 +367,7 @@ class Stepper:
                 )
 
     def _queue_updates(self, hypers: NextHypers, clipped: bool) -> None:
-        """Ask for the update of every unit with a gradient, with the hyperparameters as they are now."""
+        """Ask for the update of every unit with a gradient, with the current hyperparameters."""
         changed = []
         for record in self._gradients.records():
             unit = record.unit
@@ -381,7 +385,7 @@ class Stepper:
         return self._factors.get((unit.index, slot), 1.0)
 
     def _scale_of(self, unit: LiveUnit, slot: int) -> float:
-        """What the gradient of a parameter is multiplied by."""
+        """The factor for a parameter's gradient."""
         return self._factor(unit, slot) / self.scaler.scale
 
     def _settle(self, records: Iterable[UnitGradient]) -> None:
@@ -393,7 +397,7 @@ class Stepper:
     def _square_sums(
         self, records: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
     ) -> list[list[float]]:
-        """Square sums of the gradients that this step uses and a norm counts, by param group."""
+        """By param group, the sums of squares of the gradients that this step uses and a norm counts."""
         by_group: dict[int, list[float]] = {id(group): [] for group in self.groups()}
         for record in records:
             for slot in self._used(record):
@@ -410,7 +414,7 @@ class Stepper:
         return [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
 
     def _norm(self, square_sums: list[float]) -> float | None:
-        """The norm of gradients with these square sums, without the scale of the loss, which is a power of two."""
+        """The norm for these sums of squares, without the scale of the loss, which is a power of two."""
         return math.sqrt(math.fsum(square_sums)) / self.scaler.scale if square_sums else None
 
     def _clear_step(self) -> None:
@@ -427,7 +431,7 @@ class Stepper:
             unit.updated = False
 
     def _abandon(self) -> None:
-        """Leave a step whose gradients are not finite: nothing of it may be applied or wait to be."""
+        """Drop a step whose gradients are not finite. None of it may be applied or stay queued."""
         for unit in self._units:
             for param in unit.params:
                 param.grad = None
@@ -440,7 +444,7 @@ class Stepper:
         self._clear_step()
 
     def _ask_for(self, record: UnitGradient) -> None:
-        """A unit's update is asked for, or has begun, with the hyperparameters of its record."""
+        """A unit's update was asked for, or has begun, with the hyperparameters of its record."""
         unit = record.unit
         self._norm_terms[unit.index] = record
         record.used = list(record.hypers)

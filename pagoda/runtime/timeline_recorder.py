@@ -1,4 +1,4 @@
-"""Records what lanes and compute do during one step, as a timeline like those that the simulator makes."""
+"""Records the work of lanes and compute during one step, as a timeline like a simulated one."""
 
 import time
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 
 
 class TimelineRecorder:
-    """Records from its creation until `timeline` is asked for.
+    """Records from its creation until `timeline` is called.
 
-    Lanes call `add` from their threads. The other methods are for the thread that runs the model:
-    compute is at work on the latest access, but for the time that it waits.
+    Lanes call `add` from their threads. The compute thread calls the other methods. Compute counts as working on the
+    latest access, except while it waits.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,12 @@ class TimelineRecorder:
         self._access_from = 0.0
 
     def add(self, lane: str, name: str, start: float, end: float, nbytes: int) -> None:
-        """Work that has ended; times are of `time.perf_counter`."""
+        """Record work that has ended. Times are those of `time.perf_counter`."""
         self._spans.append(Span(lane, name, start - self._start, end - self._start, nbytes))
 
     def access(self, name: str | None) -> None:
-        """Compute turns to `name`; it stays one span while that is what it was at already. None: to nothing."""
+        """Compute starts to work on `name`, or on nothing if it is None. Repeated calls with the same name extend one
+        span."""
         if name != self._access:
             self._cut(time.perf_counter())
             self._access = name
@@ -37,17 +38,17 @@ class TimelineRecorder:
         self._access_from = now
 
     def leased(self, nbytes: int) -> None:
-        """Leases take so many bytes from now on."""
+        """From now on, leases take `nbytes` bytes."""
         if not self._held or self._held[-1][1] != nbytes:
             self._held.append((time.perf_counter() - self._start, nbytes))
 
     def timeline(
         self, stall_s: Mapping[str, float], peak_bytes: Mapping[str, int], lease_tier: str | None, lease_bytes: int
     ) -> Timeline:
-        """The step, which ends now.
+        """The timeline of the step, which ends now.
 
-        Of each tier's `peak_bytes`, `lease_bytes` of `lease_tier` are the most that leases take; all else is taken
-        for good.
+        `peak_bytes` has the bytes of each tier, of which leases take at most `lease_bytes` of `lease_tier`. All others
+        are taken during the whole step.
         """
         self.access(None)
         held_bytes: dict[str, tuple[tuple[float, int], ...]] = {}

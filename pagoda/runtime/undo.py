@@ -1,4 +1,4 @@
-"""What a unit's states were before an update that may have to be undone."""
+"""The old states of a unit, kept for an update that may have to be undone."""
 
 import ctypes
 from collections.abc import Mapping
@@ -10,10 +10,11 @@ from pagoda.runtime.store import Store
 
 
 class Undo:
-    """Keeps the old states of one unit beside the new ones, until `close` or `revert`, once the update has ended.
+    """Keeps the old states of one unit next to the new ones until the update has ended and `close` or `revert` is
+    called.
 
-    States on SSD keep their pages, while the update writes to others. What is in RAM is copied, block by block, just
-    before it changes. `begin` and `save` are the update's, on its threads.
+    States on SSD keep their old pages, while the update writes to other pages. States in RAM are copied, block by
+    block, just before they change. The update calls `begin` and `save` on its threads.
     """
 
     def __init__(self, store: Store, unit: int) -> None:
@@ -22,12 +23,12 @@ class Undo:
         self.over = Handle()
         """Ends when the unit has its old states back, or when they are given up."""
         self._frozen: PageSnapshot | None = None
-        """The pages of states on SSD as they were."""
+        """The old pages of states on SSD."""
         self._saved: list[tuple[str, range]] = []
-        """State, and which elements of its extent have been copied."""
+        """Each copied part: the state, and the elements of its extent."""
 
     def begin(self) -> None:
-        """The update is about to begin: nothing of the unit is being stored."""
+        """The update is about to begin. No state of the unit is being stored."""
         runs = [self._store.run(self._unit, state.name) for state in self._store.plan.layout.states]
         if self._store.ssd is not None and any(runs):
             self._frozen = self._store.ssd.snapshot(awaited=False)
@@ -42,20 +43,20 @@ class Undo:
                 self._saved.append((state, elements))
 
     def close(self, _: BaseException | None) -> None:
-        """The update stands: give the old pages up."""
+        """Keep the update and give up the old states."""
         if self._frozen is not None:
             self._frozen.close()
         self.over.finish()
 
     def revert(self) -> None:
-        """Have the old states back."""
+        """Restore the old states."""
         if self._frozen is not None:
             self._frozen.restore()
         for state, elements in self._saved:
             self._copy(before(state), state, elements)
 
     def _copy(self, source: str, target: str, elements: range) -> None:
-        """One plain memcpy, without the GIL."""
+        """One memcpy, without the GIL."""
         read, write = self._store.tensor(self._unit, source), self._store.tensor(self._unit, target)
         assert read is not None
         assert write is not None
