@@ -156,6 +156,7 @@ class ModelHooks:
                 if not accumulate:
                     unit.markers[slot] = self._marker(unit, slot)
                 param.grad = unit.markers[slot]
+                grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
             self._engine.stepper.on_gradient(unit, slot, unit.part_of(slot, grad), accumulate)
 
         # The hook is on the accumulating node. Hooks on the tensor would also run for torch.autograd.grad, which does

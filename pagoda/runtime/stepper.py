@@ -101,8 +101,6 @@ class Stepper:
                 f"the {announced} announced by wrap(accumulation_steps=...) ran before optimizer.step(), or a "
                 "reentrant checkpoint delivers gradients in parts (use use_reentrant=False)."
             )
-        if grad.layout is not torch.strided:
-            raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
         if self.scaler.active and not self.scaler.used and self._stages is None:  # only the last stage has the loss
             raise _not_scaled(repr(unit.name(slot)))
         if accumulate and (unit.index, slot) in self._factors:

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import nn
 
+import pagoda
+from pagoda.config.memory import Memory
 from pagoda.config.training import Precision
 from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
 from pagoda.runtime import gradients
@@ -188,3 +191,39 @@ def test_a_write_to_ssd_that_failed_once_is_done_again_when_the_buffer_is_needed
         for unit in part.units:
             part.arrive(unit)
         assert_sees(part, seed=0)
+
+
+class Table(nn.Module):
+    """An embedding whose gradient is sparse, or not, and a layer."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 128, sparse=sparse)
+        self.layer = nn.Linear(128, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(tokens))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_sparse_gradient_trains_as_the_same_gradient_made_dense(precision: Precision, tmp_path: Path) -> None:
+    """With repeated tokens, two micro-batches a step, and a norm that clips."""
+
+    def losses(sparse: bool, memory: Memory) -> list[float]:
+        torch.manual_seed(0)
+        model, optimizer = pagoda.wrap(
+            Table(sparse), pagoda.AdamW(lr=0.1), memory=memory, precision=precision, clip_grad_norm=0.1
+        )
+        found = []
+        for tokens in torch.randint(0, 64, (6, 4, 8), generator=torch.Generator().manual_seed(1)):
+            loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+            loss.backward()
+            found.append(loss.item())
+            if len(found) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.close()
+        return found
+
+    in_ram = Memory(host="64MiB")
+    assert losses(True, in_ram) == losses(False, in_ram) == losses(True, Memory(host="1MiB", ssd=tmp_path))
