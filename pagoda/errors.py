@@ -1,4 +1,4 @@
-"""What Pagoda refuses, and why. Each message says what was asked, what there is, and what to change."""
+"""The errors that Pagoda raises on purpose. A message says what was asked, what there is, and what to change."""
 
 import difflib
 from collections.abc import Collection
@@ -7,17 +7,18 @@ from typing import Any
 
 
 class PagodaError(Exception):
-    """Base of every error Pagoda raises on purpose; the CLI prints it without a traceback and exits with 2."""
+    """Base of every error that Pagoda raises on purpose. The command line prints it without a traceback and exits with
+    2."""
 
 
 class ConfigError(PagodaError, ValueError):
-    """A setting, path or model name that cannot be used as given."""
+    """A setting, path or model name cannot be used."""
 
 
 class BudgetError(ConfigError):
-    """The training state does not fit the memory it was given.
+    """The training state does not fit the given memory.
 
-    `tier` and `needed_bytes` say which budget is too small and the least it would have to be, where that is known.
+    `tier` and `needed_bytes` name the budget that is too small and its minimum, if known.
     """
 
     def __init__(self, message: str, tier: str | None = None, needed_bytes: int | None = None) -> None:
@@ -31,7 +32,7 @@ class StorageError(PagodaError, OSError):
 
 
 class CorruptPageError(StorageError):
-    """A page on SSD does not have the bytes that were written; names file and offset."""
+    """A page on SSD does not contain the bytes that were written. The message names the file and the offset."""
 
 
 class UsageError(PagodaError, RuntimeError):
@@ -39,11 +40,11 @@ class UsageError(PagodaError, RuntimeError):
 
 
 class NonFiniteGradientError(PagodaError, FloatingPointError):
-    """A gradient is NaN or infinite; names the first such parameter in the order of backward."""
+    """A gradient is NaN or infinite. The message names the first such parameter in the order of backward."""
 
 
 class RankError(PagodaError, RuntimeError):
-    """Other ranks are gone, or do something else than this one; names them and what they do."""
+    """Other ranks have ended, or do something else than this one. The message names them and what they do."""
 
 
 class CheckpointError(PagodaError):
@@ -51,7 +52,7 @@ class CheckpointError(PagodaError):
 
 
 def needed(module: str, refusal: str) -> Any:
-    """A module of another package. Raises ConfigError, with these words, where it is not installed."""
+    """Import a module of another package. Raises ConfigError with the message `refusal` if it is not installed."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -59,7 +60,7 @@ def needed(module: str, refusal: str) -> Any:
 
 
 def unknown_name(name: str, known: Collection[str], refusal: str, offer: str) -> ConfigError:
-    """The refusal of a name that is not among the known ones: says which is closest, if any is close."""
+    """The error for an unknown name. It suggests the closest known name, if one is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ConfigError(f"{refusal}{hint} {offer}")

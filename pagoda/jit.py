@@ -1,4 +1,4 @@
-"""How functions are compiled with Numba: without the GIL, strictly, and cached on disk where that can be written."""
+"""Compiles functions with Numba: without the GIL, with strict arithmetic, and cached on disk if possible."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
@@ -13,11 +13,11 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck":
 
 
 def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that Python calls.
+    """Compile a function that Python calls.
 
-    One that is defined in another is compiled for the values it has from there. They become part of its name, and with
-    it of its cache's: in one file Numba numbers the versions of a function, and of two processes that compile different
-    ones at once, both could take the same number, and a later process load one for the other.
+    A nested function is compiled for the values of its closure. These values become part of its name, and so of the
+    name of its cache. Otherwise two processes that compile different versions at once could give them the same number,
+    and a later process could load one for the other.
     """
     for cell in function.__closure__ or ():
         function.__qualname__ += f"_{cell.cell_contents}"
@@ -29,5 +29,5 @@ def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def part(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that kernels inline, and are cached with."""
+    """Compile a function that kernels inline and are cached with."""
     return cast(Callable[_P, _R], njit(**OPTIONS)(function))

@@ -1,6 +1,6 @@
-"""The process: what a program asks of its own, where the CPU computes, and what a forked one has not.
+"""Settings of this process that help when the CPU computes, and the detection of forks.
 
-What it asks lasts as long as the process: no library may ask.
+The settings last as long as the process. So a library must not change them; only programs do.
 """
 
 import ctypes
@@ -12,18 +12,19 @@ from pagoda.errors import UsageError
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _NEVER = (1 << 31) - 1
-"""The largest threshold that mallopt takes, in bytes."""
+"""The largest threshold that mallopt accepts, in bytes."""
 _SPINS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
-"""For how long OpenMP's threads wait awake: GNU's library counts, LLVM's and Intel's take milliseconds."""
+"""How long OpenMP's waiting threads stay awake. GNU's library counts iterations, LLVM's and Intel's count
+milliseconds."""
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc reuse freed blocks in place of giving them back to the system; returns whether it does from now on.
+    """Make malloc reuse freed blocks instead of returning them to the system. Returns whether that succeeded.
 
-    glibc maps blocks above 32 MiB at most anew for each allocation, and gives back the top of its heap. A step of
-    training takes and frees the same activations every time, so on the CPU each step waits for the system to find and
-    clear these pages again: half of a step with 2048 tokens of llama-15m where that is slow, as on virtual machines. In
-    exchange the heap keeps what fragmentation costs.
+    glibc maps a block of more than 32 MiB anew for each allocation, and returns the top of its heap. Every training
+    step allocates and frees the same activations. So on the CPU, each step waits for the system to find and clear these
+    pages again. On virtual machines that can be half of a step with 2,048 tokens of llama-15m. In exchange, the heap
+    keeps memory that is lost to fragmentation.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -33,11 +34,11 @@ def keep_freed_memory() -> bool:
 
 
 def spin_briefly() -> bool:
-    """Have OpenMP's threads that wait for each other sleep after 0.1 ms or so, unless the environment says otherwise.
+    """Make OpenMP's waiting threads sleep after about 0.1 ms, unless the environment sets another time.
 
-    torch's operators end when the last of their threads does. The others spin for milliseconds by default; where
-    anything else runs, lanes of transfers and updates included, they keep it, and the thread they wait for, from the
-    cores. Returns False if it is too late: the library reads this once, when torch is imported.
+    An operator of torch ends when the last of its threads ends. By default, the other threads spin for milliseconds. If
+    anything else runs, such as lanes for transfers and updates, they keep it, and the thread that they wait for, from
+    the cores. Returns False if it is too late, because the library reads this setting once, when torch is imported.
     """
     for name, value in _SPINS.items():
         os.environ.setdefault(name, value)
@@ -45,13 +46,14 @@ def spin_briefly() -> bool:
 
 
 def restart_spinning_briefly() -> None:
-    """The same for a program that has imported torch: unless its environment has it, the process starts again."""
+    """The same for a program that has already imported torch. Restarts the process unless its environment has the
+    setting."""
     if any(name not in os.environ for name in _SPINS) and not spin_briefly():
         os.execv(sys.executable, sys.orig_argv)
 
 
 _forks = 0
-"""How many forks made this process out of the one that imported this module."""
+"""Number of forks between the process that imported this module and this one."""
 
 
 def _count_fork() -> None:
@@ -63,14 +65,14 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 def forks() -> int:
-    """A number that stays the same in a process, and is another one in a process forked from it."""
+    """A number that stays the same within a process and differs in every process forked from it."""
     return _forks
 
 
 def check_not_forked(since: int) -> None:
-    """Raises UsageError if this process was forked since `forks()` returned `since`, instead of waiting for ever.
+    """Raises UsageError if this process was forked after `forks()` returned `since`. Otherwise it would wait for ever.
 
-    A fork copies one thread: the threads that move states stay in the process that made them.
+    A fork copies one thread. The threads that move states stay in the process that started them.
     """
     if since != _forks:
         raise UsageError(

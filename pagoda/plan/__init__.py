@@ -1,1 +1,1 @@
-"""Pure data in, pure data out: units, placement, the traced step, and what its operations move. No tensors."""
+"""Plans: units, placement, the traced step, and the bytes that operations move. All of it is data without tensors."""

@@ -1,4 +1,4 @@
-"""Activation policies: what becomes of the tensors that a block's graph keeps between forward and backward."""
+"""Activation policies: what is done with the tensors that a block's graph keeps between forward and backward."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,37 +14,37 @@ from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
 from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 LEAST_OFFLOADED_BYTES = 64 << 10
-"""A smaller storage stays, and pages of offloaded ones are of this size, unless the plan's pages are smaller."""
+"""Smaller storages are not offloaded. Pages of offloaded ones have this size, unless the plan's pages are smaller."""
 BUFFERED = 2
-"""Storages on their way at once in each direction: one is moved while the next is made or used."""
+"""Number of storages on their way at once in each direction: one moves while the next is made or used."""
 _OPERANDS = 2
-"""Storages that one operator uses at once."""
+"""Number of storages that one operator uses at once."""
 _STEPS_PER_OCTAVE = 8
 
 OFFLOAD_LANES: Mapping[str, tuple[str, str]] = {HOST: ("d2h", "h2d"), SSD: ("ssd_write", "ssd_read")}
 """Tier -> the lanes on which activations go there and come back."""
 SHARE_OF_MEMORY = 0.8
-"""Of what is free where compute is, beside pages, graphs may keep so much; the rest is for what operators work with."""
+"""Share of the free memory of compute, without pages, that graphs may keep. Operators need the rest."""
 _SHARE_OF_LANES = 0.5
-"""Of the time that a step computes, activations may keep lanes busy for so much; weights and states need the rest."""
+"""Share of a step's compute time for which activations may keep lanes busy. Weights and states need the rest."""
 
 
 def recomputes(mode: ActivationMode) -> bool:
-    """Whether blocks may be computed again in backward."""
+    """Whether blocks may be recomputed in backward."""
     return mode in ("recompute", "recompute+offload", "auto")
 
 
 class Policy(StrEnum):
-    """What becomes of the activations of one block."""
+    """What is done with the activations of one block."""
 
     KEEP = "keep"
     """They stay."""
     RECOMPUTE = "recompute"
-    """Only the block's inputs stay; backward computes it again."""
+    """Only the block's inputs stay. Backward recomputes the block."""
     OFFLOAD = "offload"
-    """The large ones leave the memory that compute uses, and come back ahead of backward."""
+    """Large ones leave the memory of compute, and come back ahead of backward."""
     RECOMPUTE_OFFLOAD = "recompute+offload"
-    """Only the block's inputs are saved, and they leave."""
+    """Only the block's inputs are saved, and they are offloaded."""
 
     @property
     def recomputes(self) -> bool:
@@ -57,18 +57,18 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Storages:
-    """Bytes of some storages."""
+    """Total bytes of some storages."""
 
     nbytes: int = 0
     movable: int = 0
-    """Of those that are large enough to offload."""
+    """Bytes of the storages that are large enough to offload."""
     paged: int = 0
-    """Of these, in whole pages."""
+    """The same in whole pages."""
     largest: int = 0
-    """Of the largest of these."""
+    """Bytes of the largest of them."""
 
     def with_one(self, nbytes: int, page_bytes: int) -> "Storages":
-        """These and one more, which can be offloaded if it takes a page."""
+        """Add a storage. It can be offloaded if it fills a page."""
         if nbytes < page_bytes:
             return replace(self, nbytes=self.nbytes + nbytes)
         paged = -(-nbytes // page_bytes) * page_bytes
@@ -77,51 +77,51 @@ class Storages:
 
     @classmethod
     def most(cls, each: Sequence["Storages"]) -> "Storages":
-        """What takes no less than any of `each`, whether it stays or is offloaded."""
+        """The largest of each figure, so that none of `each` takes more, whether it stays or is offloaded."""
         movable = max(one.movable for one in each)
         stays = max(one.nbytes - one.movable for one in each)
         return cls(stays + movable, movable, max(one.paged for one in each), max(one.largest for one in each))
 
     def scaled(self, factor: float) -> "Storages":
-        """As many storages, each `factor` times as large."""
+        """Equally many storages, each `factor` times as large."""
         return Storages(*(int(factor * n) for n in (self.nbytes, self.movable, self.paged, self.largest)))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """The storages that a block's forward leaves to its backward. Each counts in the block that sees it first."""
+    """The storages that a block's forward keeps for its backward. Each counts in the block that sees it first."""
 
     inputs: Storages = Storages()
-    """Of its arguments: what is saved where it is recomputed."""
+    """Storages of its arguments. They are saved if the block is recomputed."""
     saved_inputs: Storages = Storages()
-    """Those of its arguments that its graph saves where it is not."""
+    """Storages of its arguments that its graph saves if it is not recomputed."""
     inner: Storages = Storages()
-    """All else that its graph saves where it is not."""
+    """All other storages that its graph saves if it is not recomputed."""
     forward_s: float = 0.0
-    """Seconds of its forward, which is what recomputing costs."""
+    """Seconds of its forward, which recomputation costs again."""
 
     def saved(self, policy: Policy) -> tuple[Storages, ...]:
         """What is saved between forward and backward."""
         return (self.inputs,) if policy.recomputes else (self.saved_inputs, self.inner)
 
     def kept(self, policy: Policy) -> int:
-        """Bytes that stay between forward and backward."""
+        """Bytes that stay in compute's memory between forward and backward."""
         return sum(part.nbytes - (part.movable if policy.offloads else 0) for part in self.saved(policy))
 
     def away(self, policy: Policy) -> int:
-        """Bytes of pages elsewhere between forward and backward."""
+        """Bytes of pages on other tiers between forward and backward."""
         return sum(part.paged for part in self.saved(policy)) if policy.offloads else 0
 
     def in_flight(self, policy: Policy) -> int:
-        """Bytes that offloading has in the memory that compute uses: storages on their way, and those that the next
-        operator of backward takes. What is recomputed counts its inputs already."""
+        """Bytes in compute's memory for offloading: storages on their way, and those that the next operator of backward
+        uses. A recomputed block already counts its inputs."""
         if not policy.offloads:
             return 0
         storages = BUFFERED if policy.recomputes else BUFFERED + _OPERANDS
         return storages * max(part.largest for part in self.saved(policy))
 
     def extra(self, policy: Policy) -> int:
-        """What the block's own backward has in memory beyond what it kept."""
+        """Bytes that the block's own backward has in memory in addition to `kept`."""
         if not policy.recomputes:
             return 0
         return self.inner.nbytes + (self.inputs.movable if policy.offloads else 0)
@@ -129,16 +129,16 @@ class BlockSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What one forward leaves to its backward."""
+    """The storages that one forward keeps for its backward."""
 
     blocks: tuple[BlockSizes, ...]
-    """In the order in which forward runs them."""
+    """Sizes of the blocks, in the order in which forward runs them."""
     outside: tuple[int, ...]
-    """Bytes saved before each block by what is in none, and at the end after the last: one more than blocks."""
+    """Bytes saved outside blocks: before each block, and after the last one. There is one more entry than blocks."""
 
     @classmethod
     def most(cls, each: Sequence["StepSizes"]) -> "StepSizes":
-        """What takes no less than any of `each`, which are of the same blocks."""
+        """The largest of each figure. `each` are sizes of the same blocks."""
         blocks = tuple(
             BlockSizes(
                 Storages.most([block.inputs for block in of_each]),
@@ -161,10 +161,10 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """Most bytes at once of what graphs keep, by where it is."""
+    """Peak bytes that graphs keep, by place."""
 
     kept: int = 0
-    """In the memory that compute uses, beside all pages."""
+    """In the memory of compute, in addition to all pages."""
     host: int = 0
     """Offloaded to RAM."""
     ssd: int = 0
@@ -180,7 +180,7 @@ class ActivationBytes:
 
 @dataclass(frozen=True, slots=True)
 class SavedBlocks:
-    """What a forward leaves to its backward, block by block, and what becomes of it: what a plan is made with."""
+    """The sizes and the policies of all blocks of a forward. A plan is made with them."""
 
     sizes: StepSizes
     policies: tuple[Policy, ...]
@@ -188,7 +188,7 @@ class SavedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes of activations that leave in one of a forward's uses of units, and come back in its backward."""
+    """Bytes of activations that leave during one use of a unit in forward, and come back in its backward."""
 
     use: int
     tier: str
@@ -197,14 +197,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class ActivationPlan:
-    """The policy of every block, and what that takes at its peak."""
+    """The policy of every block, and the peak bytes."""
 
     policies: tuple[Policy, ...]
     peak: ActivationBytes
     sizes: StepSizes | None = None
-    """What it was made for; None before a step has shown it."""
+    """The sizes that it was made for. None before a step has shown them."""
     moves: tuple[Move, ...] = ()
-    """What leaves, in a forecast; a run moves what it saves when it saves it."""
+    """What is offloaded when, in a forecast. A run offloads each storage when it is saved."""
 
     def __str__(self) -> str:
         counts = {policy: self.policies.count(policy) for policy in Policy if policy in self.policies}
@@ -213,20 +213,20 @@ class ActivationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the activations of a step may use."""
+    """The memory that the activations of a step may use."""
 
     kept: int
-    """Bytes of the memory that compute uses, beside the pages."""
+    """Bytes of compute's memory, in addition to the pages."""
     host: int = 0
     """Bytes of RAM to offload to."""
     ssd: int = 0
     movable_host: float = inf
-    """Bytes that can go to RAM and come back while a step computes."""
+    """Bytes that can go to RAM and come back during a step's compute."""
     movable_ssd: float = inf
 
     @classmethod
     def least(cls, each: Sequence["Room"]) -> "Room":
-        """What all of `each` have."""
+        """The least of each figure."""
         return cls(
             min(room.kept for room in each),
             min(room.host for room in each),
@@ -239,8 +239,8 @@ class Room:
     def of_step(
         cls, sizes: StepSizes, kept: int, room: Mapping[str, int], rates: Mapping[str, tuple[float, float]]
     ) -> "Room":
-        """`room` is of each tier; `rates` are bytes per second to a tier and back, and without them there is no limit
-        to what can be moved."""
+        """`room` has the bytes of each tier. `rates` has bytes per second to a tier and back. Without rates, any number
+        of bytes can be moved in time."""
         forward_s = _SHARE_OF_LANES * sum(block.forward_s for block in sizes.blocks)
         movable = {tier: forward_s * min(out, 2 * back) for tier, (out, back) in rates.items()}
         """Backward takes twice as long as forward."""
@@ -248,9 +248,9 @@ class Room:
 
 
 def peak_of(sizes: StepSizes, policies: Sequence[Policy], host_room: int = 0) -> ActivationBytes:
-    """The most bytes of each place, if offloaded storages take RAM first, in forward order, and then SSD.
+    """Peak bytes of each place, if offloaded storages fill RAM first, in forward order, and then SSD.
 
-    The graph is largest when forward ends, or when a block that was recomputed is about to run backward.
+    The graph is largest when forward ends, or when a recomputed block is about to run backward.
     """
     in_flight = max((b.in_flight(policy) for b, policy in zip(sizes.blocks, policies, strict=False)), default=0)
     before = peak = host = ssd = 0
@@ -265,13 +265,13 @@ def peak_of(sizes: StepSizes, policies: Sequence[Policy], host_room: int = 0) ->
 
 
 def choose(sizes: StepSizes, room: Room) -> ActivationPlan:
-    """The policies that cost least time, block by block.
+    """Choose the policies that cost the least time.
 
-    All are kept if they fit. Else the start is what takes least memory: every block recomputed, and the inputs of the
-    first ones offloaded as far as it takes to fit. What memory is left is for keeping blocks, those with most seconds
-    per byte first, and the last where these are equal, as they are held for the shortest time; and as long as lanes
-    have time to spare, blocks are offloaded, the first first, as they have the longest to come back. Both orders are
-    tried. What does not fit at all is planned as tightly as can be.
+    If all blocks can be kept, they are. Otherwise the search starts from the least memory: every block is recomputed,
+    and the inputs of the first blocks are offloaded as far as necessary. The remaining memory is used to keep blocks.
+    Those with the most seconds per byte come first. Among equals the last come first, because they are held for the
+    shortest time. While lanes have time left, blocks are offloaded, the first ones first, because they have the most
+    time to come back. Both orders are tried. If nothing fits, the plan that takes the least memory is returned.
     """
     count = len(sizes.blocks)
     start = [Policy.KEEP] * count
@@ -293,12 +293,12 @@ def choose(sizes: StepSizes, room: Room) -> ActivationPlan:
 
 
 def recomputed_s(sizes: StepSizes, policies: Sequence[Policy]) -> float:
-    """Seconds of a step in which blocks are computed again."""
+    """Seconds per step spent on recomputation."""
     return sum(b.forward_s for b, policy in zip(sizes.blocks, policies, strict=True) if policy.recomputes)
 
 
 def _tightest(sizes: StepSizes, room: Room) -> list[Policy]:
-    """Every block recomputed, and as many inputs offloaded as it takes, or as SSD has room for."""
+    """Every block recomputed, with as many inputs offloaded as necessary, or as SSD has room for."""
     policies = [Policy.RECOMPUTE] * len(sizes.blocks)
     for index in range(len(policies)):
         if _fits(sizes, policies, room):
@@ -313,7 +313,7 @@ def _tightest(sizes: StepSizes, room: Room) -> list[Policy]:
 def _spared(
     sizes: StepSizes, policies: Sequence[Policy], room: Room, instead: Policy, order: Iterable[int]
 ) -> list[Policy]:
-    """The policies with `instead` for recomputed blocks, in an order, as memory allows and lanes keep up with."""
+    """Replace "recompute" by `instead` for blocks in the given order, while memory and the lanes' time allow it."""
     changed = list(policies)
     for index in order:
         before = changed[index]
@@ -325,15 +325,15 @@ def _spared(
 
 
 def _fits(sizes: StepSizes, policies: Sequence[Policy], room: Room, in_time: bool = False) -> bool:
-    """Whether there is room for what is kept and offloaded; `in_time` if lanes have to keep up with it too."""
+    """Whether everything kept and offloaded fits. With `in_time`, lanes must be fast enough too."""
     peak = peak_of(sizes, policies, room.host)
     late = in_time and (peak.host > room.movable_host or peak.ssd > room.movable_ssd)
     return peak.kept <= room.kept and peak.ssd <= room.ssd and not late
 
 
 def offload_room(layout: Layout, placement: Placement, budgets: Budgets) -> dict[str, int]:
-    """tier -> bytes that pages leave to offloaded activations: RAM where compute has a memory of its own, and SSD where
-    there are buffers on the way to it."""
+    """tier -> bytes that pages leave for offloaded activations: RAM if compute has memory of its own, and SSD if the
+    plan has buffers for it."""
     room = dict.fromkeys((HOST, SSD), 0)
     if budgets.device is not None:
         room[HOST] = budgets.host - sum(placement.lines.get(HOST, {}).values()) * layout.page_bytes
@@ -345,9 +345,9 @@ def offload_room(layout: Layout, placement: Placement, budgets: Budgets) -> dict
 def plan_activations(
     root: ModuleSpec, uses: Sequence[Use], saved: SavedBlocks, room: Mapping[str, int]
 ) -> ActivationPlan:
-    """What policies take, and where what they offload goes in a forward that has the given uses of units.
+    """The bytes that policies take, and the moves of offloaded activations in a forward with these uses of units.
 
-    Raises BudgetError where that has no room.
+    Raises BudgetError if there is no room.
     """
     peak = peak_of(saved.sizes, saved.policies, room[HOST])
     if peak.ssd > room[SSD]:
@@ -374,7 +374,7 @@ def plan_activations(
 
 
 def _uses_of_blocks(root: ModuleSpec, uses: Sequence[Use]) -> list[tuple[int, ...]]:
-    """The uses inside each of the model's layers; where a unit holds more than a layer, the one around it."""
+    """The uses inside each of the model's layers. If a unit holds several layers, the use around the layer."""
     found = []
     for layer in layers_of(root):
         inside = tuple(i for i, use in enumerate(uses) if is_within(use.module, (layer.name,)))
@@ -387,15 +387,15 @@ Bucket = tuple[tuple[int, ...], ...]
 
 
 def bucket_of(shapes: Sequence[Sequence[int]]) -> Bucket:
-    """Shapes of a forward's inputs, each dimension rounded up to one of eight per power of two.
+    """Shapes of a forward's inputs, with each dimension rounded up to one of eight values per power of two.
 
-    Forwards of one bucket share a plan, so lengths that vary from step to step need few.
+    Forwards of one bucket share a plan, so varying lengths need few plans.
     """
     return tuple(tuple(_rounded(size) for size in shape) for shape in shapes)
 
 
 def growth(shapes: Sequence[Sequence[int]]) -> float:
-    """How much more the largest forward of a bucket may keep than one of `shapes`: attention may grow squarely."""
+    """By how much the largest forward of a bucket may exceed one of `shapes`. Attention may grow with the square."""
     ratios = [_rounded(size) / size for shape in shapes for size in shape if size]
     return max(ratios, default=1.0) ** 2
 

@@ -1,14 +1,14 @@
-"""How many micro-batches a layer runs its batch in."""
+"""The number of micro-batches in which a layer runs its batch."""
 
 from pagoda.config.training import BatchTiles
 
 TILE_TOKENS = 4096
-"""Products of matrices with so many rows run at full speed on any machine; more rows only take more memory."""
+"""Matrix products with this many rows run at full speed on any machine. More rows only take more memory."""
 
 
 def tile_count(tiles: BatchTiles, samples: int, tokens: int) -> int:
-    """Micro-batches of `samples` samples that have `tokens` tokens in all: at least one sample in each. "auto" takes as
-    few as keep each at `TILE_TOKENS` or below."""
+    """Number of micro-batches for `samples` samples of `tokens` tokens in total, with at least one sample each. "auto"
+    takes as few as keep each at `TILE_TOKENS` or below."""
     wanted = -(-tokens // TILE_TOKENS) if tiles == "auto" else tiles
     return max(1, min(wanted, samples))
 

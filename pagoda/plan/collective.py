@@ -1,4 +1,4 @@
-"""The buffers of several ranks: those in which they add up gradients, and that in which they hand on weights."""
+"""The buffers for several ranks: for adding up gradients, and for passing on weights."""
 
 from dataclasses import dataclass
 
@@ -8,35 +8,36 @@ from pagoda.plan.slices import slice_elements
 from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align
 
 MESSAGE_BYTES = 4 << 20
-"""A slice on SSD is handed on in messages of at most this many bytes."""
+"""Largest message in which a slice on SSD is passed on."""
 _HEADER_BYTES = 256
-"""A header, which has a byte for each parameter, is a multiple of this, so that what follows it is aligned."""
+"""A header has one byte per parameter. Its size is a multiple of this, so that the data behind it is aligned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceBuffers:
-    """In which gradients are added up, where compute leaves them: three for the whole gradient of a unit, and the sums.
+    """The buffers for adding up gradients, in the memory where compute leaves them: three for whole gradients of a
+    unit, and the sums.
 
-    Backward fills one of the three, one is sent, and in one the other ranks' gradients arrive, or weights that this
-    rank has no use for.
+    Backward fills one of the three, another is sent, and the gradients of other ranks arrive in the third. Weights that
+    this rank does not need arrive there too.
     """
 
     whole_pages: int
-    """Each of the first two, for the widest unit."""
+    """Pages of each of the first two buffers, sized for the widest unit."""
     landing_pages: int
-    """The third."""
+    """Pages of the third buffer."""
     header_bytes: int
-    """What goes before the gradient that a rank sends another one: which parameters it is of."""
+    """Bytes of the header in front of a gradient sent to another rank. It says which parameters have a gradient."""
     piece: int
-    """Elements that are added up at a time."""
+    """Number of elements that are added up at a time."""
     rows: int
-    """fp32 sums of a piece that there are at once: one; with replicas, one more for each of them."""
+    """Number of fp32 sums of a piece at once: one, or with replicas one more per replica."""
     pages: int
-    """In all."""
+    """Pages of all buffers."""
 
 
 def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
-    """The buffers of one rank; None where there is nobody to share gradients with."""
+    """The buffers of one rank. None if no other rank shares its gradients."""
     ranks, itemsize = layout.ranks, layout.offloaded_itemsize
     if ranks is None or ranks.data_parallel == 1:
         return None
@@ -61,18 +62,18 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
 
 
 def _places(layout: Layout, unit: UnitSpec) -> range:
-    """Those among the ranks that share a unit whose slices may have sizes of their own."""
+    """Places of the ranks that share a unit and whose slices may differ in size."""
     return range(layout.group(unit) if layout.slices.differ else 1)
 
 
 def reduce_pages(layout: Layout) -> int:
-    """Pages of the buffers in which gradients are added up."""
+    """Pages of the buffers for adding up gradients."""
     buffers = reduce_buffers(layout)
     return 0 if buffers is None else buffers.pages
 
 
 def serving_pages(layout: Layout) -> int:
-    """What a slice on SSD passes on its way to a rank that asks for it alone: a message, wherever it begins."""
+    """Pages of the buffer for a slice on SSD that another rank asks for: one message, wherever it begins in a page."""
     if layout.ranks is None or not layout.ranks.shards_weights:
         return 0
     widest = max(layout.pages(unit, WEIGHT) for unit in layout.units)

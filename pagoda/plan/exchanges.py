@@ -1,4 +1,4 @@
-"""Exchanges: what compute itself sends to other ranks, and waits for."""
+"""Exchanges: communication between ranks within compute, for which compute waits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,38 +8,38 @@ from typing import Self
 from pagoda.plan.ranks import Ranks, ring_bytes
 
 TOKENS, SUM, SEND = "tokens", "sum", "send"
-"""To experts on other ranks and back; over tensor-parallel ranks; between stages of a pipeline."""
+"""Tokens to experts on other ranks and back; sums over tensor-parallel ranks; sends between pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Something that every rank sends and receives at one place of each pass."""
+    """What every rank sends and receives at one point of each pass."""
 
     kind: str
     module: str
-    """It comes when compute first uses this module in a forward, and in a backward. "" is the whole model."""
+    """The exchange happens when compute first uses this module in a forward or a backward. "" is the whole model."""
     sent: int
     """Bytes that a rank sends each time."""
     leaving: int = 0
-    """Those of them that leave its node."""
+    """How many of these bytes leave the node."""
     sharing: int = 1
-    """Ranks of a node that send so much over its network at once."""
+    """Number of ranks of a node that send this much over its network at the same time."""
     forward: int = 1
-    """How often it comes in each forward."""
+    """How often it happens in each forward."""
     backward: int = 1
-    """How often it comes in each backward, without the forward that is repeated there."""
+    """How often it happens in each backward, without recomputed forwards."""
     repeated: bool = True
-    """Whether it comes with a forward that backward repeats."""
+    """Whether it also happens when backward recomputes a forward."""
 
     def scaled(self, factor: int) -> Self:
-        """The exchange of a micro-batch of `factor` times as many sequences."""
+        """The exchange of a micro-batch with `factor` times as many sequences."""
         return replace(self, sent=factor * self.sent, leaving=factor * self.leaving)
 
 
 def of_tokens(sent: Mapping[str, int], ranks: Ranks | None) -> list[Exchange]:
-    """Tokens go to the ranks that have other experts, as many to each of them, and come back.
+    """Tokens go to the ranks with other experts, equally many to each, and come back.
 
-    `sent`: by the module whose children are experts, the bytes that a rank sends.
+    `sent`: module whose children are experts -> bytes that a rank sends.
     """
     if ranks is None:
         return []
@@ -50,9 +50,9 @@ def of_tokens(sent: Mapping[str, int], ranks: Ranks | None) -> list[Exchange]:
 
 
 def of_sums(modules: Sequence[str], nbytes: int, ranks: Ranks | None) -> list[Exchange]:
-    """Tensor-parallel ranks add up what these modules give, and the gradient of what their layers are given.
+    """Tensor-parallel ranks add up the outputs of these modules, and in backward the input gradients of their layers.
 
-    A ring reduces and gathers `nbytes`. It crosses each network once in each of the two.
+    A ring reduces and gathers `nbytes`. Each of the two crosses every network once.
     """
     if ranks is None or ranks.tensor_parallel == 1:
         return []
@@ -64,11 +64,11 @@ def of_sums(modules: Sequence[str], nbytes: int, ranks: Ranks | None) -> list[Ex
 
 
 def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
-    """What a stage of a pipeline hands on for each micro-batch, as torch's 1F1B schedules do it.
+    """What a pipeline stage exchanges for each micro-batch, as in torch's 1F1B schedules.
 
-    Before a forward, it receives from the stage before and sends that the gradient of an earlier micro-batch. Before a
-    backward, it sends to the next stage and receives a gradient. Both directions go at once, and compute waits for
-    them. `nbytes` are those of one direction.
+    Before a forward, it receives from the previous stage and sends it the gradient of an earlier micro-batch. Before a
+    backward, it sends to the next stage and receives a gradient. Both directions run at once, and compute waits for
+    them. `nbytes` is the size of one direction.
     """
     forward, backward = int(stage > 0), int(stage + 1 < ranks.pipeline_parallel)
     found = []
@@ -83,9 +83,9 @@ def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
 
 
 def _crossing(ranks: Ranks, border: int) -> int:
-    """How many ranks of a node have the rank at their place in the next stage on another node, at most.
+    """Most ranks of a node whose counterpart in the next stage is on another node.
 
-    Stage `border` begins there.
+    Stage `border` is that next stage.
     """
     nodes: dict[int, int] = {}
     for rank in range(border * ranks.count, (border + 1) * ranks.count):

@@ -2,11 +2,12 @@
 
 DEVICE, HOST, SSD = "device", "host", "ssd"
 LANES = ("h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update")
-"""The lanes besides `compute`, which is the thread that runs the model."""
+"""All lanes except `compute`, the thread that runs the model."""
 COLLECTIVE = "collective"
-"""The lane that several ranks have in addition."""
+"""An additional lane if there are several ranks."""
 GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
-"""Gradients on their way to an extent at once, unless a plan says more: bounds what autograd's own copies add to peak
-memory."""
+"""Most bytes of gradients on their way to their extents at once, unless a plan sets more. This bounds what autograd's
+own copies add to peak memory."""
 LARGE_TRANSFER_BYTES = 4 << 20
-"""What a drive's own figures are for: a block of moments, or a piece of weights on its way to a device."""
+"""The transfer size for which a drive's main figures hold: a block of moments, or a piece of weights on its way to a
+device."""

@@ -1,4 +1,4 @@
-"""What the user fixes of a plan, and what the planner is left to choose."""
+"""Options of a plan: what the user fixes, and what the planner chooses."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ DEFAULT_SPLIT = Split()
 
 @dataclass(frozen=True)
 class Options:
-    """What the settings say to the planner; None leaves the choice to it."""
+    """The settings that a planner reads. None lets the planner choose."""
 
     page_bytes: int | None = None
     unit_limit: int | None = None
@@ -21,26 +21,26 @@ class Options:
     """Micro-batches per step, if announced."""
     clipping: bool = False
     split: Split | None = None
-    """How host RAM is divided where not everything fits it."""
+    """How RAM is divided if not everything fits it."""
     keep_checkpoints: int | None = None
-    """Checkpoints whose pages on SSD are kept at once; None: one where there is room."""
+    """Number of checkpoints whose pages on SSD are kept at once. None: one if there is room."""
     max_staleness: int | None = None
-    """Bound of asynchronous updates, in steps; None: every update ends before the next forward of its unit."""
+    """Bound of asynchronous updates, in steps. None: every update ends before the next forward of its unit."""
     speculate: bool | None = None
-    """Update during backward as if nothing would be clipped. False: never. None: units with states on SSD, if there is
-    room to undo it. True: units with all states in RAM too, even if moments then leave RAM."""
+    """Whether units are updated during backward as if nothing will be clipped. False: never. None: units with states on
+    SSD, if there is room to undo it. True: also units with all states in RAM, even if moments leave RAM for it."""
     activations: ActivationMode = "keep"
-    """What becomes of activations."""
+    """What is done with activations."""
     partition_activations: bool = False
-    """Whether tensor-parallel ranks keep a part each of what blocks that are recomputed are given."""
+    """Whether each tensor-parallel rank keeps a part of the inputs of recomputed blocks."""
     activation_bytes: int | None = None
-    """Most bytes of activations beside the pages, where that is to be chosen; None for no limit."""
+    """Most bytes of activations, in addition to the pages, if policies are to be chosen. None for no limit."""
     gradients: torch.dtype | None = None
-    """What gradients are accumulated in; None: what weights have."""
+    """The dtype in which gradients are accumulated. None: the weights' dtype."""
     may_skip: bool = False
-    """Whether a step is skipped where a gradient is not finite, as with dynamic loss scaling."""
+    """Whether a step with a gradient that is not finite is skipped, as with dynamic loss scaling."""
     activations_limited: bool = False
-    """Whether the user set `activation_bytes`, so that more is refused."""
+    """Whether the user set `activation_bytes`, so that exceeding it is an error."""
 
     @staticmethod
     def of(training: Training, memory: Memory) -> "Options":
@@ -62,17 +62,17 @@ class Options:
 
     @property
     def update_during_backward(self) -> bool:
-        """True when a gradient is known to be final, and its scale too, as soon as it has arrived."""
+        """True if a gradient and its scale are final as soon as it has arrived."""
         return self._announced and not self._decided_last
 
     @property
     def may_offload(self) -> bool:
-        """True when activations may leave the memory that compute uses."""
+        """True if activations may leave the memory of compute."""
         return self.activations not in ("keep", "recompute")
 
     @property
     def may_speculate(self) -> bool:
-        """True when a gradient is known to be final as soon as it has arrived, but not its scale."""
+        """True if a gradient is final as soon as it has arrived, but its scale is not."""
         return self._announced and self._decided_last and self.speculate is not False
 
     @property
@@ -81,5 +81,5 @@ class Options:
 
     @property
     def _decided_last(self) -> bool:
-        """Whether only the end of backward shows what the gradients are multiplied by, or that they do not count."""
+        """Whether only the end of backward shows the scale of gradients, or that they are dropped."""
         return self.clipping or self.may_skip

@@ -1,4 +1,4 @@
-"""Packed: where parameters' states with shapes of their own lie, one after another, in all that their unit has."""
+"""Packed states: states with shapes of their own, one parameter after another, in one extent per unit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from pagoda.optim.rule import Shape
 from pagoda.plan.units import UnitSpec
 
 PACK_ELEMENTS = 64
-"""Each parameter's begins on a multiple of this many elements."""
+"""The part of each parameter begins at a multiple of this many elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapedSpan:
-    """What a parameter, or a block of one, has of a state: elements [first, first + count) of all that the unit has."""
+    """The part of a state that belongs to a parameter or a block of one: elements [first, first + count) of the unit's
+    state."""
 
     first: int
     count: int
@@ -21,32 +22,32 @@ class ShapedSpan:
 
 
 class Packed:
-    """One state with shapes of its own, of every unit."""
+    """One state with shapes of its own, for all units."""
 
     def __init__(self, units: Sequence[UnitSpec], shape_of: Callable[[str, Shape], Shape | None]) -> None:
         self._units = [_pack(unit, shape_of) for unit in units]
 
     def span(self, unit: UnitSpec, slot: int) -> ShapedSpan | None:
-        """What a parameter has of it; None where it has none."""
+        """The part of a parameter. None if it has none."""
         return self._units[unit.index][0][slot]
 
     def spans(self) -> Iterator[ShapedSpan]:
-        """Of every parameter that has some."""
+        """The parts of all parameters that have one."""
         return (span for spans, _ in self._units for span in spans if span is not None)
 
     def elements(self, unit: UnitSpec) -> int:
-        """What a unit has of it."""
+        """Number of elements of a unit."""
         return self._units[unit.index][1]
 
     @property
     def total(self) -> int:
-        """Elements of all units."""
+        """Number of elements of all units."""
         return sum(total for _, total in self._units)
 
     def before(self, unit: UnitSpec, element: int) -> int:
-        """Where begins what belongs to the elements of a unit from `element` on.
+        """The first element of the state that belongs to elements of a unit from `element` on.
 
-        Of a parameter that is cut, the state has one element for each of its own.
+        A parameter that may be cut has one element of the state per element of its own.
         """
         spans, total = self._units[unit.index]
         for placed, span in zip(unit.slots, spans, strict=True):
@@ -56,7 +57,7 @@ class Packed:
 
 
 def _pack(unit: UnitSpec, shape_of: Callable[[str, Shape], Shape | None]) -> tuple[list[ShapedSpan | None], int]:
-    """The span of each slot of a unit, and the elements of all."""
+    """The part of each slot of a unit, and the number of elements of all parts."""
     spans: list[ShapedSpan | None] = []
     end = 0
     for placed in unit.slots:

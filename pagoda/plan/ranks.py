@@ -1,4 +1,4 @@
-"""Ranks: several processes that train one model, and what of its state each of them holds."""
+"""Ranks: several processes that train one model, and the part of its state that each of them holds."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,29 +10,30 @@ Stage = Literal[1, 2, 3]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Data-parallel ranks that share out the training state as ZeRO does (arXiv 1910.02054).
+    """Data-parallel ranks that divide the training state as ZeRO does (arXiv 1910.02054).
 
-    Stage 1 divides what only the update needs, stage 2 gradients too, stage 3 weights too. Every extent that is
-    divided is cut in equal slices, one a rank, so that every rank's link to host RAM and every rank's part of the
-    drives carry the same (bandwidth-centric partitioning of ZeRO-Infinity, arXiv 2104.07857).
+    Stage 1 divides the states that only the update needs, stage 2 also gradients, stage 3 also weights. A divided
+    extent is cut into equal slices, one per rank. So every rank's link to RAM and its part of the drives carry the same
+    load (bandwidth-centric partitioning of ZeRO-Infinity, arXiv 2104.07857).
     """
 
     data_parallel: int
-    """Ranks, or groups of tensor-parallel ranks, that compute on sequences of their own."""
+    """Number of ranks, or groups of tensor-parallel ranks, that compute on sequences of their own."""
     per_node: int
-    """Ranks on one node: of consecutive numbers, sharing its RAM, links and drives."""
+    """Number of ranks on one node. They have consecutive numbers and share its RAM, links and drives."""
     stage: Stage = 3
     expert_parallel: int = 1
-    """Consecutive ranks of a replica over which the experts of a block are divided; each expert's state is divided over
-    those ranks of the replica that have it."""
+    """Number of consecutive ranks of a replica over which the experts of a block are divided. Each expert's state is
+    divided over the ranks of the replica that have this expert."""
     replicas: int = 1
-    """Whole copies of the state (hybrid sharding): each is divided over data_parallel / replicas consecutive ranks, so
-    that gathers stay among those, and only reduced gradients go between copies."""
+    """Number of whole copies of the state (hybrid sharding). Each copy is divided over data_parallel / replicas
+    consecutive ranks. So gathers stay among these, and only reduced gradients go between copies."""
     tensor_parallel: int = 1
-    """Consecutive ranks that compute on the same sequences, each with its part of the parameters. A rank shares out
-    the state of its parts with those ranks of other groups that have the same ones."""
+    """Number of consecutive ranks that compute on the same sequences, each with its part of the parameters. The state
+    of a rank's parts is divided over the ranks of other groups that have the same parts."""
     pipeline_parallel: int = 1
-    """Stages, each of `count` consecutive ranks with layers of its own. All else here is about one of them."""
+    """Number of pipeline stages. Each has `count` consecutive ranks and layers of its own. All other fields describe
+    one stage."""
 
     def __post_init__(self) -> None:
         degrees = (self.expert_parallel, self.replicas, self.tensor_parallel, self.pipeline_parallel)
@@ -54,7 +55,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """Ranks of a stage, which are all where there is no pipeline."""
+        """Number of ranks of a stage. Without a pipeline, all ranks."""
         return self.data_parallel * self.tensor_parallel
 
     @property
@@ -73,28 +74,28 @@ class Ranks:
         return self.data_parallel > self.expert_parallel
 
     def sharers(self, expert: bool) -> int:
-        """Ranks that share one copy of a unit's state; `expert` for a unit of experts."""
+        """Number of ranks that share one copy of a unit's state. `expert`: for a unit of experts."""
         return self.data_parallel // self.replicas // (self.expert_parallel if expert else 1)
 
     def place(self, rank: int, expert: bool) -> int:
-        """A rank's place among those that share one copy of a unit's state."""
+        """A rank's place among the ranks that share one copy of a unit's state."""
         return rank // self.tensor_parallel % self.sharers(False) // (self.expert_parallel if expert else 1)
 
     def expert_part(self, rank: int) -> int:
-        """Which part of the experts a rank has, from 0."""
+        """Number of the part of the experts that a rank has, from 0."""
         return rank // self.tensor_parallel % self.expert_parallel
 
     def members_per_node(self, group: int) -> int:
-        """How many of `group` ranks that share an extent are on one node: those that share experts are
+        """Number of ranks on one node among `group` ranks that share an extent. Ranks that share experts are
         `expert_parallel * tensor_parallel` apart, others `tensor_parallel`."""
         return max(1, min(group, self.per_node * group * self.replicas // self.count))
 
     @property
     def copies_per_node(self) -> int:
-        """How many of the ranks that have the same slices, one a replica, are on one node."""
+        """Number of ranks on one node among the ranks with the same slices, one per replica."""
         return max(1, min(self.replicas, self.per_node * self.replicas // self.count))
 
 
 def ring_bytes(nbytes: int, group: int) -> int:
-    """What each of `group` ranks sends in an all-gather or a reduce-scatter of `nbytes`."""
+    """Bytes that each of `group` ranks sends in an all-gather or a reduce-scatter of `nbytes`."""
     return nbytes * (group - 1) // group

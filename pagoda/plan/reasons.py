@@ -1,4 +1,4 @@
-"""What a plan says of its choices, in sentences."""
+"""The reasons for a plan's choices, in sentences."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from pagoda.plan.placement import SPARE, UNDO, Budgets, Placement
 from pagoda.plan.ranks import Ranks
 
 MAX_WASTE = 0.02
-"""Share of the pages that padding may take."""
+"""Largest share of the pages that padding may take."""
 
 
 def reasons_for(
     layout: Layout, budgets: Budgets, placement: Placement, options: Options, unit_limit: int
 ) -> tuple[str, ...]:
-    """One sentence or more on each choice. `unit_limit` is the one that the units were made with, in bytes."""
+    """At least one sentence for each choice. `unit_limit` is the limit in bytes with which the units were made."""
     largest = format_bytes(max(unit.numel for unit in layout.units) * layout.weight.dtype.itemsize)
     limited = "(as set)" if options.unit_limit else "(an eighth of the model, or less if the budget is tight)"
     padding = " (as set)." if options.page_bytes else f": the largest that waste at most {MAX_WASTE:.0%} in padding."
@@ -36,7 +36,7 @@ def reasons_for(
 
 
 def reasons_for_homes(layout: Layout, budgets: Budgets, placement: Placement, options: Options) -> Iterator[str]:
-    """Why each state has its home, and what the rest of each tier is used for."""
+    """Why each state has its home, and how the rest of each tier is used."""
     count = len(layout.units)
     if placement.updated_on_device:
         yield (
@@ -83,7 +83,7 @@ def reasons_for_homes(layout: Layout, budgets: Budgets, placement: Placement, op
 
 
 def _state_bytes(layout: Layout) -> str:
-    """What a trained parameter takes, without gradients and padding."""
+    """Bytes per trained parameter, without gradients and padding."""
     kept = {name: size for name, size in layout.bytes_per_parameter.items() if size >= 0.005}
     states = ", ".join(f"{name} {size:.2f}".rstrip("0").rstrip(".") for name, size in kept.items())
     total = sum(layout.bytes_per_parameter.values())

@@ -1,4 +1,4 @@
-"""The trace: in which order one step uses its units."""
+"""The trace: the order in which one step uses its units."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -10,7 +10,7 @@ from math import inf
 
 
 class Phase(IntEnum):
-    """What a unit is needed for. STEP marks `optimizer.step()`; it belongs to no unit."""
+    """The phase of a step in which a unit is used. STEP marks `optimizer.step()` and belongs to no unit."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -19,7 +19,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of a unit's weights; `unit` is -1 for STEP."""
+    """One use of a unit's weights. `unit` is -1 for STEP."""
 
     unit: int
     phase: Phase
@@ -30,11 +30,12 @@ STEP = Access(-1, Phase.STEP)
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The accesses of one step, from the first forward after `step()` to the next `step()`, which ends it."""
+    """The accesses of one step, from the first forward after `step()` to the next `step()`, which is the last
+    access."""
 
     accesses: tuple[Access, ...]
     assumed: bool = False
-    """True before a step has been seen: modules in the order they are declared, then back."""
+    """True before a step was seen. Then it has the modules in the order of their declaration, and back."""
 
     def __post_init__(self) -> None:
         if not self.accesses or self.accesses[-1] != STEP or STEP in self.accesses[:-1]:
@@ -42,7 +43,7 @@ class Trace:
 
 
 def assumed_trace(uses: Sequence[int], accumulation_steps: int = 1) -> Trace:
-    """The trace a model most likely has: every unit as forward uses them, then back again, per micro-batch."""
+    """The most likely trace of a model: in each micro-batch, every unit in forward order, then back."""
     forward = [Access(u, Phase.FORWARD) for u in uses]
     backward = [Access(u, Phase.BACKWARD) for u in reversed(uses)]
     return Trace((*(forward + backward) * accumulation_steps, STEP), assumed=True)
@@ -50,23 +51,26 @@ def assumed_trace(uses: Sequence[int], accumulation_steps: int = 1) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of a unit in one pass, which autograd has made when the access at `tick` ends."""
+    """The gradient of a unit in one pass. Autograd has made it when the access at `tick` ends."""
 
     tick: int
     unit: int
     last: bool
-    """Whether the step makes no other of the unit."""
+    """Whether it is the unit's last one in the step."""
 
 
 def gradients_of(trace: Trace, trained: frozenset[int]) -> list[Gradient]:
-    """The gradients of a step: one a pass for each unit in `trained` that it uses. Autograd adds up what all uses of a
-    parameter give, so that is at the last backward access of the unit; or at the end of the pass, if the backward of a
-    use reads none of the unit's weights, as an embedding's does not: then forward accesses it more often."""
+    """The gradients of a step: one per pass for each unit in `trained` that the pass uses.
+
+    Autograd adds up the gradients of all uses of a parameter. So a gradient is made at the last backward access of the
+    unit. If the backward of a use reads none of the unit's weights, as that of an embedding, forward accesses the unit
+    more often than backward. Then the gradient is made at the end of the pass.
+    """
     found: list[tuple[int, int]] = []
     read: dict[int, int] = {}
-    """unit -> the last tick in this pass at which backward reads it, in the order of these."""
+    """unit -> the last tick of this pass at which backward reads it, in the order of ticks."""
     unread: Counter[int] = Counter()
-    """unit -> how many more accesses forward has had than backward."""
+    """unit -> number of forward accesses minus number of backward accesses."""
     for tick, (access, following) in enumerate(pairwise(trace.accesses)):
         if access.unit in trained and access.phase is Phase.FORWARD:
             unread[access.unit] += 1
@@ -84,7 +88,7 @@ def gradients_of(trace: Trace, trained: frozenset[int]) -> list[Gradient]:
 
 
 class Recorder:
-    """Writes down accesses as they happen; consecutive uses of the same unit in one phase count once."""
+    """Records accesses as they happen. Consecutive uses of the same unit in one phase count once."""
 
     def __init__(self) -> None:
         self._accesses: list[Access] = []
@@ -94,25 +98,25 @@ class Recorder:
             self._accesses.append(access)
 
     def finish(self) -> Trace:
-        """Close the step and start a new one."""
+        """End the step and start a new one."""
         trace = Trace((*self._accesses, STEP))
         self._accesses = []
         return trace
 
 
 class Cursor:
-    """Follows a trace while a live step runs, and finds its way back after a departure from it."""
+    """Follows a trace during a live step, and finds the way back after a departure from it."""
 
     def __init__(self, trace: Trace) -> None:
         self._accesses = trace.accesses
         self.position = len(trace.accesses) - 1
-        """Tick of the last access that matched; a fresh cursor stands on STEP, before the first forward."""
+        """Tick of the last access that matched. A new cursor is at STEP, before the first forward."""
         self._where: dict[Access, list[int]] = {}
         for tick, access in enumerate(trace.accesses):
             self._where.setdefault(access, []).append(tick)
 
     def advance(self, access: Access) -> int | None:
-        """The tick `access` is at, or None when this trace never has it. Jumps ahead where steps were left out."""
+        """The tick of `access`, or None if this trace does not contain it. Jumps ahead if accesses were left out."""
         if access == self._accesses[self.position]:
             return self.position
         following = (self.position + 1) % len(self._accesses)
@@ -136,7 +140,7 @@ class NextUse:
                 self._ticks.setdefault(access.unit, []).append(tick)
 
     def after(self, unit: int, tick: int) -> float:
-        """Ticks from `tick` to the next use of `unit`, at least 1; infinite if the trace never uses it."""
+        """Ticks from `tick` to the next use of `unit`, at least 1. Infinite if the trace never uses it."""
         ticks = self._ticks.get(unit)
         if not ticks:
             return inf

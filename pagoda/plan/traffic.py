@@ -1,4 +1,4 @@
-"""What each operation on a unit moves: the bytes of a plan, without when they move."""
+"""The bytes that each operation on a unit moves, without the times at which they move."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,37 +15,37 @@ from pagoda.plan.trace import Phase, gradients_of
 from pagoda.plan.units import UnitSpec, around_of
 
 _SUM_BYTES = 4
-"""Replicas add up their sums in fp32."""
+"""Replicas exchange sums in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that each operation on one unit moves on one rank. Of a collective, what the rank sends."""
+    """Bytes that each operation on one unit moves on one rank. For a collective, the bytes that the rank sends."""
 
     fetched: int
-    """FETCH: the weights, or this rank's slice of them, from their home to a lease; 0 if they are gathered in RAM."""
+    """FETCH: the weights, or this rank's slice of them, from their home to a lease. 0 if they are gathered in RAM."""
     gathered: int
-    """FETCH: the slices of all ranks, until every rank has the unit's lease whole."""
+    """FETCH: the slices of all ranks, until every rank has the whole unit."""
     reduced: int
-    """OFFLOAD: every rank's gradient, until every rank has the sum, or its slice of it."""
+    """OFFLOAD: every rank's gradient, until every rank has the sum or its slice of it."""
     merged: int
-    """OFFLOAD: this rank's fp32 sums, to those ranks of the other replicas that have the same slice."""
+    """OFFLOAD: this rank's fp32 sums, to the ranks of other replicas with the same slice."""
     offloaded: int
-    """OFFLOAD: the gradient, from where autograd left it to its buffer; 0 where that is its home."""
+    """OFFLOAD: the gradient, from compute's memory to its buffer. 0 if autograd's memory is its home."""
     buffer: int
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
-    """UPDATE: states that come from another tier, and go back there."""
+    """UPDATE: states that come from another tier and go back there."""
     brought: int
-    """UPDATE: the gradient of each step, where it comes with them."""
+    """UPDATE: the gradient of each step, if it comes with these states."""
     touched: int
-    """UPDATE: what its arithmetic reads and writes for each step."""
+    """UPDATE: the bytes that its arithmetic reads and writes for each step."""
     published: int
-    """UPDATE: the new weights, where every rank keeps those of all slices."""
+    """UPDATE: the new weights, if every rank keeps all slices."""
     sent_from_ssd: int
-    """UPDATE: those of them that this rank has updated, where their home is SSD: they are read to be sent."""
+    """UPDATE: this rank's part of these weights, if their home is SSD, from which they are read to be sent."""
     kept_on_ssd: int
-    """UPDATE: those that the other ranks have updated, which are written to SSD here."""
+    """UPDATE: the other ranks' parts of these weights, which this rank writes to SSD."""
 
 
 def traffic_of(plan: Plan) -> tuple[Traffic, ...]:
@@ -92,8 +92,8 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
 
 
 def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
-    """tick -> (lane, bytes) of the activations that leave in an access of forward, or must be back for one of backward;
-    in the order of ticks."""
+    """tick -> (lane, bytes) of the activations that leave during an access of forward, or must be back for an access of
+    backward; in the order of ticks."""
     moves = () if plan.activations is None else plan.activations.moves
     at: dict[int, list[tuple[str, int]]] = {}
     accesses = enumerate(plan.trace.accesses[:-1])
@@ -109,10 +109,10 @@ def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
 
 
 def exchanges_at(plan: Plan) -> Mapping[int, Sequence[Exchange]]:
-    """tick -> what compute exchanges with other ranks before it computes, as often as it does.
+    """tick -> the exchanges with other ranks before compute starts an access, as often as they happen.
 
-    Each comes at the first access, in each forward and each backward, of what has its module: the units inside it, or
-    the one around it.
+    In each forward and each backward, an exchange happens at the first access of a unit that belongs to its module: a
+    unit inside it, or the one around it.
     """
     by_unit = _exchanges_by_unit(plan)
     repeats = recomputes(plan.options.activations)
@@ -152,8 +152,8 @@ def _exchanges_by_unit(plan: Plan) -> Mapping[int, Sequence[Exchange]]:
 
 
 def bytes_written_to_ssd(plan: Plan) -> int:
-    """What one rank writes to SSD in a step at most: states; gradients, unless they are used as soon as they are
-    complete; and activations."""
+    """Most bytes that one rank writes to SSD in a step: states, gradients (unless they are used as soon as they are
+    complete), and activations."""
     traffic, placement = traffic_of(plan), plan.placement
     trained = frozenset(unit.index for unit in plan.units if unit.trainable_numel)
     states = sum(traffic[unit].streamed for unit in trained - placement.updated_on_device)

@@ -1,4 +1,4 @@
-"""Units: the parameters that are fetched together."""
+"""Units: parameters that are fetched together."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -7,35 +7,35 @@ from math import prod
 from pagoda.errors import BudgetError
 
 ALIGN_ELEMENTS = 256
-"""Every parameter starts on a multiple of this many elements inside its extent: BLAS results may depend on alignment,
-CUDA wants 256 bytes, and a block that is quantized together (`optim.codecs`) must not depend on the layout."""
+"""Every parameter starts at a multiple of this many elements in its extent. BLAS results may depend on alignment, CUDA
+needs 256 bytes, and blocks that are quantized together (`optim.codecs`) must not depend on the layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of a parameter of the user's model a parameter is: consecutive elements."""
+    """The part of a user's parameter that a parameter holds: consecutive elements."""
 
     whole: str
     """Name of the parameter that was cut into tiles."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     start: int
     """First element."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """How a parameter is divided over tensor-parallel ranks; which of the parts a rank has is not said here.
+    """How a parameter is divided over tensor-parallel ranks. It does not say which part a rank has.
 
-    Seen flat, the whole is `rows` rows of `row` elements, of each of which a part has `width` adjoining ones. A part
-    has them one row after another.
+    As a flat tensor, the whole has `rows` rows of `row` elements. A part has `width` adjoining elements of each row,
+    one row after another.
     """
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     dim: int
     ranks: int
-    """Parts, which are equal."""
+    """Number of parts. They are equal."""
 
     @property
     def rows(self) -> int:
@@ -55,13 +55,13 @@ class TensorShard:
         return (*self.shape[: self.dim], self.shape[self.dim] // self.ranks, *self.shape[self.dim + 1 :])
 
     def name_of_part(self, name: str, index: int) -> str:
-        """What part number `index` of the parameter `name` is called where all parts are."""
+        """The name of part number `index` of the parameter `name`, in a place that has all parts."""
         return f"{name}@{index}/{self.ranks}"
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter as the planner sees it. `name` is the first name it has in the model (ties have several)."""
+    """One parameter as the planner sees it. `name` is its first name in the model (tied parameters have several)."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class ParamSpec:
     part: Part | None = None
     """None for a parameter that was not cut."""
     shard: TensorShard | None = None
-    """What this is an equal part of, where tensor-parallel ranks have one each; `shape` is that of the part."""
+    """With tensor parallelism: the division of which this parameter is a part. `shape` is the shape of the part."""
 
     @property
     def numel(self) -> int:
@@ -84,11 +84,11 @@ class ModuleSpec:
     params: tuple[ParamSpec, ...]
     children: tuple["ModuleSpec", ...] = ()
     tied: tuple[str, ...] = ()
-    """Names of parameters that it uses and an earlier module owns."""
+    """Names of parameters that the module uses and an earlier module owns."""
     apart: bool = False
-    """Shares no unit with what is around it, such as a tile that is fetched alone."""
+    """Whether the module shares no unit with the modules around it, such as a tile that is fetched alone."""
     routed: bool = False
-    """Whether its children are experts: each forward uses those that a router chose."""
+    """Whether its children are experts. Each forward uses the ones that a router chose."""
 
     def modules(self) -> Iterator["ModuleSpec"]:
         """Every module of the subtree, in pre-order."""
@@ -107,7 +107,8 @@ class ModuleSpec:
 
     @property
     def is_split(self) -> bool:
-        """Whether it holds modules that share no unit with what is around them: those apart, and experts."""
+        """Whether it contains modules that share no unit with the modules around them: experts, and modules that are
+        `apart`."""
         return any(self.routed or child.apart or child.is_split for child in self.children)
 
     def experts(self) -> Iterator[str]:
@@ -117,7 +118,7 @@ class ModuleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter lies in its unit's extents, in elements."""
+    """The place of one parameter in its unit's extents, in elements."""
 
     param: ParamSpec
     offset: int
@@ -125,10 +126,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """Parameters fetched together, laid flat.
+    """Parameters fetched together, laid out flat.
 
-    Trainable parameters come first, so that the extents of gradients and optimizer states are the prefix
-    [0, trainable_numel) of the weights' own layout; frozen parameters cost only their weights.
+    Trainable parameters come first, so that the extents of gradients and optimizer states are the prefix [0,
+    trainable_numel) of the weights' layout. Frozen parameters cost only their weights.
     """
 
     index: int
@@ -146,11 +147,11 @@ class UnitSpec:
 
 
 def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpec, ...]:
-    """Split a module tree into units, top down.
+    """Divide a module tree into units, top down.
 
-    A subtree whose weights fit `limit_bytes` is one unit; a larger one is split into its children, and the
-    parameters it holds itself become a unit of their own, however large. So is one that holds modules apart or experts,
-    each of which shares no unit with what is around it. Units come in pre-order.
+    A subtree whose weights fit `limit_bytes` is one unit. A larger subtree is split into its children, and the
+    parameters that it holds directly become a unit of their own, however large. A subtree with experts or modules that
+    are `apart` is split too, and none of these shares a unit with the modules around it. Units are in pre-order.
     """
     units: list[UnitSpec] = []
 
@@ -173,8 +174,8 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
 
 
 def layers_of(root: ModuleSpec) -> tuple[ModuleSpec, ...]:
-    """The outermost modules of a tree that are named by numbers and hold parameters, experts and tiles apart: what a
-    model repeats, in the order of its forward."""
+    """The layers of a model, in forward order: the outermost modules that are named by numbers and hold parameters,
+    without experts and tiles."""
     layers: list[ModuleSpec] = []
     for child in root.children:
         if _is_layer(root, child):
@@ -198,9 +199,9 @@ class Use:
 
 
 def forward_uses(root: ModuleSpec, units: tuple[UnitSpec, ...]) -> tuple[Use, ...]:
-    """The uses of units in one forward pass, taken to run modules in the order in which they are declared.
+    """The uses of units in one forward pass that runs modules in the order of their declaration.
 
-    A module that uses a parameter of another's needs that one's unit where it stands itself.
+    A module that uses another module's parameter needs the unit of that one at its own position.
     """
     owner = {slot.param.name: unit for unit in units for slot in unit.slots}
     uses: list[Use] = []
@@ -222,9 +223,9 @@ def forward_uses(root: ModuleSpec, units: tuple[UnitSpec, ...]) -> tuple[Use, ..
 
 
 def enclosing(units: tuple[UnitSpec, ...]) -> dict[int, frozenset[int]]:
-    """unit -> the units of the modules around its own: in forward they stay in use for as long as it runs.
+    """unit -> the units of the modules around its own module. In forward they stay in use while it runs.
 
-    A module around another has a unit of its own only if it was split and holds parameters directly.
+    A module around another one has a unit of its own only if it was split and holds parameters directly.
     """
     by_module = {unit.module: unit.index for unit in units}
     return {
@@ -238,7 +239,7 @@ def _is_layer(parent: ModuleSpec, child: ModuleSpec) -> bool:
 
 
 def around_of(module: str) -> Iterator[str]:
-    """Names of the modules around one, from the nearest to the model."""
+    """Names of the modules around a module, from the nearest one to the model."""
     while module:
         module = module.rpartition(".")[0]
         yield module
