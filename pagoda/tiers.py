@@ -1,4 +1,4 @@
-"""What this machine gives to a run's `Memory`: budgets, a device to compute on, a rank's share."""
+"""The memory that this machine gives to a run: budgets, the device for compute, and each rank's share."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ from pagoda.memory.ssd.record import bytes_of_stores
 from pagoda.plan.placement import Budgets
 
 HOST_SHARE = 0.8
-"""Share of the RAM that is free now which a host budget left open may take; the rest is for activations."""
+"""Share of the free RAM that an open host budget may take. Activations need the rest."""
 
 
 def budgets_of(memory: Memory) -> Budgets:
-    """Bytes per tier; what was left open is read from the machine.
+    """Bytes per tier. Open budgets are read from the machine.
 
     Raises StorageError for an SSD directory that cannot be used.
     """
@@ -28,13 +28,13 @@ def budgets_of(memory: Memory) -> Budgets:
 
 
 def ssd_budget(memory: Memory) -> int | None:
-    """Bytes of the SSD tier, or None where there is none. Raises StorageError for a directory that cannot be used."""
+    """Bytes of the SSD tier, or None if there is none. Raises StorageError for a directory that cannot be used."""
     sizes = memory.ssd_directories.items()
     return sum(_free_disk(path) if size is None else size for path, size in sizes) if sizes else None
 
 
 def compute_device(memory: Memory) -> torch.device:
-    """Where compute runs: the CPU, or the GPU that is current. Raises ConfigError when there is none."""
+    """Where compute runs: the CPU, or the current GPU. Raises ConfigError if there is none."""
     if memory.device is None or memory.arena_for_device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -46,8 +46,8 @@ def compute_device(memory: Memory) -> torch.device:
 
 
 def memory_of_rank(memory: Memory, world: World) -> Memory:
-    """The same for one of several ranks: budgets left open are its share of what its node has, its directories are
-    below those given, made if need be, and several nodes keep no checkpoint in place unless told to."""
+    """The memory of one of several ranks. An open budget is its share of the node. Its directories are created below
+    the given ones. With several nodes, checkpoints are not kept in place unless the user asked for it."""
     host = memory.host if memory.host is not None else int(free_ram() * HOST_SHARE) // world.local_size
     parts = []
     for path, size in memory.ssd_directories.items():
@@ -66,7 +66,7 @@ def memory_of_rank(memory: Memory, world: World) -> Memory:
 
 
 def _free_disk(directory: Path) -> int:
-    """Bytes that page stores may take: what is free, and what those that are there have."""
+    """Bytes that page stores may take: the free bytes, and the bytes of existing stores."""
     try:
         os.scandir(directory).close()  # disk_usage takes files too
         return shutil.disk_usage(directory).free + bytes_of_stores(directory)

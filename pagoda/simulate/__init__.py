@@ -1,1 +1,1 @@
-"""The simulated world: hardware model, clock, timeline."""
+"""The simulated world: a hardware model, a clock, and a timeline."""

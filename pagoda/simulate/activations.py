@@ -12,10 +12,10 @@ from pagoda.simulate.rates import Rates
 
 
 class SimulatedActivations:
-    """Moves what a plan offloads, whose bytes compute makes and uses bit by bit during their access."""
+    """Moves the activations that a plan offloads. Compute makes and uses their bytes gradually during an access."""
 
     def __init__(self, plan: Plan, lanes: SimulatedLanes, rates: Rates, wait: Callable[[Task], None]) -> None:
-        """`wait` lets compute wait for a task."""
+        """`wait` makes compute wait for a task."""
         self._at = activations_at(plan)
         self._lanes = lanes
         self._rates = rates
@@ -26,12 +26,13 @@ class SimulatedActivations:
         activations = plan.activations
         blocks = activations.sizes.blocks if activations is not None and activations.sizes is not None else ()
         self._window = BUFFERED * max((part.largest for b in blocks for part in (b.inputs, b.inner)), default=0)
-        """Bytes that compute may be ahead of what has left."""
+        """Bytes by which compute may be ahead of the transfers."""
         self._leaving: list[Task] = []
         self._coming: dict[int, list[Task]] = {}
 
     def begin(self, tick: int) -> None:
-        """Compute turns to an access: what it saves starts to leave; what it needs must be there."""
+        """Compute begins an access. The activations that it saves start to leave, and those that it needs must be
+        there."""
         if tick not in self._at:
             return
         if tick not in self._returns:
@@ -45,7 +46,7 @@ class SimulatedActivations:
             self._wait(task)
 
     def end(self, tick: int) -> None:
-        """Compute is through with an access: most of what it saved must have left."""
+        """Compute ends an access. Most of what it saved must have left."""
         if tick in self._at:
             self._leaving = [task for task in self._leaving if not task.done]
             while sum(task.work.nbytes for task in self._leaving) > self._window:

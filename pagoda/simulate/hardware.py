@@ -1,8 +1,8 @@
-"""Hardware: what one machine holds and how fast it moves it, as a planner and a simulator need it.
+"""Hardware: the memories of a machine and their speeds, as a planner and a simulator need them.
 
-Every number is a `Figure`: a value in the base unit that its field names, and where the value comes from. Named
-machines are in `pagoda.simulate.machines`; `pagoda calibrate` measures the machine it runs on and writes the same thing
-as JSON.
+Every number is a `Figure`: a value in the base unit that its field names, and the source of the value. Named machines
+are in `pagoda.simulate.machines`. `pagoda calibrate` measures the machine that it runs on and writes the same fields as
+JSON.
 """
 
 import json
@@ -18,17 +18,17 @@ from pagoda.plan.ops import LARGE_TRANSFER_BYTES
 
 FORMAT = "pagoda-hardware"
 VERSION = 5
-"""Of the JSON file; a file of another version is refused, because measuring again takes a minute."""
+"""Version of the JSON file. A file of another version is refused, because measuring again takes a minute."""
 
 MatmulType = Literal["bf16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number and its origin.
+    """One number and its source.
 
-    `source` is a datasheet, a paper or "measured …", and says so where the number is an assumption or was recalled
-    without the source at hand. `spread` is the relative spread of a measurement, 0 for what was not measured here.
+    `source` is a datasheet, a paper or "measured …". It says if the number is an assumption or was recalled without the
+    source. `spread` is the relative spread of a measurement, and 0 for other numbers.
     """
 
     value: float
@@ -49,9 +49,9 @@ class MatmulRate:
     """Rate of dense matrix products in one dtype, of one GPU or of all cores of a CPU."""
 
     peak_flop_per_s: Figure
-    """What a share of peak refers to. A calibrated machine has its fastest product here."""
+    """The rate to which a share of peak refers. On a calibrated machine, the rate of the fastest product."""
     reached_flop_per_s: Figure
-    """What forward and backward of a transformer reach while all their data is resident."""
+    """The rate of a transformer's forward and backward with all data in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,39 +60,40 @@ class Device:
 
     memory_bytes: Figure
     memory_bytes_per_s: Figure
-    """Reads and writes of its own memory, together."""
+    """Reads and writes of its own memory, added up."""
     bf16: MatmulRate
-    """16-bit products: fp16 on devices without bf16, which have the same rate."""
+    """16-bit products. Devices without bf16 run fp16, at the same rate."""
     fp32: MatmulRate
     update_params_per_s: Figure
-    """AdamW on the split master, all state in this device's memory."""
+    """AdamW on the split master, with all state in this device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
     """All processors and all RAM of one node.
 
-    The optional figures are needed where the CPU computes.
+    The optional figures are needed if the CPU computes.
     """
 
     cores: int
-    """Those that this process may use, where it was measured."""
+    """Cores. On a calibrated machine, those that the process may use."""
     memory_bytes: Figure
     memory_bytes_per_s: Figure
-    """Reads and writes of RAM, together; shared by updates, PCIe copies and SSD transfers."""
+    """Reads and writes of RAM, added up. Updates, PCIe copies and SSD transfers share it."""
     update_params_per_s: Figure
-    """AdamW on the split master with all cores and nothing else running."""
+    """AdamW on the split master, with all cores and nothing else running."""
     bf16: MatmulRate | None = None
     """Matrix products on the CPU."""
     fp32: MatmulRate | None = None
     copy_bytes_per_s: Figure | None = None
-    """Bytes copied from RAM to an arena that stands in for a device, by one lane thread: each is read and written."""
+    """Bytes copied from RAM to an arena that stands in for a device, by one lane thread. Each byte is read and
+    written."""
     gradient_bytes_per_s: Figure | None = None
     """Bytes of gradient through the kernel that stores it and sums its squares, on one lane thread."""
     task_switch_s: Figure | None = None
-    """Seconds that compute loses to each piece of work that another thread takes up, beside that work."""
+    """Seconds that compute loses to each piece of work that another thread starts, in addition to the work itself."""
     parameter_s: Figure | None = None
-    """Seconds of a step for each trainable parameter, whatever its size: leases, hooks, its gradient handed over."""
+    """Seconds per step and trainable parameter, whatever its size: leases, hooks, and passing on its gradient."""
 
     def __post_init__(self) -> None:
         if self.cores < 1:
@@ -101,21 +102,21 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection between host RAM and GPUs; `gpus` GPUs share one link's figures."""
+    """The connection between RAM and GPUs. `gpus` GPUs share the figures of one link."""
 
     h2d_bytes_per_s: Figure
     d2h_bytes_per_s: Figure
     both_bytes_per_s: Figure
-    """Both directions added, while both are busy."""
+    """Both directions added up, while both are busy."""
     gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SmallTransfers:
-    """What a drive does in transfers of another size."""
+    """A drive's figures for transfers of another size."""
 
     nbytes: int
-    """Of one transfer; less than LARGE_TRANSFER_BYTES."""
+    """Bytes of one transfer, less than LARGE_TRANSFER_BYTES."""
     read_bytes_per_s: Figure
     write_bytes_per_s: Figure
     both_bytes_per_s: Figure
@@ -130,31 +131,32 @@ class Drive:
     capacity_bytes: Figure
     read_bytes_per_s: Figure
     write_bytes_per_s: Figure
-    """Sustained, not into a cache."""
+    """The sustained rate, not the rate into a cache."""
     both_bytes_per_s: Figure
-    """Reading and writing added, while half of the traffic is each."""
+    """Reads and writes added up, while half of the traffic is each."""
     endurance_bytes: Figure
     """Rated total bytes written."""
     cpu_share: Figure | None = None
-    """Share of all cores that reading and writing take from compute beside them; its spread is a share of all cores
-    too. None where it was not measured."""
+    """Share of all cores that transfers take from compute at the same time. Its spread is a share of all cores too.
+    None if it was not measured."""
     beside_bytes_per_s: Figure | None = None
-    """Reading and writing added, while all cores compute; None where that takes nothing from them."""
+    """Reads and writes added up, while all cores compute. None if compute does not slow transfers."""
     small: SmallTransfers | None = None
-    """None where only large transfers are known: then others are taken to be as fast."""
+    """None if only large transfers are known. Then other transfers are assumed to be as fast."""
 
     def in_transfers_of(self, nbytes: int) -> "Drive":
-        """What the drive does in transfers of `nbytes`.
+        """The drive's figures for transfers of `nbytes`.
 
-        Each takes time, of the drive and of a core, for itself and for its bytes, so both lie on the line through what
-        was measured at two sizes. One below the smaller size takes as long as that.
+        Each transfer takes time of the drive and of a core, for itself and for its bytes. So the time lies on the line
+        through the measurements at two sizes. A transfer below the smaller size takes as long as one of that size.
         """
         small = self.small
         if small is None or nbytes >= LARGE_TRANSFER_BYTES:
             return self
 
         def at(few: float, many: float) -> float:
-            """What a transfer of `nbytes` costs, from a small and a large one. No byte is cheaper in a small one."""
+            """The cost of a transfer of `nbytes`, from that of a small and a large one. No byte is cheaper in a small
+            transfer."""
             slope = (many - few) / (LARGE_TRANSFER_BYTES - small.nbytes)
             return max(few + slope * max(0, nbytes - small.nbytes), many * nbytes / LARGE_TRANSFER_BYTES)
 
@@ -186,17 +188,18 @@ class Hardware:
     name: str
     cpu: Cpu
     gpus_per_node: int = 1
-    """GPUs, or the processes of a node that has none."""
+    """GPUs, or the processes of a node without GPUs."""
     device: Device | None = None
-    """Each GPU; None where the CPU computes."""
+    """Each GPU. None if the CPU computes."""
     link: Link | None = None
-    """None exactly where `device` is."""
+    """None exactly if `device` is None."""
     ssd: Drive | None = None
     intra_node_bytes_per_s: Figure | None = None
-    """What each GPU sends, while it receives as much, in a collective inside the node: an all-gather of S bytes
-    over n GPUs takes S * (n - 1) / n divided by this. None for a single GPU."""
+    """Bytes per second that each GPU sends, while it receives as many, in a collective within the node. An all-gather
+    of S bytes over n GPUs takes S * (n - 1) / n divided by this. None for a single GPU."""
     inter_node_bytes_per_s: Figure | None = None
-    """What each node sends, while it receives as much, in a collective over nodes. None if there is one node."""
+    """Bytes per second that each node sends, while it receives as many, in a collective over nodes. None for one
+    node."""
 
     def __post_init__(self) -> None:
         if (self.device is None) != (self.link is None):
@@ -207,7 +210,7 @@ class Hardware:
             raise ConfigError(f"hardware {self.name!r}: {self.gpus_per_node} GPUs need intra_node_bytes_per_s")
 
     def matmul(self, dtype: MatmulType | Literal["fp16"]) -> MatmulRate:
-        """Rate of what computes: one GPU, else the CPU; fp16 is taken to be as fast as bf16.
+        """The rate of the processor that computes: one GPU, or the CPU. fp16 is assumed to be as fast as bf16.
 
         Raises ConfigError if the file has no rate for the CPU.
         """
@@ -217,7 +220,7 @@ class Hardware:
         return rate
 
     def with_gpus(self, count: int) -> "Hardware":
-        """The same node with `count` of its GPUs in use, spread over its links; all of the host stays.
+        """The same node with `count` of its GPUs in use, spread over its links, and all of the host.
 
         Raises ConfigError for more GPUs than the node has.
         """
@@ -236,7 +239,7 @@ class Hardware:
     def from_json(cls, text: str, origin: str = "hardware file") -> "Hardware":
         """The hardware that `to_json` wrote.
 
-        Raises ConfigError naming `origin`, and the entry at fault, for text that is not such a file.
+        Raises ConfigError with `origin` and the wrong entry if the text is not such a file.
         """
         try:
             data = json.loads(text)
@@ -252,14 +255,14 @@ class Hardware:
 
 
 def hardware_file() -> Path:
-    """Where `pagoda calibrate` writes this machine, and `--hardware auto` reads it: in the user's cache directory."""
+    """The file in the user's cache directory that `pagoda calibrate` writes and `--hardware auto` reads."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says that relative paths are ignored.
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "pagoda" / "hardware.json"
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:
-    """Write a file that `read_hardware` reads; whole or not at all. Makes its directory.
+    """Write a file for `read_hardware`, as a whole or not at all. Creates its directory.
 
     Raises ConfigError if it cannot be written.
     """
@@ -276,7 +279,7 @@ def write_hardware(hardware: Hardware, path: Path) -> None:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """The hardware in a file. Raises ConfigError if it cannot be read or is not one."""
+    """The hardware in a file. Raises ConfigError if it cannot be read or has another form."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

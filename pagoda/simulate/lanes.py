@@ -1,4 +1,4 @@
-"""The simulator's clock: work on lanes, and how fast each lane works while others work."""
+"""The simulator's clock: work on lanes, and the speed of each lane while others work."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,54 +13,54 @@ from pagoda.simulate.timeline import COMPUTE, Span
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """One kind of work of a lane, which may be submitted several times."""
+    """One kind of work on a lane. It may be submitted several times."""
 
     lane: str
     name: str
     nbytes: int
     seconds: float
-    """At the lane's full rate."""
+    """Seconds at the lane's full rate."""
     pieces: int = 1
-    """How many times the runtime hands something over to the lane for it."""
+    """How often the runtime hands something over to the lane for it."""
 
 
 class Task:
-    """One submission of some work. It starts when what it depends on has ended."""
+    """One submission of work. It starts when everything that it depends on has ended."""
 
     __slots__ = ("done", "end", "left", "start", "then", "waiting", "work")
 
     def __init__(self, work: Work, seconds: float) -> None:
         self.work = work
         self.left = seconds
-        """Seconds that are left, at the lane's full rate."""
+        """Remaining seconds at the lane's full rate."""
         self.start = self.end = 0.0
         self.done = False
         self.waiting = 0
-        """Tasks that must end first."""
+        """Number of tasks that must end before."""
         self.then: list[Callable[[], None]] = []
-        """What is called when it has ended."""
+        """Called when it has ended."""
 
     def span(self, since: float) -> Span:
-        """What its lane did, once it has ended, by a clock that begins at `since`."""
+        """The span of a task that has ended, by a clock that starts at `since`."""
         return Span(self.work.lane, self.work.name, self.start - since, self.end - since, self.work.nbytes)
 
 
 class SimulatedLanes:
-    """The clock, and what every lane is doing."""
+    """The clock, and the work of every lane."""
 
     def __init__(self, rates: Rates) -> None:
         self.now = 0.0
         self.ended: list[Task] = []
-        """In the order of their ends."""
+        """Tasks in the order of their ends."""
         self._handover_s = rates.task_switch_s
         self._shared = cache(rates.shared)
         self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES, COLLECTIVE)}
         self._active: dict[str, Task] = {}
         self._handed_over = 0
-        """Pieces of work that lanes have been given since compute last began something."""
+        """Number of pieces of work handed to lanes since compute last began something."""
 
     def submit(self, work: Work, after: Iterable[Task] = (), times: float = 1.0) -> Task:
-        """Give a lane work that takes `times` its seconds."""
+        """Submit work that takes `times` times its seconds."""
         seconds = work.seconds * times
         if work.lane == COMPUTE:
             seconds += self._handed_over * self._handover_s
@@ -77,14 +77,14 @@ class SimulatedLanes:
         return task
 
     def when_ended(self, task: Task, then: Callable[[], None]) -> None:
-        """Call `then` once a task has ended, or now."""
+        """Call `then` once a task has ended, or now if it has."""
         if task.done:
             then()
         else:
             task.then.append(then)
 
     def run_out(self) -> None:
-        """Let time pass until no lane has anything to do."""
+        """Let time pass until no lane has work."""
         while self._active or any(self._ready.values()):
             self.advance()
 

@@ -1,8 +1,8 @@
-"""Machines by name, from public datasheets and papers, for planning on what is not at hand.
+"""Named machines, from public datasheets and papers, for plans on machines that are not at hand.
 
-Each figure names its source. "assumed" marks a rule of ours, "unverified" a number recalled without its source at
-hand; `pagoda calibrate` replaces both by measurements on a machine that is at hand. RAM and GPU memory are sold in
-powers of 1024, so "80 GB" of either is 80 GiB here; drives are not.
+Each figure names its source. "assumed" marks a rule of ours, "unverified" a number that was recalled without its
+source. On a machine at hand, `pagoda calibrate` replaces both by measurements. RAM and GPU memory are sold in powers of
+1024, so "80 GB" of either is 80 GiB here. Drives are not.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ _TB = 1e12
 _TFLOP = 1e12
 
 UPDATE_BYTES = 28
-"""Memory traffic of AdamW on the bf16 split master, per parameter: 14 bytes read, 12 written, and the gradient
-cleared for the next step."""
+"""Memory traffic of AdamW on the bf16 split master, per parameter: 14 bytes read, 12 written, and 2 to clear the
+gradient for the next step."""
 
 _CPU_UPDATE_SHARE = 0.6
 _GPU_UPDATE_SHARE = 0.9
@@ -72,7 +72,7 @@ def _link(h2d: float, d2h: float, source: str, gpus: int = 1) -> Link:
 
 
 def rated_endurance(capacity_bytes: float) -> Figure:
-    """Total bytes written that a drive of this capacity is usually rated for, where its own rating is not known."""
+    """Total bytes written that a drive of this capacity is usually rated for. Used if its own rating is not known."""
     return Figure(
         capacity_bytes * _DRIVE_WRITES,
         "assumed: one drive write a day for five years, the usual rating of data-centre TLC drives "
@@ -262,13 +262,13 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
         )
     }
 )
-"""Every named machine: a node of it, and the network between such nodes."""
+"""All named machines: one node, and the network between such nodes."""
 
 
 def find_machine(name: str) -> Hardware:
     """The machine called `name`.
 
-    Raises ConfigError: no such machine; the message lists the names and the closest one.
+    Raises ConfigError if there is no such machine. The message lists the names and suggests the closest one.
     """
     if name not in MACHINES:
         offer = f"Named machines: {', '.join(MACHINES)}; 'auto' is this one."

@@ -1,4 +1,4 @@
-"""Micro-batches that repeat: a step of many is one of few, in which a micro-batch comes again."""
+"""Repeats micro-batches: derives a step of many micro-batches from a simulated step of a few."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,27 +8,28 @@ from pagoda.plan.trace import Phase, Trace
 from pagoda.simulate.timeline import Timeline
 
 FEW = 6
-"""Micro-batches that are simulated, if those between the first and the last are alike."""
+"""Number of micro-batches that are simulated if all between the first and the last are alike."""
 _ALIKE = 0.05
-"""By which share of their mean each of them may take longer or shorter: leases do not lie alike in all."""
+"""Share of their mean by which they may differ in length. Leases lie differently in each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """When a micro-batch begins, and what compute has waited for in the step until then."""
+    """When a micro-batch begins, and how long compute has waited in the step until then."""
 
     start_s: float
     stall_s: Mapping[str, float]
 
 
 def pass_begins(trace: Trace) -> list[int]:
-    """Ticks with which micro-batches begin: forwards after a backward."""
+    """Ticks at which micro-batches begin: forwards after a backward."""
     phases = [Phase.BACKWARD, *(access.phase for access in trace.accesses[:-1])]
     return [tick for tick, (before, now) in enumerate(pairwise(phases)) if before and not now]
 
 
 def first_passes(trace: Trace, tick_s: Sequence[float], count: int) -> Trace | None:
-    """The trace of a step of `count` of its micro-batches; None if it has no more, or they are not all alike."""
+    """The trace of a step with `count` of its micro-batches. None if it has no more than that, or if they are not
+    alike."""
     begins = pass_begins(trace)
     if len(begins) <= count or (len(trace.accesses) - 1) % len(begins):
         return None
@@ -40,7 +41,8 @@ def first_passes(trace: Trace, tick_s: Sequence[float], count: int) -> Trace | N
 
 
 def with_more_passes(timeline: Timeline, marks: Sequence[Mark], more: int) -> Timeline | None:
-    """The step with `more` micro-batches, like those between its first and last, in turn; None if these differ much."""
+    """The step with `more` further micro-batches, repeated from those between the first and the last. None if these
+    differ too much."""
     begins = [mark.start_s for mark in marks[1:]]
     start, end, middle = begins[0], begins[-1], len(begins) - 1
     mean = (end - start) / middle
@@ -51,12 +53,12 @@ def with_more_passes(timeline: Timeline, marks: Sequence[Mark], more: int) -> Ti
     later = times * whole + begins[rest] - start
 
     def again(at: float) -> list[float]:
-        """By how much later what begins at a time comes, each time."""
+        """The delays of all repetitions of an event at time `at`."""
         if not start <= at < end:
             return [later if at >= end else 0.0]
         return [number * whole for number in range(times + 1 + (at < begins[rest]))]
 
-    # All of the middle comes again, a number of times, then the `rest` of its micro-batches, and then the last one.
+    # The whole middle is repeated a number of times. Then `rest` of its micro-batches follow, and then the last one.
     spans = [
         span._replace(start_s=span.start_s + shift, end_s=span.end_s + shift)
         for span in timeline.spans

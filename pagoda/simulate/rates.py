@@ -1,4 +1,4 @@
-"""Rates: how fast each lane of one rank works on given hardware, alone and while others work."""
+"""The speed of each lane of one rank on given hardware, alone and while other lanes work."""
 
 from dataclasses import replace
 
@@ -11,18 +11,19 @@ from pagoda.simulate.timeline import COMPUTE
 
 READ, WRITE, H2D, D2H, UPDATE, DEVICE_UPDATE = "ssd_read", "ssd_write", "h2d", "d2h", "update", "device_update"
 _LEAST_LEFT = 0.01
-"""Of the CPU, for the lanes that make do with what transfers leave: else a step would never end."""
+"""Least share of the CPU for lanes that only get what transfers leave. Without it, a step might never end."""
 
 
 class Rates:
-    """One rank's share of a node: ranks of a node work at the same time and share its CPU, RAM, SSDs and links."""
+    """One rank's share of a node. All ranks of a node work at the same time and share its CPU, RAM, SSDs and links."""
 
     def __init__(
         self, hardware: Hardware, shared_by: Ranks | None = None, transfer_bytes: int = LARGE_TRANSFER_BYTES
     ) -> None:
-        """`transfer_bytes` is what the SSD reads or writes at a time.
+        """`transfer_bytes` is the size of the SSD's transfers.
 
-        Raises ConfigError when the hardware lacks a figure that its kind of machine needs, or has other ranks per node.
+        Raises ConfigError if the hardware lacks a figure that its kind of machine needs, or has another number of ranks
+        per node.
         """
         if hardware.ssd is not None:
             hardware = replace(hardware, ssd=hardware.ssd.in_transfers_of(transfer_bytes))
@@ -36,7 +37,7 @@ class Rates:
         cpu, ssd, link = hardware.cpu, hardware.ssd, hardware.link
         ranks = hardware.gpus_per_node
         self._params_per_s = cpu.update_params_per_s.value / ranks
-        # An arena that stands in for a device is updated by the CPU.
+        # The CPU updates states in an arena that stands in for a device.
         self._device_params_per_s = (
             self._params_per_s if hardware.device is None else hardware.device.update_params_per_s.value
         )
@@ -58,44 +59,45 @@ class Rates:
             self._bytes_per_s[WRITE] = ssd.write_bytes_per_s.value / ranks
             both[READ, WRITE] = ssd.both_bytes_per_s.value / ranks
         self._rank_group = {pair: self._halves(pair, total) for pair, total in both.items()}
-        """Two lanes that are the directions of one thing -> what is left of each one's rate while both work."""
+        """Two lanes that are the directions of one resource -> the share of its own rate that each has while both
+        work."""
         beside = None if ssd is None or hardware.device is not None else ssd.beside_bytes_per_s
         self._beside_compute = 1.0 if beside is None or ssd is None else beside.value / ssd.both_bytes_per_s.value
-        """Share of the SSD's rates that is left while the CPU computes."""
+        """Share of the SSD's rates while the CPU computes."""
         self._demand = self._demands(hardware)
         self._yielding = frozenset(self._demand) - (frozenset() if hardware.device else {READ, WRITE})
-        """Lanes that make do with what the others leave: threads that transfer sleep most of the time, so a CPU that
-        computes runs them first."""
+        """Lanes that only get what the others leave. Transfer threads sleep most of the time, so a computing CPU runs
+        them first."""
         computes = hardware.device is None
         self.task_switch_s = cpu.task_switch_s.value if computes and cpu.task_switch_s is not None else 0.0
-        """What compute loses to each piece of work of a lane, where the CPU computes."""
+        """If the CPU computes: seconds that compute loses to each piece of work of a lane."""
         self.parameter_s = cpu.parameter_s.value if computes and cpu.parameter_s is not None else 0.0
-        """What compute loses in a step to the bookkeeping of each trainable parameter, where the CPU computes."""
+        """If the CPU computes: seconds per step that compute loses to the bookkeeping of each trainable parameter."""
 
     def seconds(self, lane: str, nbytes: int) -> float:
-        """How long a lane that moves bytes takes for `nbytes` alone. Raises ConfigError if there is no such lane."""
+        """Seconds that a lane takes to move `nbytes` if it works alone. Raises ConfigError if there is no such lane."""
         if lane not in self._bytes_per_s:
             raise ConfigError("the plan uses an SSD, and the hardware has no figures of one: calibrate with --ssd DIR")
         return nbytes / self._bytes_per_s[lane]
 
     def ring_seconds(self, sent: int, group: int) -> float:
-        """How long an all-gather or a reduce-scatter over `group` ranks takes, in which each sends `sent` bytes.
+        """Seconds of an all-gather or a reduce-scatter over `group` ranks in which each sends `sent` bytes.
 
-        Of S bytes over n ranks on m nodes, each rank sends S (n - 1) / n to its neighbour in a ring, which is the least
-        (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
-        Rings that follow the nodes cross each network once, and as many rings start at different ranks as there are on
-        a node, so a node sends S (m - 1) / m at the rate of all its adapters while the ranks inside pass on what
-        arrives: the slower of the two is the time, as NCCL's rings reach it. Latency is not counted.
+        With S bytes and n ranks on m nodes, each rank sends S (n - 1) / n to its neighbour in a ring, which is the
+        minimum (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
+        2005). Rings that follow the nodes cross each network once. There are as many rings as ranks on a node, each
+        starting at another rank. So a node sends S (m - 1) / m at the rate of all its adapters, while its ranks pass on
+        what arrives. The slower of the two sets the time, as in NCCL's rings. Latency is not counted.
         """
         return self._ring_seconds(sent, group, self._ranks().members_per_node(group)) if group > 1 else 0.0
 
     def merge_seconds(self, sent: int) -> float:
-        """How long ranks that have the same slices, one a replica, take to gather what each of them sends."""
+        """Seconds that ranks with the same slices, one per replica, take to gather what each of them sends."""
         ranks = self._ranks()
         return self._ring_seconds(sent, ranks.replicas, ranks.copies_per_node)
 
     def _ring_seconds(self, sent: int, group: int, inside: int) -> float:
-        """`inside` of the ranks of a group are on one node."""
+        """`inside`: number of ranks of the group on one node."""
         ranks, nodes = self._ranks(), group // inside
         whole = sent * group / (group - 1)
         seconds = [sent / self._inside()] if inside > 1 else []
@@ -106,7 +108,7 @@ class Rates:
         return max(seconds)
 
     def exchange_seconds(self, exchange: Exchange) -> float:
-        """How long an exchange takes while nothing else is sent: what leaves a node shares its network."""
+        """Seconds of an exchange while nothing else is sent. Bytes that leave a node share its network."""
         inside = exchange.sent - exchange.leaving
         seconds = [inside / self._inside()] if inside else [0.0]
         if exchange.leaving:
@@ -124,16 +126,16 @@ class Rates:
         return _known(self._hardware.inter_node_bytes_per_s, self._hardware, "collectives between nodes")
 
     def update_seconds(self, parameters: int) -> float:
-        """How long the update of so many parameters takes while nothing else runs."""
+        """Seconds of the update of this many parameters while nothing else runs."""
         return parameters / self._params_per_s
 
     def device_update_seconds(self, parameters: int) -> float:
-        """The same on the device, of states that lie there."""
+        """The same on the device, for states in its memory."""
         return parameters / self._device_params_per_s
 
     def shared(self, lanes: frozenset[str]) -> dict[str, float]:
-        """lane -> share of its own rate that it has while `lanes` are busy."""
-        # In the order of `_demand`, since a sum of floats depends on its order.
+        """lane -> share of its own rate while `lanes` are busy."""
+        # In the order of `_demand`, because a sum of floats depends on its order.
         demands = [(lane, demand) for lane, demand in self._demand.items() if lane in lanes]
         asked = sum(demand for lane, demand in demands if lane in self._yielding)
         left = max(_LEAST_LEFT, 1.0 - sum(demand for lane, demand in demands if lane not in self._yielding))
@@ -148,14 +150,15 @@ class Rates:
         return shares
 
     def _halves(self, pair: tuple[str, str], total: float) -> tuple[float, float]:
-        """Shares of their own rates at which two lanes move `total` bytes a second: as much each, unless one cannot."""
+        """Shares of their own rates at which two lanes move `total` bytes per second: equally many each, unless one of
+        them cannot."""
         one, other = (self._bytes_per_s[lane] for lane in pair)
         slower = min(one, other, total / 2)
         return min(one, total - min(slower, other)) / one, min(other, total - min(slower, one)) / other
 
     def _demands(self, hardware: Hardware) -> dict[str, float]:
-        """lane -> share of what all of them need that it takes at its full rate: of the cores where the CPU computes,
-        else of RAM's bandwidth."""
+        """lane -> share of the common resource that it takes at its full rate. The resource is the cores if the CPU
+        computes, otherwise RAM's bandwidth."""
         cpu, ssd = hardware.cpu, hardware.ssd
         if hardware.device is None:
             thread = 1.0 / cpu.cores

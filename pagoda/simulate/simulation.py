@@ -1,10 +1,9 @@
 """The simulator: the scheduler drives a plan's steps on a model of hardware, as discrete events.
 
-A simulated compute thread walks along the plan's trace and tells the scheduler what it does; what the scheduler asks
-for, simulated lanes execute (`execution.py`). So it is a run with other durations, in which nothing is clipped, undone
-or saved, and no lease is still referred to when it is to make room. Between two events every lane works
-at a constant rate: its own, or its share of what it shares (the SSD's two directions, the link's, RAM, and the CPU
-where that is also what computes).
+A simulated compute thread follows the plan's trace and tells the scheduler what it does. Simulated lanes carry out what
+the scheduler asks for (`execution.py`). So this is a run with other durations. In it, nothing is clipped, undone or
+saved, and no graph holds a lease that must make room. Between two events, every lane works at a constant rate: its own,
+or its share of a common resource (the SSD's two directions, the link's, RAM, and the CPU if it computes).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,25 +28,26 @@ from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 
 _LEAST_STEPS, _MOST_STEPS = 3, 8
-"""Steps simulated: until the last micro-batch of one takes as long as that of the one before. The last step is the
-result; it finds the others' updates under way."""
+"""Number of simulated steps. The simulation stops when a step's last micro-batch takes as long as that of the previous
+step. The last step is the result. It starts while the previous step's updates are under way."""
 _STEADY = 1e-4
-"""Relative difference below which two steps took equally long."""
+"""Relative difference below which two steps count as equally long."""
 _SWEEPS = 4
-"""With asynchronous updates: sweeps of `max_staleness` steps that are measured, after half as many to warm up."""
+"""With asynchronous updates: number of measured sweeps of `max_staleness` steps, after half as many to warm up."""
 _IN_BACKWARD = 0.75
-"""Of a parameter's bookkeeping: there its lease is asked for once more, and its gradient comes."""
+"""Share of a parameter's bookkeeping that happens in backward, where its lease is asked for again and its gradient
+arrives."""
 
 
 def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timeline:
     """One step of `plan` in steady state, on one rank of `hardware`.
 
-    `tick_s` has the seconds of compute of each access of the plan's trace when nothing disturbs it; see `Compute`.
-    Of many micro-batches that are alike, few are simulated, if those in the middle take equally long.
-    With asynchronous updates a sweep over the states may take several steps, which differ: seconds and stalls are then
-    means over several sweeps, and what each lane does when is that of the step that comes nearest to the mean.
+    `tick_s` has the seconds of compute of each access of the plan's trace if nothing disturbs it; see `Compute`. If
+    many micro-batches are alike, only a few are simulated, provided those in the middle take equally long. With
+    asynchronous updates, a sweep over the states may take several steps of different length. Then seconds and stalls
+    are means over several sweeps, and the timeline is that of the step closest to the mean.
 
-    Raises ValueError when it does not have one number per access.
+    Raises ValueError unless `tick_s` has one number per access.
     """
     if len(tick_s) != len(plan.trace.accesses) - 1:
         raise ValueError(f"{len(tick_s)} times of compute for a trace of {len(plan.trace.accesses) - 1} accesses")
@@ -64,7 +64,7 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timelin
 
 @dataclass(frozen=True)
 class _Step:
-    """When a step began and ended, what compute waited for in it, and what lanes ended in it."""
+    """When a step began and ended, how long compute waited, and what lanes ended in it."""
 
     start_s: float
     end_s: float
@@ -79,13 +79,13 @@ class _Step:
 
 
 class Simulation:
-    """A run: in every step compute walks along the trace, and lanes follow.
+    """A run. In every step, compute follows the trace, and lanes do the rest.
 
-    What a step has queued may end in the next one, and steps may differ for good, taking turns.
+    Work that a step queues may end in the next step. Steps may differ permanently and alternate.
     """
 
     def __init__(self, plan: Plan, rates: Rates, tick_s: Sequence[float]) -> None:
-        """`tick_s` is as for `simulate`; one number more is for `step()`."""
+        """`tick_s` is as in `simulate`, with one more number for `step()`."""
         self._plan = plan
         self._rates = rates
         self._lanes = SimulatedLanes(rates)
@@ -95,7 +95,7 @@ class Simulation:
         self._stalling = (*LANES, COLLECTIVE) if plan.ranks is not None or plan.exchanges else LANES
         self._stall_s = dict.fromkeys(self._stalling, 0.0)
         scheduled = schedule_plan(plan)
-        # All steps use the same experts here, so the trace tells when each is used.
+        # All simulated steps use the same experts, so the trace shows when each is used.
         units = [replace(unit, routed=False) if unit.routed else unit for unit in scheduled.units]
         self._scheduler = Scheduler(replace(scheduled, units=units))
         self._execution = Execution(plan, self._scheduler, self._lanes, rates)
@@ -113,7 +113,8 @@ class Simulation:
         """Units that compute uses now."""
 
     def run(self) -> Timeline:
-        """The last of as many steps as it takes until two are equally long; or several, where steps differ for good."""
+        """Simulate steps until two are equally long, and return the last. If steps differ permanently, return a mean of
+        several."""
         most_stale = self._plan.options.max_staleness
         steps = self._until_steady() if most_stale is None else self._several_sweeps(max(1, most_stale))
         step_s = fmean(step.seconds for step in steps)
@@ -124,7 +125,7 @@ class Simulation:
         return Timeline(step_s, spans, stall_s, self._ledger(start, end))
 
     def _until_steady(self) -> list[_Step]:
-        """The last step, alone."""
+        """Simulate until steps are steady. Returns the last step."""
         step = self._timed_step()
         least = 2 if len(self.marks) > 1 else _LEAST_STEPS  # the first waits for no updates, which later passes do not
         for count in range(1, _MOST_STEPS):
@@ -147,7 +148,7 @@ class Simulation:
         return _Step(start, self._lanes.now, self._stall_s, self._lanes.ended, last_pass_s)
 
     def step(self) -> None:
-        """One more step, until compute is through with it."""
+        """Simulate one more step, until compute has finished it."""
         for tick, access in enumerate(self._plan.trace.accesses[:-1]):
             if tick in self._begins:
                 self.marks.append(Mark(self._lanes.now, dict(self._stall_s)))
@@ -167,12 +168,12 @@ class Simulation:
         self._execution.pump()
 
     def drain(self) -> Sequence[Span]:
-        """Let every lane end what it has; returns what lanes have done since the first `step`."""
+        """Let every lane finish its work. Returns all spans since the first `step`."""
         self._lanes.run_out()
         return [task.span(since=0.0) for task in self._lanes.ended]
 
     def _use(self, access: Access) -> None:
-        """Compute turns to a unit, and waits for its weights."""
+        """Compute turns to a unit and waits for its weights."""
         unit, scheduler, execution = access.unit, self._scheduler, self._execution
         self._release(keep=self._around[unit])
         self._used.append(unit)
@@ -186,7 +187,7 @@ class Simulation:
             self._lanes.advance()
 
     def _release(self, keep: frozenset[int] = frozenset()) -> None:
-        """Compute is through with the units that it uses, except those in `keep`, inside which it goes on."""
+        """Compute has finished the units that it uses, except those in `keep`, which contain the next one."""
         for unit in self._used:
             if unit not in keep:
                 self._scheduler.release(unit)
@@ -194,14 +195,15 @@ class Simulation:
         self._execution.pump()
 
     def _computing(self, access: Access, seconds: float) -> Work:
-        """The compute of an access, and what the runtime does meanwhile on its thread: most of it as gradients come."""
+        """The compute of an access, and the runtime's own work on the same thread, most of it when gradients arrive."""
         unit, backward = self._plan.units[access.unit], access.phase is Phase.BACKWARD
         share = _IN_BACKWARD if backward else 1 - _IN_BACKWARD
         bookkeeping = share * sum(slot.param.trainable for slot in unit.slots) * self._rates.parameter_s
         return Work(COMPUTE, f"{'backward' if backward else 'forward'} {unit.name}", 0, seconds + bookkeeping)
 
     def _make(self, gradient: Gradient) -> None:
-        """Autograd has made a gradient: compute goes on once it has a buffer, and not too many are on their way."""
+        """Autograd has made a gradient. Compute continues once it has a buffer and not too many bytes are on their
+        way."""
         scheduler, execution = self._scheduler, self._execution
         scheduler.gradient(gradient.unit, complete=True, last=gradient.last)
         execution.pump()
@@ -209,7 +211,7 @@ class Simulation:
         self._let_offloads_end(self._in_flight_bytes)
 
     def _let_offloads_end(self, most: int) -> None:
-        """Wait until at most so many bytes of gradients are on their way."""
+        """Wait until at most `most` bytes of gradients are on their way."""
         offloads = self._execution.offloads
         while offloads and (offloads[0][0].done or sum(nbytes for _, nbytes in offloads) > most):
             self._wait_for(offloads.popleft()[0])
@@ -223,14 +225,14 @@ class Simulation:
         self._wait(lambda: task.done, lambda: task.work.lane)
 
     def _wait(self, over: Callable[[], bool], lane: Callable[[], str]) -> None:
-        """Compute waits until it is `over`, and meanwhile for a lane."""
+        """Compute waits until a condition holds. The time counts as waiting for `lane`."""
         while not over():
             start, waited_for = self._lanes.now, lane()
             self._lanes.advance()
             self._stall_s[waited_for] += self._lanes.now - start
 
     def _ledger(self, start: float, end: float) -> dict[str, tuple[tuple[float, int], ...]]:
-        """Every tier's account over a step. Leases and gradient buffers come and go, other lines are there for good."""
+        """Bytes of every tier over a step. Leases and gradient buffers come and go; other lines are constant."""
         page = self._plan.page_bytes
         held_bytes: dict[str, tuple[tuple[float, int], ...]] = {}
         for tier, lines in self._plan.bytes.items():

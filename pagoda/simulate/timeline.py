@@ -1,4 +1,4 @@
-"""A timeline: what each lane did when, over one step, whether simulated or measured."""
+"""A timeline: the work of each lane over one step, simulated or measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 COMPUTE = "compute"
-"""The thread, or the stream, that runs the model; the other lanes are in `plan.ops.LANES`."""
+"""The thread or stream that runs the model. The other lanes are in `plan.ops.LANES`."""
 
 
 class Span(NamedTuple):
@@ -23,21 +23,21 @@ class Span(NamedTuple):
 class Timeline:
     """One step of every lane, in steady state.
 
-    Where steps differ for good, as asynchronous updates make them, `step_s` and `stall_s` are means, and the rest is
-    that of a step that takes about as long.
+    If steps differ permanently, as with asynchronous updates, `step_s` and `stall_s` are means, and everything else is
+    that of a step of about that length.
     """
 
     step_s: float
     spans: tuple[Span, ...]
-    """Of every lane, in order of their ends. Work that began in the step before has a negative start."""
+    """Spans of all lanes, in the order of their ends. Work that began in the previous step has a negative start."""
     stall_s: Mapping[str, float]
-    """lane -> seconds compute waited for it."""
+    """lane -> seconds that compute waited for it."""
     held_bytes: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     """tier -> (seconds, bytes in use from then on)."""
 
     @cached_property
     def busy_s(self) -> Mapping[str, float]:
-        """lane -> seconds in which it worked, inside the step."""
+        """lane -> seconds in which it worked, within the step."""
         busy: dict[str, float] = {}
         for span in self.spans:
             busy[span.lane] = busy.get(span.lane, 0.0) + span.end_s - max(0.0, span.start_s)
@@ -53,8 +53,8 @@ class Timeline:
 
     @cached_property
     def pass_s(self) -> float:
-        """Seconds from one forward to the next, without the first of the step, which waits for updates; in a step of
-        few micro-batches, the mean from the first forward to the end of the last backward."""
+        """Seconds per micro-batch: from one forward to the next, without the first of the step, which waits for
+        updates. If there are few, the mean from the first forward to the end of the last backward."""
         compute = [span for span in self.spans if span.lane == COMPUTE]
         backward = [span.name.startswith("backward") for span in compute]
         begins = [
@@ -69,7 +69,7 @@ class Timeline:
 
     @property
     def binding_lane(self) -> str:
-        """The lane that a faster machine would have to speed up first: the one compute waits for most, if that is
-        worth more than a hundredth of the step, else compute."""
+        """The lane that a faster machine would have to speed up first: the one for which compute waits most, if that is
+        more than a hundredth of the step, otherwise compute."""
         lane, seconds = max(self.stall_s.items(), key=lambda item: item[1], default=(COMPUTE, 0.0))
         return lane if seconds > 0.01 * self.step_s else COMPUTE
