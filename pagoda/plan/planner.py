@@ -1,4 +1,4 @@
-"""The planner: from a module tree, an optimizer's states and budgets to an immutable plan."""
+"""The planner: makes an immutable plan from a module tree, an optimizer's states and budgets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ _MIN_UNIT_BYTES = 64 << 10
 _UNITS_WANTED = 8
 _MIN_PAGE_BYTES = 4096
 _BUFFERS = ((BLOCK_ELEMENTS, 2), (BLOCK_ELEMENTS // 2, 2), (BLOCK_ELEMENTS // 4, 2), (BLOCK_ELEMENTS // 8, 1))
-"""(elements of a streamed block, gradients in the staging region): what to try, from roomy to tight."""
+"""Combinations to try, from large to small: elements of a streamed block, and gradients in the staging region."""
 
 _CHECKED = (DEVICE, HOST, SSD)
 """Tiers in the order in which `place` checks their budgets."""
@@ -37,7 +37,7 @@ _CHECKED = (DEVICE, HOST, SSD)
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each extent lives, and what a step uses in which order. Nothing in it changes; see `retraced`."""
+    """Where each extent lives, and in which order a step uses units. It never changes; `retraced` makes a new plan."""
 
     layout: Layout
     budgets: Budgets
@@ -46,7 +46,7 @@ class Plan:
     trace: Trace
     reasons: tuple[str, ...]
     activations: ActivationPlan | None = None
-    """What becomes of activations, once their sizes are known: from a step, or an estimate."""
+    """The policies for activations, once their sizes are known from a step or an estimate."""
     exchanges: tuple[Exchange, ...] = ()
     """What compute sends to other ranks."""
 
@@ -60,12 +60,12 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model, each tied one counted once."""
+        """Parameters of the model. Tied ones count once."""
         return sum(slot.param.numel for unit in self.units for slot in unit.slots)
 
     @cached_property
     def bytes(self) -> Mapping[str, Mapping[str, int]]:
-        """tier -> line -> bytes, in the order a table shows them: what each tier holds at its peak, in whole pages."""
+        """tier -> line -> bytes at the peak, in whole pages, in the order in which tables show them."""
         order = (*(state.name for state in self.layout.states), *LINES_AFTER_STATES)
         account = {
             tier: {line: pages[line] * self.page_bytes for line in order if line in pages}
@@ -90,8 +90,8 @@ class Plan:
 
     @property
     def lease_tier(self) -> str | None:
-        """Where leases take frames: the device if it is a memory of its own, else host RAM; None where every weight is
-        used where it lives."""
+        """The tier of the leases' frames: the device if it has memory of its own, otherwise RAM. None if every weight
+        is used in its home."""
         if self.budgets.device is not None:
             return DEVICE
         return HOST if self.placement.pages(HOST, LEASES) else None
@@ -100,8 +100,8 @@ class Plan:
     def gradients_in_flight_bytes(self) -> int:
         """Most bytes of gradients on their way to their extents at once.
 
-        From a device of its own, a gradient that is larger by itself need not be waited for: the estimate of
-        activations has room for two of the largest. Several ranks have their buffers.
+        A larger single gradient from a separate device need not be waited for, because the estimate of activations
+        includes two of the largest. With several ranks, gradients have buffers.
         """
         if (buffers := reduce_buffers(self.layout)) is not None:
             return buffers.whole_pages * self.page_bytes
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def transfer_bytes(self) -> int:
-        """Bytes that updates read from SSD, or write to it, at a time: the mean. The largest where none do."""
+        """Mean bytes that updates read from or write to SSD at a time. The largest size if no update does."""
         layout = self.layout
         nbytes = transfers = 0
         for unit in self.units:
@@ -125,7 +125,7 @@ class Plan:
         return nbytes // transfers if transfers else LARGE_TRANSFER_BYTES
 
     def leased_pages(self) -> dict[int, int]:
-        """unit -> frames of its lease, for units whose weights are not used where they live."""
+        """unit -> frames of its lease, for units whose weights are not used in their home."""
         everywhere = self.budgets.device is not None or (self.ranks is not None and self.ranks.shards_weights)
         return {
             unit.index: self.layout.lease_of(unit)
@@ -135,20 +135,20 @@ class Plan:
         }
 
     def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:
-        """State -> pages, of those states of a unit that are in RAM or on the device."""
+        """State -> pages, for the states of a unit in RAM or on the device."""
         names = [state.name for state in self.layout.states]
         pages = {name: self.layout.pages(unit, name) for name in names if self.placement.home(unit.index, name) != SSD}
         return {name: count for name, count in pages.items() if count}
 
     @property
     def lease_slab(self) -> int:
-        """Frames of a slab of the leases: the widest lease, or all there are where every lease fits at once."""
+        """Frames of a slab of the leases: the widest lease, or all frames if all leases fit at once."""
         frames = self.placement.pages(self.lease_tier or HOST, LEASES)
         pages = self.leased_pages().values()
         return frames if sum(pages) <= frames else max(pages)
 
     def retraced(self, trace: Trace) -> "Plan":
-        """The same placement, with another trace."""
+        """The same placement with another trace."""
         return replace(self, trace=trace)
 
 
@@ -162,17 +162,17 @@ def make_plan(
     rank: int | None = None,
     saved: SavedBlocks | None = None,
 ) -> Plan:
-    """Choose units, page size and placement, and assume a step.
+    """Choose units, page size and placement for an assumed step.
 
-    With `saved`, an estimate, what policies offload is in the account, and so are its moves.
+    `saved`: an estimate of activations. The plan then includes the bytes that policies offload, and their moves.
 
-    With `ranks`, the plan and its budgets are those of one of them, and `exchanges` is what compute sends to others. If
-    they divide experts, `root` has only the experts of one rank. Where ranks hold other numbers of elements (`Slices`),
-    it is the plan of `rank`, or of the one that holds most; units and pages are those that are good for the latter, so
-    alike everywhere.
+    `ranks`: the plan and its budgets are those of one rank, and `exchanges` is what compute sends to other ranks. If
+    ranks divide experts, `root` has the experts of one rank. If ranks hold different numbers of elements (`Slices`),
+    the plan is that of `rank`, or of the rank that holds most. Units and pages suit the rank that holds most, so they
+    are the same on all ranks.
 
-    Raises BudgetError, naming tier, shortfall and setting, when no choice fits; ConfigError for a split whose share of
-    updates or homes on the device cannot be had.
+    Raises BudgetError with tier, shortfall and setting if nothing fits, and ConfigError for a split whose share of
+    updates or homes on the device is impossible.
     """
     passes = options.accumulation_steps or 1
     if ranks is not None and ranks.shares_experts and any(root.experts()) and options.update_during_backward:
@@ -192,7 +192,7 @@ def make_plan(
 def _units_that_fit(
     root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options, ranks: Ranks | None
 ) -> tuple[int, Layout, Placement]:
-    """A placement of units as large as fit, and the limit in bytes that they were made with."""
+    """A placement with the largest units that fit, and the limit in bytes with which they were made."""
     itemsize = states[0].dtype.itemsize
     total = root.numel * itemsize
     limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
@@ -214,7 +214,7 @@ def _units_that_fit(
 
 
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:
-    """A placement, with smaller streaming buffers where the budget is tight."""
+    """A placement, with smaller streaming buffers if the budget is tight."""
     refusals: list[BudgetError] = []
     split = options.split or DEFAULT_SPLIT
     refused = {feature: why_not_on_device(feature, layout, options, budgets.device) for feature in ON_DEVICE}
@@ -224,7 +224,7 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     if options.speculate:
         split = replace(split, undo_first=True, undo_in_ram=True)
     splits = [split]
-    # Where RAM and SSD do not hold all, the device may.
+    # If RAM and SSD cannot hold everything, the device may.
     if options.split is None and refused[Feature.DEVICE_HOMES] is None:
         splits.append(replace(split, device_home_share=1.0))
     for split, (block_limit, staging_buffers) in product(splits, _BUFFERS):
@@ -237,13 +237,13 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
 
 
 def _least(refusals: list[BudgetError]) -> BudgetError:
-    """Of the refusals in which most tiers were found to be enough, the one that asks for least."""
+    """Of the refusals that found the most tiers sufficient, the one that needs the least."""
     furthest = max(_CHECKED.index(r.tier or DEVICE) for r in refusals)
     return min((r for r in refusals if r.tier == _CHECKED[furthest]), key=lambda r: r.needed_bytes or 0)
 
 
 def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: int, budgets: Budgets) -> BudgetError:
-    """A refusal that says what helps where one parameter is too much."""
+    """The refusal, with advice if a single parameter is too large."""
     largest = max(units, key=lambda unit: unit.numel)
     nbytes = largest.numel * itemsize
     has = {DEVICE: budgets.device, HOST: budgets.host}.get(refusal.tier or "")
@@ -258,7 +258,7 @@ def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: in
 
 
 def _paged(layout: Layout, asked: int | None) -> Layout:
-    """The layout with the page size asked for, or the largest one whose padding is small."""
+    """The layout with the requested page size, or with the largest one that wastes little."""
     if asked is not None:
         return replace(layout, page_bytes=asked)
     page = PAGE_BYTES
@@ -277,7 +277,7 @@ def _paged(layout: Layout, asked: int | None) -> Layout:
 
 
 def _next_limit(units: tuple[UnitSpec, ...], limit: int, itemsize: int) -> int | None:
-    """A limit that splits the largest unit that can be split, or None when each is a single parameter's."""
+    """A limit that splits the largest unit that can be split. None if every unit is a single parameter."""
     splittable = [u.numel * itemsize for u in units if len(u.slots) > 1 and u.numel * itemsize > _MIN_PAGE_BYTES]
     if not splittable or limit <= _MIN_PAGE_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""The engine: owns all parts of a run on a live model, and joins them."""
+"""The engine: owns all parts of a run on a live model, and connects them."""
 
 import atexit
 import time
@@ -55,7 +55,8 @@ _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close what the user did not: lanes that the interpreter ends inside native code would abort the process."""
+    """Close engines that the user did not close. At exit, the interpreter would abort if it ended lanes inside native
+    code."""
     with ExitStack() as stack:
         for engine in _OPEN:
             stack.callback(engine.close)
@@ -64,9 +65,9 @@ def _close_all() -> None:
 class Engine:
     """Executes a plan on a live model.
 
-    The compute thread, which runs forward, backward and `step()`, calls `accesses.begin` and `accesses.end` around
-    every use of a unit and `stepper.on_gradient` at every gradient. Lanes and feeders do the rest. Where the model
-    departs from the plan, accesses are served on demand, correctly and counted as faults.
+    The compute thread runs forward, backward and `step()`. It calls `accesses.begin` and `accesses.end` around every
+    use of a unit, and `stepper.on_gradient` for every gradient. Lanes and feeders do the rest. If the model departs
+    from the plan, accesses are served on demand, correctly, and counted as faults.
     """
 
     def __init__(
@@ -82,17 +83,17 @@ class Engine:
         scaler: LossScaler,
         links: Links,
     ) -> None:
-        """`links` are this process's place among several, and how it talks to the others."""
+        """`links`: this process's place among the ranks, and the means to communicate with them."""
         self.units = units
         self.stats = StepStats()
         self.timeline: Timeline | None = None
-        """The last step that was recorded."""
+        """The last recorded step."""
         self.links = links
         mesh = links.mesh
         self._meter = Meter(LANES if links.ranks is None else (*LANES, COLLECTIVE))
         self._step = 0
         self._speculations = 0, 0
-        """Updates before `step()` that stood and that were undone, until the last step."""
+        """Number of updates before `step()` that were kept and that were undone, up to the last step."""
         self.device = device
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, mesh)
@@ -118,7 +119,7 @@ class Engine:
         feeders = open_feeders(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
         self.plan = plan
-        """The plan followed now."""
+        """The current plan."""
         self._follow_trace()
         self._executor = Executor(
             self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
@@ -127,7 +128,7 @@ class Engine:
         self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
         self.accesses.owner = self
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
-        """The dealings with other ranks of this stage, where there are any."""
+        """Communication with the other ranks of this stage, if there are any."""
         self.graphs = GraphMemory(
             self.leases,
             self.accesses,
@@ -164,13 +165,13 @@ class Engine:
 
     @property
     def whole_plan(self) -> Plan:
-        """The plan followed now, with what steps have shown of activations."""
+        """The current plan with the activations that steps have shown."""
         return replace(self.plan, activations=self.graphs.plan)
 
     # --- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Queue every update whose gradients have arrived; they run ahead of the next forward."""
+        """Queue every update whose gradients have arrived. Updates run ahead of the next forward."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         self.check_usable()
@@ -183,13 +184,13 @@ class Engine:
         self._take_stats(norms, scale, replanned)
 
     def drain(self) -> None:
-        """Wait until every state is as the last `step()` left it, in its home."""
+        """Wait until every state is in its home, as the last `step()` left it."""
         self.check_open()
         self.accesses.drain()
         self.damage.check()
 
     def check_between_steps(self) -> None:
-        """Raises UsageError where updates during backward have left the state after the last `step()` behind."""
+        """Raises UsageError if updates during backward have already changed states since the last `step()`."""
         if self.stepper.updates_have_begun():
             raise UsageError(
                 "The state was asked for between backward and step(): with accumulation_steps announced, some units "
@@ -197,13 +198,14 @@ class Engine:
             )
 
     def settle(self) -> None:
-        """As `drain`, before the states of all units are read: raises UsageError if they are of two steps."""
+        """Like `drain`, before all states are read. Raises UsageError if states belong to two steps."""
         self.check_between_steps()
         self.drain()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """All states are to be replaced, whatever has become of them. If that fails half-way, they are damaged."""
+        """Inside, all states are replaced, even if they are damaged. If that fails halfway, they are damaged
+        afterwards."""
         self.check_open()
         if not self.damage.found:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
@@ -227,10 +229,9 @@ class Engine:
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Some states are to be overwritten, other than by updates, which have ended then, as has a checkpoint that
-        was being written. A disk that fails meanwhile damages them, and so does any error after the first of them was
-        written. Damaged states cannot be mended in this way: raises StorageError.
-        """
+        """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
+        States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
+        if states are already damaged, because this cannot mend them."""
         self.check_usable()
         self.drain()
         self.accesses.wait_until_idle()
@@ -244,9 +245,10 @@ class Engine:
             raise
 
     def prepare_capture(self) -> None:
-        """Let states be as the last `step()` leaves them, but for updates that it has queued.
+        """Bring states to where the last `step()` leaves them, except for queued updates.
 
-        Asynchronous updates are drained: only then is it known which of them belong to that state, and where it lies.
+        Asynchronous updates are drained. Only then is it known which of them belong to the last step, and where their
+        states are.
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
         self.accesses.wait(lambda: self.scheduler.updates.prepared, "update")
@@ -254,14 +256,14 @@ class Engine:
             self.drain()
 
     def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, Mapping[str, Run]]) -> Capture:
-        """Start capturing every state as the last `step()` leaves it, which has been prepared. The arguments are
-        those of `Capture`."""
+        """Start to capture every state as the last `step()` leaves it, after `prepare_capture`. The arguments are those
+        of `Capture`."""
         capture = Capture(self.store, pieces, extents)
         self.accesses.tell(self._executor.begin_checkpoint, capture)
         return capture
 
     def end_capture(self, capture: Capture) -> None:
-        """It is complete, or given up: updates need not wait."""
+        """The capture is complete or was given up, so updates need not wait for it."""
         capture.end()
         self.accesses.tell(self._executor.end_checkpoint)
 
@@ -277,14 +279,15 @@ class Engine:
         self.accesses.check_open()
 
     def check_usable(self) -> None:
-        """Raises UsageError once closed, StorageError if states are damaged."""
+        """Raises UsageError once closed, and StorageError if states are damaged."""
         self.accesses.check_usable()
 
     def close(self) -> None:
-        """Drain, finish a checkpoint, join every thread, give memory and SSD space back. The model keeps placeholders.
+        """Drain, finish a checkpoint, join every thread, and release memory and SSD space. The model keeps
+        placeholders.
 
-        Raises the first error of an update or a checkpoint that nobody has seen, with everything closed. In a forked
-        process it does nothing: everything is still the other's.
+        Closes everything, then raises the first error of an update or a checkpoint that was not raised before. Does
+        nothing in a forked process, because everything belongs to its parent.
         """
         if self.accesses.closed or self._forks != forks():
             return
@@ -316,7 +319,7 @@ class Engine:
         self.timeline = recorder.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
 
     def _follow_trace(self) -> bool:
-        """Have the plan of the steps that the scheduler expects; returns whether that is another one."""
+        """Update the plan to the steps that the scheduler expects. Returns whether it changed."""
         changed = self.scheduler.order.trace is not self.plan.trace
         if changed:
             self.plan = self.plan.retraced(self.scheduler.order.trace)
@@ -325,7 +328,7 @@ class Engine:
     # --- parts ----------------------------------------------------------------------------------------------
 
     def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
-        """Let leases, accesses and gradients deal with the other ranks."""
+        """Connect leases, accesses and gradients to the other ranks."""
         reduces = reduce_pages(self.plan.layout) > 0
         rank_group = RankGroup(
             mesh,
@@ -349,7 +352,7 @@ class Engine:
         return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
-        """`norms` are None where the step was skipped."""
+        """`norms` are None if the step was skipped."""
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
         kept, undone = self.scheduler.updates.times_kept, self.scheduler.updates.times_undone
@@ -378,7 +381,7 @@ class Engine:
         meter.reset()
 
     def peak_bytes(self) -> dict[str, int]:
-        """tier -> most bytes of pages in use at once: to compare with `Plan.peak_bytes`."""
+        """tier -> most bytes of pages in use at once, to compare with `Plan.peak_bytes`."""
         page, scheduler = self.plan.page_bytes, self.scheduler
         peaks = {HOST: self.store.host_bytes + scheduler.gradients.pages.peak * page}
         if self.leases.region is not None:
@@ -393,5 +396,5 @@ class Engine:
         return peaks
 
     def weights_changed(self, unit: LiveUnit) -> None:
-        """A unit's weights were overwritten at home: leases and graphs that hold the old ones are out of date."""
+        """A unit's weights were overwritten at home. Leases and graphs with the old weights are outdated."""
         self.accesses.overwritten(unit)

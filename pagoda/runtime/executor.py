@@ -37,11 +37,11 @@ class Guess(NamedTuple):
     undo: Undo
     updated: Handle
     written: Handle
-    """Of this update: those of the record are of the one that stands."""
+    """`updated` and `written` belong to this update. Those of the record belong to the update that is kept."""
 
 
 class Executor:
-    """Gives each operation to its lanes. Operations start under the driver's lock; what reports their end runs on the
+    """Passes each operation to its lanes. Operations start under the driver's lock. Their ends are reported on the
     threads of lanes."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Executor:
         self.driver = Driver(scheduler, self._execute)
         self.damage = Damage()
         self.feeders = feeders
-        """Of the CPU, and of the device where it updates units."""
+        """The feeder of the CPU, and that of the device if it updates units."""
         self._scheduler = scheduler
         self._store = store
         self._units = units
@@ -69,15 +69,15 @@ class Executor:
         self._on_device = store.plan.placement.on_device
         self._asynchronous = store.plan.options.max_staleness is not None
         self._held: list[Operation] = []
-        """RECLAIMs of weights that something still referred to."""
+        """RECLAIMs of weights to which something still referred."""
         self._guesses: dict[int, Guess] = {}
-        """unit -> its speculative update, until that stands or is undone."""
+        """unit -> its speculative update, until it is kept or undone."""
         self._standing: list[Guess] = []
-        """Those that stand, whose old states are to be given up."""
+        """Speculative updates that are kept. Their old states must be given up."""
         self._updating: dict[int, UnitGradient] = {}
-        """unit -> the gradient of its latest UPDATE that stands."""
+        """unit -> the gradient of its latest UPDATE that is kept."""
         self.latest: dict[int, UnitGradient] = {}
-        """unit -> the gradient that its latest update was asked for with."""
+        """unit -> the gradient of the latest update that was asked for."""
         self.failures: dict[int, BaseException] = {}
         """unit -> the error of its latest FETCH."""
         self.spill_failure: BaseException | None = None
@@ -85,7 +85,7 @@ class Executor:
         self.capture: Capture | None = None
         """The checkpoint that is being written, if any."""
         self.share: Callable[[UnitGradient], None] = lambda _: None
-        """Has every rank's updated slice of a unit's weights brought here; set if there are other ranks."""
+        """With several ranks: gathers the updated slices of a unit's weights."""
         self._do = {
             Kind.FETCH: self._fetch,
             Kind.RECLAIM: self._reclaim,
@@ -103,7 +103,7 @@ class Executor:
     # --- what compute asks ---
 
     def poll(self) -> None:
-        """Tell the scheduler which weights of earlier RECLAIMs nothing refers to any more."""
+        """Tell the scheduler about earlier RECLAIMs of weights to which nothing refers any more."""
         for operation in [*self._held]:
             if operation.run is None:
                 free = self._leases.reclaim(operation, self._units[operation.unit])
@@ -114,7 +114,7 @@ class Executor:
                 self.driver.tell(self._let_go, operation)
 
     def end_step(self, clipped: bool, changed: Collection[int]) -> None:
-        """`step()` was called: the scheduler says which speculative updates now stand; an event."""
+        """`step()` was called. The scheduler says which speculative updates are kept. This is an event."""
         self._scheduler.end_step(clipped, changed=changed)
         for unit in [*self._guesses]:
             if not self._scheduler.updates.speculates(unit):
@@ -128,44 +128,45 @@ class Executor:
         self._end_pending()
 
     def close_undos(self) -> None:
-        """Give up the old states of updates that now stand."""
+        """Give up the old states of updates that are kept."""
         standing, self._standing = self._standing, []
         for guess in standing:
             guess.written.then(guess.undo.close)
 
     def lend(self, unit: LiveUnit) -> Handle | None:
-        """Another rank is about to read a unit's weights in their home: returns what it waits for, if anything."""
+        """Another rank is about to read a unit's weights in their home. Returns the handle that it must wait for, if
+        any."""
         self.driver.tell(self._scheduler.others_read, unit.index)
         guess = self._guesses.get(unit.index)
         return None if guess is None else guess.undo.over
 
     def take_back(self, unit: LiveUnit) -> None:
-        """It has read them."""
+        """The other rank has read the weights."""
         self.driver.tell(self._scheduler.others_have_read, unit.index)
 
     def updated(self, unit: LiveUnit) -> Handle | None:
-        """What ends when the latest update of a unit that was asked for has written its weights."""
+        """A handle that ends when the unit's latest requested update has written its weights."""
         record = self.latest.get(unit.index)
         return None if record is None else record.updated
 
     def is_to_come(self, unit: LiveUnit) -> bool:
-        """Whether the latest update of a unit that was asked for has yet to begin."""
+        """Whether the unit's latest requested update has not begun yet."""
         record = self.latest.get(unit.index)
         return not self._asynchronous and record is not None and not record.begun and not record.updated.done
 
     def begin_checkpoint(self, capture: Capture) -> None:
-        """Have a checkpoint read every unit; an event."""
+        """Start a checkpoint that reads every unit. This is an event."""
         self.capture = capture
         self._scheduler.begin_checkpoint(capture.in_place)
         self._end_lost_capture()
 
     def end_checkpoint(self) -> None:
-        """The checkpoint is complete, or given up; an event."""
+        """The checkpoint is complete or was given up. This is an event."""
         self.capture = None
         self._scheduler.end_checkpoint()
 
     def close(self) -> bool:
-        """Let go of all memory, once every lane has ended; returns whether someone still holds weights of a lease."""
+        """Release all memory. Every lane must have ended. Returns whether someone still holds weights of a lease."""
         self.latest.clear()
         self._updating.clear()
         self._gradients.close()
@@ -184,8 +185,8 @@ class Executor:
         if error is None:
             self.driver.tell(self._scheduler.ended, operation)
         elif operation.kind is Kind.FETCH:
-            # It is tried again as long as compute waits. What has ended here has more to tell first, such as that the
-            # update failed that makes the weights: until then, each try would fail at once.
+            # It is tried again as long as compute waits. Ended operations must be reported first, for example that the
+            # update failed which makes the weights. Otherwise each try would fail at once.
             self._update_lane.submit(lambda: self.driver.tell(self._failed, operation, error))
         else:
             self.driver.tell(self._failed, operation, error)
@@ -200,7 +201,7 @@ class Executor:
         self._end_lost_capture()
 
     def _end_pending(self) -> None:
-        """Once an update has failed, no other begins: end the handles of those that were to come, with the error."""
+        """After an update has failed, no other begins. End the handles of the pending ones with the error."""
         for record in [*self.latest.values()] if self._scheduler.versions.failed else ():
             if not record.begun and not record.written.done:
                 record.updated.finish(self.damage.cause)
@@ -299,8 +300,8 @@ class Executor:
             guess.undo.over.finish()
 
     def _keep(self, operation: Operation, run: Run) -> Handle:
-        """Copy the old states for the checkpoint. The feeder would do so only after earlier updates, which may wait for
-        room on SSD until the checkpoint is complete."""
+        """Copy the old states for the checkpoint. The feeder would do this only after earlier updates, which may wait
+        for space on SSD until the checkpoint is complete."""
 
         def told(error: BaseException | None) -> None:
             if error is None:
@@ -346,7 +347,7 @@ class Executor:
 def open_feeders(
     store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
 ) -> list[Feeder]:
-    """What carries out the updates of a plan: on the CPU, and on the device where that updates units."""
+    """The feeders for the updates of a plan: for the CPU, and for the device if it updates units."""
     path: UpdatePath
     if isinstance(rule, ElementwiseRule):
         path = HostPath(store, update_kernel(rule, precision, store.plan.layout.gradient_dtype), lanes)
