@@ -26,6 +26,8 @@ from numba import carray
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel, part
+from pagoda.optim import adafactor_kernels
+from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.arithmetic import (
     ADAMW,
     BF16,
@@ -266,6 +268,8 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
         convert(0, 0, 0, 0)
     if isinstance(rule, ElementwiseRule):
         _warm_up_update(rule, precision, gradient)
+    elif isinstance(rule, Adafactor):
+        adafactor_kernels.warm_up(weight, kept, rule.beta1 is not None)
     elif isinstance(rule, TensorRule):
         for beside in rule.beside():
             _warm_up_update(beside, "fp32")

@@ -23,7 +23,7 @@ _ALIGN = 256
 _WHOLE_SLOTS = 2
 """Blocks on the device at once where a block is a whole parameter."""
 WORK = "work"
-"""What a rule that takes parameters whole computes in, in fp32."""
+"""fp32 copies of gradient and master, for a rule that computes on them."""
 
 
 def why_not_on_device(feature: Feature, layout: Layout, options: Options, device: int | None) -> str | None:
@@ -31,10 +31,10 @@ def why_not_on_device(feature: Feature, layout: Layout, options: Options, device
     if device is None:
         return "compute has no memory of its own: give memory.device"
     share = (options.split or DEFAULT_SPLIT).device_update_share
-    if layout.weight.whole is not None and share != 1:
+    if layout.weight.copied and share != 1:
         return (
-            "an optimizer that takes whole parameters (Adafactor, Muon) adds up in another order on a GPU. So all "
-            "of its updates run there, or none: set split.device_update_share to 1"
+            "Muon, or a class of torch, adds up in another order on a GPU. So all of its updates run there, or none: "
+            "set split.device_update_share to 1"
         )
     return why_not(features(options, layout.states, layout.ranks) | {feature})
 
