@@ -4,11 +4,10 @@ States stay at home in RAM. Block by block they go to a ring on the device, with
 come back, while the CPU updates other units.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from pagoda.memory.page import pages_for
-from pagoda.optim.rule import StateSpec
 from pagoda.plan.combinations import Feature, features, why_not
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -37,11 +36,6 @@ def why_not_on_device(feature: Feature, layout: Layout, options: Options, device
             "set split.device_update_share to 1"
         )
     return why_not(features(options, layout.states, layout.ranks) | {feature})
-
-
-def state_bytes(states: Sequence[StateSpec], elements: int) -> int:
-    """Bytes of the states of so many parameters, which come and go; the gradient comes on top."""
-    return sum(state.nbytes(elements) for state in states)
 
 
 def slot_count(layout: Layout) -> int:

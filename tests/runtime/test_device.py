@@ -197,6 +197,8 @@ WHOLE = {
     "muon": pagoda.Muon(lr=1e-2),
     "nadam": pagoda.Optim(torch.optim.NAdam, lr=1e-3),
 }
+COPIED = ("muon", "nadam")
+"""Those that compute on copies."""
 
 
 @each_once(name=[*WHOLE], homes=[0.0, 0.6, 0.3], precision=["bf16", "fp32", "fp16"])
