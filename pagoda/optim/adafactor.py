@@ -41,6 +41,7 @@ from typing import ClassVar
 
 import torch
 
+from pagoda.config.training import Precision
 from pagoda.optim.rule import Shape, StateSpec, TensorRule, check, check_not_negative, fp32, is_number
 
 
@@ -138,6 +139,17 @@ class Adafactor(TensorRule):
         beta1 = self.beta1 or 0.0
         numbers = grad_scale, float(step) ** self.beta2_decay, eps1, eps1 * eps1, rate, least, self.d
         return tuple(map(fp32, (*numbers, 1 - self.lr * self.weight_decay, beta1, 1 - beta1)))
+
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile the kernels of a device, or load them from their cache, by an update of zeros."""
+        shape = 4, 4
+        states = {
+            state.name: torch.zeros(own, dtype=state.dtype, device=device)
+            for state in self.states(precision)
+            if (own := state.shape("", shape)) is not None
+        }
+        weight, low = states.pop("weight"), states.pop("weight_low", None)
+        self.update(1, weight, torch.zeros(shape, dtype=gradient, device=device), states, low)
 
 
 def as_matrices(shape: Shape) -> tuple[int, int, int]:

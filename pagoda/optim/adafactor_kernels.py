@@ -238,12 +238,3 @@ def update(
     step_kernel(form, arriving, moment is not None)(
         *masters, average, grad, column_var, of_rows, *shape, weight_sum, update_sum, grad_scale, floor, *others
     )
-
-
-def warm_up(weight: torch.dtype, gradient: torch.dtype, has_moment: bool) -> None:
-    """Compiles the kernels of these dtypes, or loads them from Numba's cache."""
-    form, arriving = FORMS[weight], FORMS[gradient]
-    factors_kernel(arriving)(*[0] * 7, *[1.0] * 3)
-    for of_updates in (False, True):
-        squares_kernel(form, arriving, of_updates)(*[0] * 8, *[1.0] * 2)
-    step_kernel(form, arriving, has_moment)(*[0] * 9, *[1.0] * 10)

@@ -26,7 +26,6 @@ from numba import carray
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel, part
-from pagoda.optim import adafactor_kernels
 from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.arithmetic import (
     ADAMW,
@@ -269,7 +268,7 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
     if isinstance(rule, ElementwiseRule):
         _warm_up_update(rule, precision, gradient)
     elif isinstance(rule, Adafactor):
-        adafactor_kernels.warm_up(weight, kept, rule.beta1 is not None)
+        rule.warm_up(precision, kept, torch.device("cpu"))
     elif isinstance(rule, TensorRule):
         for beside in rule.beside():
             _warm_up_update(beside, "fp32")

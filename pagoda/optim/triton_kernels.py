@@ -159,7 +159,7 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: tor
     if isinstance(rule, ElementwiseRule):
         _warm_up_update(rule, precision, gradient, device)
     elif isinstance(rule, Adafactor):
-        _warm_up_adafactor(rule, precision, gradient, device)
+        rule.warm_up(precision, gradient, device)
     elif isinstance(rule, TensorRule):
         for beside in rule.beside():
             _warm_up_update(beside, "fp32", torch.float32, device)
@@ -181,17 +181,6 @@ def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch
     noise = () if rule.noise("", 1) is None else (0, 0, 0)
     grad = torch.zeros(BLOCK, dtype=gradient, device=device)
     update_kernel(rule, precision, gradient)(tensors, grad, (*noise, *rule.scalars(1)))
-
-
-def _warm_up_adafactor(rule: Adafactor, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-    shape = 4, 4
-    states = {
-        spec.name: torch.zeros(own, dtype=spec.dtype, device=device)
-        for spec in rule.states(precision)
-        if (own := spec.shape("", shape)) is not None
-    }
-    weight, low = states.pop("weight"), states.pop("weight_low", None)
-    rule.update(1, weight, torch.zeros(shape, dtype=gradient, device=device), states, low)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
