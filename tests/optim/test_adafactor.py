@@ -10,7 +10,7 @@ from pagoda.config.training import Precision
 from pagoda.optim import Adafactor, gradient_dtype
 from pagoda.optim.adafactor import as_matrices
 
-from .blocks import States, assert_same_states, join, split
+from .blocks import States, assert_same_states, copy_of, join, split
 
 DEFAULTS = Adafactor()
 OTHERS = Adafactor(lr=0.3, weight_decay=0.1, d=1.5, eps=(1e-5, 1e-2), beta2_decay=-0.5)
@@ -126,6 +126,64 @@ def test_the_kernels_have_the_bits_of_the_contract(rule: Adafactor, shape: tuple
     for step in range(1, 4):
         update(rule, step, ours, randn(shape, step), 0.7)
         contract(rule, step, theirs, randn(shape, step), 0.7)
+    assert_same_states(ours, theirs)
+
+
+def telling(rows: int, columns: int, seed: int, stride: int = 1) -> torch.Tensor:
+    """Values whose sum of squares in a row tells in which order they were added, even when it is rounded to fp32.
+
+    In each row, one square lies in the middle between two fp32 values, six are a quarter of its last place in fp64, and
+    all others are zero. So the sum is above the middle only if three small ones come together before the large one.
+    These seven are a multiple of `stride` apart.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(rows, columns, generator=generator)
+    first = torch.randint(stride, (rows, 1), generator=generator)
+    order = torch.where(torch.arange(columns) % stride == first, drawn, 2.0).argsort(dim=1).argsort(dim=1)
+    return torch.where(order == 0, 4097.0, torch.where(order < 7, 2.0**-15, 0.0))
+
+
+TELLING = {
+    "rows": telling(300, 2500, 0),
+    "lanes": telling(300, 1000, 0, 64),
+    "columns": telling(2500, 400, 0).T.contiguous(),
+    "few rows": telling(1, 1100, 3).repeat(3, 1),
+    "few columns": telling(9, 200, 0).T.contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_rows_and_columns_are_summed_in_the_stated_order(name: str) -> None:
+    gradient = TELLING[name]
+    ours, theirs = (fresh(DEFAULTS, tuple(gradient.shape)) for _ in range(2))
+    update(DEFAULTS, 1, ours, gradient)
+    contract(DEFAULTS, 1, theirs, gradient)
+    assert_same_states(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(70, 2100), (200, 40), (3, 5, 70, 9)])
+def test_weights_are_summed_in_the_stated_order(shape: tuple[int, ...]) -> None:
+    gradient = randn(shape, 1)
+    for seed in range(40):
+        ours, theirs = (fresh(DEFAULTS, shape) for _ in range(2))
+        ours["weight"], theirs["weight"] = (telling(1, gradient.numel(), seed).view(shape) for _ in range(2))
+        update(DEFAULTS, 1, ours, gradient)
+        contract(DEFAULTS, 1, theirs, gradient)
+        assert_same_states(ours, theirs)
+
+
+def test_factors_of_rows_are_summed_in_the_stated_order() -> None:
+    """They are fp32, so two of them make the middle; the share of new squares is too small to change them."""
+    shape, late = (40, 130, 2), 10**12
+    factors = telling(40, 130, 0) ** 2
+    factors[factors > 1] = 2.0**24
+    factors[torch.arange(40), factors.argmin(dim=1)] = 1.0
+    columns = randn((40, 1, 2), 0).abs()
+    given = {"weight": torch.zeros(shape), "row_var": factors.view(40, 130, 1), "col_var": columns}
+    ours, theirs = copy_of(given), copy_of(given)
+    rule, gradient = Adafactor(eps=(1e-12, 1e-3)), torch.full(shape, 2.0**-15)
+    update(rule, late, ours, gradient)
+    contract(rule, late, theirs, gradient)
     assert_same_states(ours, theirs)
 
 

@@ -148,18 +148,17 @@ ADAFACTORS = [
 ]
 
 
-def check_adafactor(rule: Adafactor, shape: tuple[int, ...], precision: Precision, arriving: torch.dtype) -> None:
-    theirs = adafactor.fresh(rule, shape, precision)
+def check_adafactor(rule: Adafactor, theirs: States, gradients: list[torch.Tensor]) -> None:
+    """Both kernels make the same of these states, step by step."""
     ours = on_device({name: state.clone() for name, state in theirs.items()})
-    for step in range(1, 3):
-        gradient = adafactor.randn(shape, step).to(arriving)
+    for step, gradient in enumerate(gradients, 1):
         for update, states, arrived in (
             (triton_kernels.update_adafactor, ours, gradient.to(DEVICE)),
             (adafactor_kernels.update, theirs, gradient),
         ):
             own = {name: state for name, state in states.items() if not name.startswith("weight")}
-            scalars, low = rule.scalars(step, 0.7), states.get("weight_low")
-            update(states["weight"], low, arrived, own, as_matrices(shape), scalars, rule.scale_parameter)
+            scalars, low = rule.scalars(step, 0.5), states.get("weight_low")
+            update(states["weight"], low, arrived, own, as_matrices(gradient.shape), scalars, rule.scale_parameter)
     assert_same_states(ours, theirs)
 
 
@@ -167,7 +166,19 @@ def check_adafactor(rule: Adafactor, shape: tuple[int, ...], precision: Precisio
 def test_adafactor_has_the_bits_of_the_cpu(
     rule: Adafactor, shape: tuple[int, ...], precision: Precision, arriving: torch.dtype
 ) -> None:
-    check_adafactor(rule, shape, precision, arriving)
+    gradients = [adafactor.randn(shape, step).to(arriving) for step in (1, 2)]
+    check_adafactor(rule, adafactor.fresh(rule, shape, precision), gradients)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [adafactor.telling(20, 1100, 0), adafactor.telling(20, 500, 0, 64), adafactor.telling(20, 200, 0).T.contiguous()],
+    ids=["rows", "lanes", "columns"],
+)
+def test_adafactor_adds_up_in_the_order_of_the_cpu(gradient: torch.Tensor) -> None:
+    states = adafactor.fresh(adafactor.DEFAULTS, tuple(gradient.shape))
+    states["weight"] = adafactor.telling(1, gradient.numel(), 1).view(gradient.shape)
+    check_adafactor(adafactor.DEFAULTS, states, [gradient])
 
 
 PTX = """
@@ -269,4 +280,5 @@ def test_a_gpu_sums_squares_with_the_bits_of_the_cpu(precision: Precision) -> No
 def test_a_gpu_updates_large_parameters_by_adafactor_with_the_bits_of_the_cpu(
     precision: Precision, shape: tuple[int, ...]
 ) -> None:
-    check_adafactor(adafactor.OTHERS, shape, precision, gradient_dtype(precision))
+    gradients = [adafactor.randn(shape, step).to(gradient_dtype(precision)) for step in (1, 2)]
+    check_adafactor(adafactor.OTHERS, adafactor.fresh(adafactor.OTHERS, shape, precision), gradients)
