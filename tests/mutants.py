@@ -116,6 +116,18 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "optim/test_settings.py",
         ),
     },
+    "optim/adafactor_kernels.py": {
+        "Adafactor's blocks have another number of rows": (
+            "ROWS, COLUMNS, LANES = 64, 1024, 128",
+            "ROWS, COLUMNS, LANES = 32, 1024, 128",
+            "optim/test_adafactor.py",
+        ),
+        "Adafactor folds by halves, not by powers of two": (
+            "            half *= 2\n        count",
+            "            half *= 2\n        half = (n + 1) // 2\n        count",
+            "optim/test_adafactor.py",
+        ),
+    },
     "optim/gradient_kernels.py": {
         "the tail of a gradient is in no square sum": (
             "lanes[i % LANES] += _take(kept, arriving, adding, to, source, i)",

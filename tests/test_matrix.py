@@ -92,7 +92,8 @@ RULES: dict[str, Rule] = {
     "muon": pagoda.Muon(lr=1e-2),
     "adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
 }
-WHOLE = ("adafactor", "muon", "adagrad")
+COPIED = ("muon", "adagrad")
+WHOLE = ("adafactor", *COPIED)
 """Rules that take parameters whole."""
 RAM = "ram"
 UPDATED, HOME = "updated-on-device", "home-on-device"
@@ -192,7 +193,7 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     root = describe(model)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):
-        split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in WHOLE
+        split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in COPIED
         if place == UPDATED:
             split = pagoda.Split(device_update_share=1.0 if few or whole else 0.6)
         elif place == HOME:
@@ -258,7 +259,7 @@ def check(case: Case, directory: Path) -> None:
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
     for units, where in ((plan.placement.updated_on_device, UPDATED), (plan.placement.resident, HOME)):
-        assert not units or place == where or (place == HOME and case["rule"] in WHOLE)
+        assert not units or place == where or (place == HOME and case["rule"] in COPIED)
         assert units or small or place != where
     bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}
     # What a model does itself may add gradients up in another order.

@@ -10,7 +10,7 @@ from pagoda.forecast.problem import Problem
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.combinations import ON_DEVICE, Feature
-from pagoda.plan.device_updates import state_bytes, why_not_on_device
+from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.planner import Plan
@@ -180,8 +180,8 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     able = [each for each in ON_DEVICE if why_not_on_device(each, plan.layout, fixed, plan.budgets.device) is None]
     if fixed.split is not None or not able:
         return
-    rates, states, n = Rates(problem.hardware), plan.layout.states, 1 << 20
-    passing = state_bytes(states, n)
+    rates, n = Rates(problem.hardware), 1 << 20
+    passing = int(n * sum(plan.layout.bytes_per_parameter.values()))
     on_device = max(
         rates.seconds("h2d", passing + n * plan.layout.itemsize(GRAD)),
         rates.seconds("d2h", passing),

@@ -4,9 +4,9 @@
 scalars of one step; ``codecs`` says how AdamW keeps its moments. ``adafactor`` and ``muon`` take parameters whole;
 ``torch_optimizer`` runs any optimizer class of torch, which ``probe`` has looked at.
 
-``arithmetic`` is the code of the contracts, for the CPU and the GPU. ``kernels`` and ``gradient_kernels`` loop over it
-on the CPU, called by address from lane threads; ``flat`` is the same for tensors. The ``triton`` files loop over it on
-a GPU. All these are imported by name, so that reading a config does not load Numba.
+``arithmetic`` is the code of the contracts, for the CPU and the GPU. The ``kernels`` files loop over it on the CPU,
+called by address from lane threads; ``flat`` is the same for tensors. The ``triton`` files loop over it on a GPU. All
+these are imported by name, so that reading a config does not load Numba.
 """
 
 from pagoda.optim.adafactor import Adafactor

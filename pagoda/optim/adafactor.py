@@ -1,41 +1,59 @@
 """Adafactor: a second moment kept as the product of its row and column means.
 
 Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (ICML 2018). The math is that
-of ``torch.optim.Adafactor``, operation by operation, so with its settings the bits are its too. Beside them are the
-options of the paper (and of transformers) that torch leaves out: a first moment, and steps that do not shrink with
-1 / sqrt(t) or scale with the parameter.
+of ``torch.optim.Adafactor``. There are also options of the paper (and of transformers) that torch leaves out: a first
+moment, and steps that do not shrink with 1 / sqrt(t) or scale with the parameter.
 
-With t the step, R and C the means over rows and columns (over the last two dimensions; parameters with one or none keep
-the whole moment), RMS(x) the root of the mean square, eps1 of fp32 if None::
+With t the step, g the gradient times its factor, R and C the means over rows and columns (over the last two
+dimensions; parameters with one or none are one row and keep C alone, with r = 1), RMS(x) the root of the mean square,
+eps1 of fp32 if None::
 
-    rate = min(lr, 1 / sqrt(t))                     relative_step, else lr
-    rate = max(eps2, RMS(w)) * rate                 scale_parameter
-    w    = w * (1 - lr * weight_decay)
     R, C = R + (mean(g * g) - R) * t ** beta2_decay
-    u    = g / sqrt(max(R @ C / max(mean(R), eps1), eps1 ** 2))
-    u    = u * rate / max(1, RMS(u) / d)            clipping by the update's RMS
+    r    = R / max(mean(R), eps1)
+    u    = g / sqrt(max(r * C, eps1 ** 2))
+    rate = min(lr, 1 / sqrt(t))                     relative_step, else lr
+    rate = rate * max(eps2, RMS(w))                 scale_parameter
+    rate = rate / max(1, RMS(u) / d)                clipping by the update's RMS
+    u    = u * rate
     m    = m * beta1 + u * (1 - beta1);  u = m      where there is a first moment
-    w    = w - u
+    w    = w * (1 - lr * weight_decay) - u
+
+All this is fp32, each operation rounded once. The code is in `arithmetic`.
+
+**Sums** are fp64, and their order follows from the parameter's shape alone. So the CPU and the GPU have the same bits,
+and a sum of a part of a parameter has the bits that it has in the whole. To *fold* n values is to add the second half
+to the first until one is left; the first half is the largest power of two below n. A matrix is cut into blocks of 64
+rows and 1,024 columns from its first element on, the last ones smaller.
+
+- A column's squares: in a block from the first row to the last; then blocks are folded.
+- A row's squares: in a block in 128 sums, of which element i adds to number i modulo 128; these are folded, and then
+  blocks.
+- Squares of all weights, or of all updates: in a block by columns, and these are folded; then blocks, row by row.
+- The mean of R: all rows are folded.
+
+A mean is the sum rounded to fp32, over the number of elements in fp32.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from pagoda.optim.rule import StateSpec, TensorRule, check, check_not_negative, is_number
+from pagoda.config.training import Precision
+from pagoda.optim.rule import Shape, StateSpec, TensorRule, check, check_not_negative, fp32, is_number
 
 
-def _rows(_name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _rows(_name: str, shape: Shape) -> Shape | None:
     return (*shape[:-1], 1) if len(shape) > 1 else None
 
 
-def _columns(_name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _columns(_name: str, shape: Shape) -> Shape | None:
     return (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None
 
 
-def _vectors(_name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _vectors(_name: str, shape: Shape) -> Shape | None:
     return shape if len(shape) < 2 else None
 
 
@@ -49,8 +67,8 @@ class Adafactor(TensorRule):
     d: RMS above which an update is clipped to it, >= 1.
     weight_decay: decoupled weight decay coefficient, >= 0.
 
-    Beside those of torch:
-    beta1: rate of a first moment, in [0, 1); None: there is none, and state beside the weights is next to nothing.
+    In addition to those of torch:
+    beta1: rate of a first moment, in [0, 1); None: there is none, and the factors take next to nothing.
     relative_step: the step shrinks with 1 / sqrt(t) once that is below lr.
     scale_parameter: the step is relative to the parameter's RMS.
 
@@ -59,6 +77,7 @@ class Adafactor(TensorRule):
     """
 
     name: ClassVar[str] = "Adafactor"
+    copies: ClassVar[bool] = False
     lr: float = 1e-2
     beta2_decay: float = -0.8
     eps: tuple[float | None, float] = (None, 1e-3)
@@ -87,35 +106,54 @@ class Adafactor(TensorRule):
         return states if self.beta1 is None else (*states, StateSpec("exp_avg", torch.float32))
 
     def update(
-        self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
+        self,
+        step: int,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        weight_low: torch.Tensor | None = None,
+        grad_scale: float = 1.0,
     ) -> None:
-        """One step, in place. Takes one more fp32 tensor as large as the parameter while it runs."""
-        eps1, eps2 = self.eps
-        eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1
-        assert eps2 is not None
-        root = weight.numel() ** 0.5
-        rate = min(self.lr, 1 / (step**0.5)) if self.relative_step else self.lr
-        if self.scale_parameter:
-            rate = max(eps2, weight.norm(2).item() / root) * rate
-        if self.weight_decay != 0:
-            weight.mul_(1 - self.lr * self.weight_decay)
-        update = self._second_moment(step, gradient, states, eps1).clamp_(min=eps1 * eps1).rsqrt_()
-        update.mul_(gradient)
-        rate /= max(1.0, update.norm(2).item() / (root * self.d))
-        if self.beta1 is None:
-            weight.add_(update, alpha=-rate)
-        else:
-            states["exp_avg"].mul_(self.beta1).add_(update.mul_(rate), alpha=1 - self.beta1)
-            weight.sub_(states["exp_avg"])
+        """One step, in place, of tensors as they are stored, all on the CPU or all on a GPU.
 
-    def _second_moment(
-        self, step: int, gradient: torch.Tensor, states: Mapping[str, torch.Tensor], eps1: float
-    ) -> torch.Tensor:
-        """The estimate after this step, in the parameter's shape."""
-        share = float(step) ** self.beta2_decay
-        if gradient.dim() < 2:
-            return states["variance"].lerp_(gradient * gradient, share).clone()
-        rows, columns = states["row_var"], states["col_var"]
-        rows.lerp_(torch.norm(gradient, dim=-1, keepdim=True).square_().div_(gradient.size(-1)), share)
-        columns.lerp_(torch.norm(gradient, dim=-2, keepdim=True).square_().div_(gradient.size(-2)), share)
-        return (rows @ columns).div_(rows.mean(dim=-2, keepdim=True).clamp_(min=eps1))
+        weight, gradient: bf16, fp16 or fp32, in the parameter's shape; the gradient is only read.
+        weight_low: the low half of the master, flat, unless weights are fp32.
+        grad_scale: the gradient is multiplied by it.
+        """
+        if weight.device.type == "cuda":
+            from pagoda.optim.triton_kernels import update_adafactor as update
+        else:
+            from pagoda.optim.adafactor_kernels import update
+        scalars = self.scalars(step, grad_scale)
+        update(weight, weight_low, gradient, states, as_matrices(weight.shape), scalars, self.scale_parameter)
+
+    def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
+        """The numbers of a step, each exactly an fp32 value: the gradient's factor, the share of new squares in the
+        factors, eps1, eps1 ** 2, the step's rate, the least RMS of weights, d, the factor of weights, beta1, 1 - beta1.
+        """
+        eps1, least = self.eps
+        eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1
+        assert least is not None
+        rate = min(self.lr, 1 / step**0.5) if self.relative_step else self.lr
+        least = least if self.scale_parameter else 1.0
+        beta1 = self.beta1 or 0.0
+        numbers = grad_scale, float(step) ** self.beta2_decay, eps1, eps1 * eps1, rate, least, self.d
+        return tuple(map(fp32, (*numbers, 1 - self.lr * self.weight_decay, beta1, 1 - beta1)))
+
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile the kernels of a device, or load them from their cache, by an update of zeros."""
+        shape = 4, 4
+        states = {
+            state.name: torch.zeros(own, dtype=state.dtype, device=device)
+            for state in self.states(precision)
+            if (own := state.shape("", shape)) is not None
+        }
+        weight, low = states.pop("weight"), states.pop("weight_low", None)
+        self.update(1, weight, torch.zeros(shape, dtype=gradient, device=device), states, low)
+
+
+def as_matrices(shape: Shape) -> tuple[int, int, int]:
+    """What a parameter is updated as: how many matrices, and their rows and columns."""
+    if len(shape) < 2:
+        return 1, 1, math.prod(shape)
+    return math.prod(shape[:-2]), shape[-2], shape[-1]

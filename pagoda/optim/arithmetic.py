@@ -94,6 +94,47 @@ def lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
     return w, m * beta2 + g * one_minus_beta2
 
 
+# Adafactor. Sums are fp64, and all that is made of them fp32.
+
+
+@part
+def factor_element(factor: Any, squares: Any, count: Any, rate: Any) -> Any:
+    """A factor after a step; `squares` is the sum of as many squares as `count`."""
+    return factor + (divide(fp32(squares), count) - factor) * rate
+
+
+@part
+def row_share(factor: Any, total: Any, count: Any, eps: Any) -> Any:
+    """A row's factor over the mean of all; `total` is the sum of these."""
+    mean = divide(fp32(total), count)
+    return divide(factor, where(mean < eps, eps, mean))
+
+
+@part
+def factored_update(g: Any, row: Any, column: Any, floor: Any) -> Any:
+    v = row * column
+    return divide(g, square_root(where(v < floor, floor, v)))
+
+
+@part
+def adafactor_rate(weight_squares: Any, update_squares: Any, count: Any, rate: Any, least: Any, most: Any) -> Any:
+    """What updates are multiplied by."""
+    size = square_root(divide(fp32(weight_squares), count))
+    over = divide(square_root(divide(fp32(update_squares), count)), most)
+    rate = rate * where(size < least, least, size)
+    return divide(rate, where(over < fp32(1.0), fp32(1.0), over))
+
+
+@part
+def adafactor_element(w: Any, m: Any, u: Any, scalars: Any, has_moment: Any) -> Any:
+    rate, decay, beta1, one_minus_beta1 = scalars
+    u = u * rate
+    if has_moment:
+        m = m * beta1 + u * one_minus_beta1
+        u = m
+    return w * decay - u, m
+
+
 # Formats: a value of 16 bits, and a master of a weight of 16 bits and what is kept beside it, as `rule` states both.
 
 

@@ -26,6 +26,7 @@ from numba import carray
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel, part
+from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.arithmetic import (
     ADAMW,
     BF16,
@@ -266,6 +267,8 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
         convert(0, 0, 0, 0)
     if isinstance(rule, ElementwiseRule):
         _warm_up_update(rule, precision, gradient)
+    elif isinstance(rule, Adafactor):
+        rule.warm_up(precision, kept, torch.device("cpu"))
     elif isinstance(rule, TensorRule):
         for beside in rule.beside():
             _warm_up_update(beside, "fp32")

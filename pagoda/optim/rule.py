@@ -68,7 +68,7 @@ class StateSpec:
     the parameter's name and shape says so.
 
     ``whole`` says of a parameter's name and shape whether its update takes the state whole. None: of no parameter, and
-    any block of elements will do.
+    any block of elements will do. ``copied`` says whether such an update computes on fp32 copies (`TensorRule.copies`).
     """
 
     name: str
@@ -76,6 +76,7 @@ class StateSpec:
     per: int = 1
     shape_of: Callable[[str, Shape], Shape | None] | None = None
     whole: Callable[[str, Shape], bool] | None = None
+    copied: bool = False
 
     def elements(self, numel: int) -> int:
         """Elements of the state for ``numel`` of the parameter; also the first one's place, if ``per`` divides it."""
@@ -214,14 +215,18 @@ class ElementwiseRule(Rule):
 
 @dataclass(frozen=True)
 class TensorRule(Rule):
-    """A rule that takes parameters whole: tensors of their shapes, one parameter after another.
+    """A rule that takes parameters whole: tensors of their shapes, each in RAM or on a GPU.
 
-    What it computes with is fp32, in RAM or on a GPU, whatever the precision of the weights.
+    With `copies`, it computes on fp32 copies of gradient and master, one parameter after another, and a GPU may give
+    other bits than the CPU. Without, it takes them as they are stored, and gives the same bits everywhere.
     """
+
+    copies: ClassVar[bool] = True
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:
         """As `Rule.states`; each says which parameters are taken whole."""
-        return tuple(replace(state, whole=self.takes_whole) for state in super().states(precision))
+        states = super().states(precision)
+        return tuple(replace(state, whole=self.takes_whole, copied=self.copies) for state in states)
 
     def takes_whole(self, parameter: str, shape: Shape) -> bool:
         """Whether a parameter must not be cut: its `update` gets all of it, in its shape, and else flat pieces."""

@@ -3,14 +3,16 @@
 `kernels` is the same for the CPU. Import this only where a GPU is, as `triton_parts` says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from triton import cdiv, next_power_of_2
 
 from pagoda.config.training import Precision
-from pagoda.optim import triton_squares, triton_updates
+from pagoda.optim import triton_adafactor, triton_squares, triton_updates
+from pagoda.optim.adafactor import Adafactor
+from pagoda.optim.adafactor_kernels import COLUMNS, ROWS
 from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.codecs import BLOCK
 from pagoda.optim.gradient_kernels import arriving_dtype
@@ -26,6 +28,8 @@ _STRICT = {"enable_fp_fusion": False}
 """How every kernel is launched: each operation rounds by itself."""
 _SIZE = 1024
 """Elements of a program."""
+_TILE = 16
+"""Rows of which a program adds up the elements."""
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
@@ -86,11 +90,76 @@ def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
     )
 
 
+def update_adafactor(
+    weight: torch.Tensor,
+    weight_low: torch.Tensor | None,
+    gradient: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+    shape: tuple[int, int, int],
+    scalars: Sequence[float],
+    scaled: bool,
+) -> None:
+    """What `adafactor_kernels.update` is on the CPU."""
+    grad_scale, share, eps, floor, *others = scalars
+    (matrices, rows, columns), n, device = shape, weight.numel(), weight.device
+    all_rows, groups, blocks = matrices * rows, cdiv(rows, ROWS), cdiv(columns, COLUMNS)
+    low, grad, moment = weight if weight_low is None else weight_low, _bits(gradient), states.get("exp_avg")
+    column_var, row_var = states["col_var" if "col_var" in states else "variance"], states.get("row_var")
+    forms = {"form": FORMS[weight.dtype], "arriving": FORMS[gradient.dtype]}
+    shares = torch.ones(all_rows, device=device)
+    grid = (matrices * groups * blocks,)
+
+    def sum_blocks(of: Any, *sizes: int) -> torch.Tensor:
+        sums = torch.empty(sizes, dtype=torch.float64, device=device)
+        triton_adafactor.sum_block[grid](
+            _bits(weight), low, grad, column_var, shares, sums, *shape, grad_scale, floor, of=of, **forms, **_STRICT
+        )
+        return _folded(sums)
+
+    def update_factor(factor: torch.Tensor, sums: torch.Tensor, count: int) -> None:
+        size = factor.numel()
+        triton_adafactor.update_factor[(cdiv(size, _SIZE),)](
+            factor, sums, size, float(count), share, size=_SIZE, **_STRICT
+        )
+
+    update_factor(column_var, sum_blocks(triton_adafactor.OF_GRADIENT, groups, matrices, columns), rows)
+    if row_var is not None:
+        sums = torch.empty(blocks, all_rows, dtype=torch.float64, device=device)
+        triton_adafactor.sum_rows[(cdiv(all_rows, _TILE), blocks)](
+            grad, sums, all_rows, columns, grad_scale, arriving=forms["arriving"], tile=_TILE, **_STRICT
+        )
+        update_factor(row_var, _folded(sums), columns)
+        totals = _folded(row_var.view(matrices, rows).T.double().contiguous())
+        triton_adafactor.share_rows[(cdiv(all_rows, _SIZE),)](
+            row_var, totals, shares, all_rows, rows, float(rows), eps, size=_SIZE, **_STRICT
+        )
+    weight_sum = torch.zeros(1, dtype=torch.float64, device=device)
+    if scaled:
+        weight_sum = sum_blocks(triton_adafactor.OF_WEIGHT, *grid)
+    update_sum = sum_blocks(triton_adafactor.OF_UPDATE, *grid)
+    tensors = _bits(weight), low, grad, weight if moment is None else moment, column_var, shares, weight_sum, update_sum
+    numbers = rows, columns, n, float(n), (grad_scale, floor, *others)
+    constants = {"has_moment": moment is not None, "size": _SIZE}
+    triton_adafactor.step[(cdiv(n, _SIZE),)](*tensors, *numbers, **constants, **forms, **_STRICT)
+
+
+def _folded(sums: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, which is lost, as `adafactor_kernels` folds; torch's additions round once."""
+    n = len(sums)
+    while n > 1:
+        half = 1 << (n - 1).bit_length() - 1
+        sums[: n - half] += sums[half:n]
+        n = half
+    return sums[0]
+
+
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: torch.device, piece: int) -> None:
     """Compile, or load from Triton's cache, all that is used with these, so that no step waits for it."""
     weight = gradient_dtype(precision)
     if isinstance(rule, ElementwiseRule):
         _warm_up_update(rule, precision, gradient, device)
+    elif isinstance(rule, Adafactor):
+        rule.warm_up(precision, gradient, device)
     elif isinstance(rule, TensorRule):
         for beside in rule.beside():
             _warm_up_update(beside, "fp32", torch.float32, device)

@@ -30,7 +30,7 @@ class Feature(StrEnum):
 F = Feature
 ON_DEVICE = (F.DEVICE_UPDATES, F.DEVICE_HOMES)
 
-_PARTS = "tensor-parallel ranks have parts of parameters"
+_PARTS = "tensor-parallel ranks have parts of parameters, and an update needs sums over, or products of, all of them"
 REFUSED: Mapping[frozenset[Feature], str] = {
     frozenset(pair): why
     for *pair, why in (

@@ -4,11 +4,10 @@ States stay at home in RAM. Block by block they go to a ring on the device, with
 come back, while the CPU updates other units.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from pagoda.memory.page import pages_for
-from pagoda.optim.rule import StateSpec
 from pagoda.plan.combinations import Feature, features, why_not
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -23,7 +22,7 @@ _ALIGN = 256
 _WHOLE_SLOTS = 2
 """Blocks on the device at once where a block is a whole parameter."""
 WORK = "work"
-"""What a rule that takes parameters whole computes in, in fp32."""
+"""fp32 copies of gradient and master, for a rule that computes on them."""
 
 
 def why_not_on_device(feature: Feature, layout: Layout, options: Options, device: int | None) -> str | None:
@@ -31,17 +30,12 @@ def why_not_on_device(feature: Feature, layout: Layout, options: Options, device
     if device is None:
         return "compute has no memory of its own: give memory.device"
     share = (options.split or DEFAULT_SPLIT).device_update_share
-    if layout.weight.whole is not None and share != 1:
+    if layout.weight.copied and share != 1:
         return (
-            "an optimizer that takes whole parameters (Adafactor, Muon) adds up in another order on a GPU. So all "
-            "of its updates run there, or none: set split.device_update_share to 1"
+            "Muon, or a class of torch, adds up in another order on a GPU. So all of its updates run there, or none: "
+            "set split.device_update_share to 1"
         )
     return why_not(features(options, layout.states, layout.ranks) | {feature})
-
-
-def state_bytes(states: Sequence[StateSpec], elements: int) -> int:
-    """Bytes of the states of so many parameters, which come and go; the gradient comes on top."""
-    return sum(state.nbytes(elements) for state in states)
 
 
 def slot_count(layout: Layout) -> int:

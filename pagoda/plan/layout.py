@@ -190,8 +190,10 @@ class Layout:
 
     @property
     def work_elements(self) -> int:
-        """fp32 elements for the gradient of what an update takes at once, and for its master unless that is stored; 0
-        for a rule that takes any block."""
+        """fp32 elements for copies of the gradient of what an update takes at once, and of its master unless that is
+        stored; 0 for a rule that needs no copies."""
+        if not self.weight.copied:
+            return 0
         tensors = 1 if self.weight.dtype is torch.float32 else 2
         return tensors * align(self._widest_cut)
 

@@ -117,7 +117,7 @@ class _Placer:
         homes = self._homes(kept)
         host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
         passing = self._passing_device(kept)
-        if not passing and self.layout.weight.whole is None:
+        if not passing and not self.layout.weight.copied:
             device.pop(UPDATE_RING, None)
         if kept.grads != self.all:
             host[STAGING] = kept.staging
@@ -149,7 +149,7 @@ class _Placer:
             staging = min(self.grads, self.host - weights - moments)
             grads_in = self.all if staging == self.grads else frozenset()
             return _InRam(self.all, grads_in, self.all, staging)
-        if self.update_ring and self.layout.weight.whole is not None:
+        if self.update_ring and self.layout.weight.copied:
             self._refuse(HOST, needed, self.host, "memory.host: split.device_update_share=1 needs all states in RAM")
         if self.ssd is None:
             self._refuse(HOST, needed, self.host, "memory.host, or add memory.ssd='DIR'")

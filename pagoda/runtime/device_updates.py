@@ -28,7 +28,7 @@ class Slot(NamedTuple):
     """Flat, by name, in StateSpec order."""
     gradient: torch.Tensor
     work: torch.Tensor | None
-    """fp32, for a rule that takes parameters whole."""
+    """For fp32 copies, where the rule computes on them."""
 
 
 class DevicePath(UpdatePath):
@@ -46,7 +46,7 @@ class DevicePath(UpdatePath):
         self._kernel = kernel
         self._device = device
         self._ring = Ring(self._open_slots())
-        self._works_in_slots = store.plan.layout.weight.whole is not None
+        self._works_in_slots = store.plan.layout.weight.copied
         """Whether units that live on the device need a slot too."""
 
     def _open_slots(self) -> list[Slot]:

@@ -21,7 +21,7 @@ from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.kernels import warm_up
-from pagoda.optim.rule import ElementwiseRule, Rule
+from pagoda.optim.rule import Rule
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.plan.placement import LEASES, STAGING
@@ -98,10 +98,10 @@ class Engine:
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, mesh)
         self.store = Store(plan, directories, poison, device, shards)
-        elementwise = isinstance(rule, ElementwiseRule)
+        side_by_side = not plan.layout.weight.copied  # else updates share a work area
         on_cpu = device.torch_device.type == "cpu"
-        update_threads = torch.get_num_threads() if elementwise else 1
-        self._lanes = open_lanes(len(directories), update_threads, on_cpu, on_cpu and elementwise)
+        update_threads = torch.get_num_threads() if side_by_side else 1
+        self._lanes = open_lanes(len(directories), update_threads, on_cpu, on_cpu and side_by_side)
         self.rule = rule
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)

@@ -1,9 +1,10 @@
-"""Updates of rules that take parameters whole: one parameter after another, through a work area in fp32."""
+"""Updates of rules that take parameters whole: as they are stored, or as fp32 copies in a work area."""
 
 from collections.abc import Mapping
 
 import torch
 
+from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.rule import Shape, StateSpec, TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan
@@ -45,19 +46,28 @@ class Cuts:
         unit: UnitSpec,
         start: int,
         piece: Segment,
-        bench: "Workbench",
+        bench: "Workbench | None",
         kept: torch.Tensor,
         states: Mapping[str, torch.Tensor],
     ) -> None:
-        """Update the block from `start` on by its gradient as it is kept; both it and the states are flat."""
-        cut = self._of[unit.index][start]
+        """Update the block from `start` on by its gradient as it is kept; both it and the states are flat.
+
+        There is a `bench` if the rule computes on copies.
+        """
+        cut, rule = self._of[unit.index][start], piece.hyper.rule
         shape = unit.slots[cut.slot].param.shape if cut.whole else (cut.stop - cut.start,)
         shapes = {state.name: span.shape for state, span in self.spans(unit, start).items()}
-        bench.update(piece, shape, kept, states, shapes)
+        shaped = {name: tensor.view(shapes[name]) for name, tensor in states.items() if name not in (WEIGHT, LOW)}
+        weight, low = states[WEIGHT], states.get(LOW)
+        if bench is not None:
+            bench.update(piece, shape, kept, weight, low, shaped)
+            return
+        assert isinstance(rule, Adafactor)
+        rule.update(piece.hyper.step, weight.view(shape), kept.view(shape), shaped, low, piece.hyper.grad_scale)
 
 
 class Workbench:
-    """Where parameters are updated one after another: their gradient is made here, and their master where its halves
+    """Where parameters are updated one after another: their gradient is copied here, and their master where its halves
     are stored."""
 
     def __init__(self, area: torch.Tensor, weight: torch.dtype, device: Device) -> None:
@@ -71,41 +81,41 @@ class Workbench:
         piece: Segment,
         shape: Shape,
         kept: torch.Tensor,
+        weight: torch.Tensor,
+        low: torch.Tensor | None,
         states: Mapping[str, torch.Tensor],
-        shapes: Mapping[str, Shape],
     ) -> None:
-        """One step of a parameter of that shape, or of a flat piece of one, with its flat states of `shapes`."""
+        """One step of a parameter of that shape, or of a flat piece of one. Gradient and weights are flat."""
         rule, count = piece.hyper.rule, kept.numel()
         assert isinstance(rule, TensorRule)
         gradient = self._gradient[:count].copy_(kept)
         if piece.hyper.grad_scale != 1.0:
             gradient.mul_(piece.hyper.grad_scale)
-        shaped = {name: tensor.view(shapes[name]) for name, tensor in states.items() if name not in (WEIGHT, LOW)}
-        weight, low = states[WEIGHT], states.get(LOW)
         if low is None:
-            rule.update(piece.hyper.step, weight.view(shape), gradient.view(shape), shaped)
+            rule.update(piece.hyper.step, weight.view(shape), gradient.view(shape), states)
             return
         assert self._master is not None
         master = self._master[:count]
         self._device.join(weight, low, master)
-        rule.update(piece.hyper.step, master.view(shape), gradient.view(shape), shaped)
+        rule.update(piece.hyper.step, master.view(shape), gradient.view(shape), states)
         self._device.split(master, weight, low)
 
 
 class TensorPath(HostPath):
     """A `HostPath` whose blocks are those of `Cuts`.
 
-    States are updated where they are: at home in RAM, or in the ring. The update lane has one thread, so nobody else is
-    at the workbench. What a unit's parameters have of a state on SSD shares pages, so one is read when what was written
-    before on its first page is there.
+    States are updated where they are: at home in RAM, or in the ring. If there is a workbench, the update lane has one
+    thread, so nobody else is at it. The parts of a state that a unit's parameters have on SSD share pages. So a part is
+    read once what was written before on its first page is there.
     """
 
     def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
         super().__init__(store, _none, lanes)
         self._layout = store.plan.layout
         self._cuts = Cuts(store)
-        assert store.work is not None, "the plan of a rule that takes parameters whole has a work area"
-        self._bench = Workbench(store.work.tensor(torch.float32), self._states[0].dtype, Device())
+        self._bench: Workbench | None = None
+        if store.work is not None:
+            self._bench = Workbench(store.work.tensor(torch.float32), self._states[0].dtype, Device())
 
     def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         return self._cuts.of(unit)
@@ -136,7 +146,7 @@ class TensorPath(HostPath):
 
 
 class DeviceTensorPath(DevicePath):
-    """A `DevicePath` whose blocks are those of `Cuts`. Every slot of its ring has a workbench."""
+    """A `DevicePath` whose blocks are those of `Cuts`. Every slot of its ring has a workbench if the rule needs one."""
 
     def __init__(self, store: Store, lanes: dict[str, Lane], device: Device) -> None:
         super().__init__(store, _none, lanes, device)
@@ -162,9 +172,8 @@ class DeviceTensorPath(DevicePath):
         states: Mapping[str, torch.Tensor],
         slot: Slot | None,
     ) -> None:
-        assert slot is not None
-        assert slot.work is not None
-        bench = Workbench(slot.work, self._states[0].dtype, self._device)
+        work = None if slot is None else slot.work
+        bench = None if work is None else Workbench(work, self._states[0].dtype, self._device)
         self._cuts.update(unit, start, piece, bench, gradient[: piece.stop - piece.start], states)
 
 

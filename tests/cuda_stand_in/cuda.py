@@ -5,7 +5,7 @@ import ctypes
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -134,7 +134,7 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
     import torch
 
     from pagoda.config.training import Precision
-    from pagoda.optim import ElementwiseRule, kernels, triton_kernels
+    from pagoda.optim import ElementwiseRule, adafactor_kernels, kernels, triton_kernels
     from pagoda.optim.gradient_kernels import LANES
 
     def update_kernel(
@@ -148,6 +148,24 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
             kernel(*addresses, grad.numel(), *arguments)
 
         return update
+
+    def update_adafactor(
+        weight: torch.Tensor,
+        weight_low: torch.Tensor | None,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        *settings: Any,
+    ) -> None:
+        halves = [weight] if weight_low is None else [weight, weight_low]
+        native.kernel([gradient], [*halves, *states.values()], "update_adafactor")
+        high, low, grad = reached(weight), None if weight_low is None else reached(weight_low), reached(gradient)
+        own = {name: reached(state) for name, state in states.items()}
+        adafactor_kernels.update(high, low, grad, own, *settings)
+
+    def reached(tensor: torch.Tensor) -> torch.Tensor:
+        """The same bytes as a tensor of the CPU."""
+        memory = (ctypes.c_char * tensor.nbytes).from_address(native.reach(tensor.data_ptr()))
+        return torch.frombuffer(memory, dtype=tensor.dtype)
 
     def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
         native.kernel([master], [weight, weight_low], "split")
@@ -173,3 +191,4 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
     triton_kernels.update_kernel = update_kernel
     triton_kernels.split, triton_kernels.join = split, join
     triton_kernels.square_sums = square_sums
+    triton_kernels.update_adafactor = update_adafactor

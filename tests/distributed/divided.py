@@ -225,7 +225,7 @@ def wrapped(
         sizes["device"] = "cpu:1MiB"
     if "on-device" in kind:
         home = float(kind.startswith("home"))
-        passing = 1.0 if isinstance(rule, TensorRule) else 1 - home
+        passing = 1.0 if isinstance(rule, TensorRule) and rule.copies else 1 - home
         split = pagoda.Split(device_home_share=home, device_update_share=passing)
         sizes |= {"device": "cpu:4MiB", "split": split}
 

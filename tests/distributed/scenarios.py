@@ -78,6 +78,7 @@ def warm_up() -> None:
     for precision in ("bf16", "fp32"):
         warm_up_kernels(pagoda.AdamW(), precision)
         warm_up_kernels(pagoda.Muon(), precision)
+        warm_up_kernels(RULES["adafactor"](), precision)
     means.warm_up(torch.bfloat16)
     means.warm_up(torch.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -86,10 +87,13 @@ def warm_up() -> None:
 
 def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh, late: int | None = None) -> pagoda.Memory:
     """Budgets by name: everything in RAM; moments on SSD; everything on SSD, in the least RAM there can be; the same in
-    a memory of its own for compute."""
+    a memory of its own for compute, which may also update all units, or half of them."""
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB"}
     if kind == "ram":
         return pagoda.Memory(host="64MiB", **sizes)
+    if (share := {"all-on-device": 1.0, "half-on-device": 0.5}.get(kind)) is not None:
+        split = pagoda.Split(device_update_share=share)
+        return pagoda.Memory(host="64MiB", device="cpu:8MiB", split=split, **sizes)
     model = recipe.build()
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     root, states = describe(model, trained), rule_of(recipe).states(recipe.precision)

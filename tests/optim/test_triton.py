@@ -11,10 +11,11 @@ import torch
 from pairwise import each_once
 
 from pagoda.config.training import Precision
-from pagoda.optim import gradient_dtype
+from pagoda.optim import Adafactor, adafactor_kernels, gradient_dtype
+from pagoda.optim.adafactor import as_matrices
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 
-from . import make_vectors
+from . import make_vectors, test_adafactor as adafactor
 from .blocks import (
     RULES,
     States,
@@ -137,20 +138,66 @@ def test_square_sums_have_the_bits_of_the_cpu(precision: Precision, n: int) -> N
     assert square_sum(gradient, 1024) == cpu_square_sum(gradient, 1024)
 
 
+ADAFACTORS = [
+    (adafactor.DEFAULTS, (130, 3), "bf16", torch.bfloat16),
+    (adafactor.AVERAGED, (2, 3, 1100), "fp32", torch.bfloat16),
+    (adafactor.OTHERS, (3, 5, 4, 2), "fp32", torch.float32),
+    (adafactor.OTHERS, (7, 40), "fp16", torch.float32),
+    (adafactor.DEFAULTS, (2500,), "bf16", torch.float32),
+    (adafactor.AVERAGED, (), "fp16", torch.float16),
+]
+
+
+def check_adafactor(rule: Adafactor, theirs: States, gradients: list[torch.Tensor]) -> None:
+    """Both kernels make the same of these states, step by step."""
+    ours = on_device({name: state.clone() for name, state in theirs.items()})
+    for step, gradient in enumerate(gradients, 1):
+        for update, states, arrived in (
+            (triton_kernels.update_adafactor, ours, gradient.to(DEVICE)),
+            (adafactor_kernels.update, theirs, gradient),
+        ):
+            own = {name: state for name, state in states.items() if not name.startswith("weight")}
+            scalars, low = rule.scalars(step, 0.5), states.get("weight_low")
+            update(states["weight"], low, arrived, own, as_matrices(gradient.shape), scalars, rule.scale_parameter)
+    assert_same_states(ours, theirs)
+
+
+@pytest.mark.parametrize(("rule", "shape", "precision", "arriving"), ADAFACTORS)
+def test_adafactor_has_the_bits_of_the_cpu(
+    rule: Adafactor, shape: tuple[int, ...], precision: Precision, arriving: torch.dtype
+) -> None:
+    gradients = [adafactor.randn(shape, step).to(arriving) for step in (1, 2)]
+    check_adafactor(rule, adafactor.fresh(rule, shape, precision), gradients)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [adafactor.telling(20, 1100, 0), adafactor.telling(20, 500, 0, 64), adafactor.telling(20, 200, 0).T.contiguous()],
+    ids=["rows", "lanes", "columns"],
+)
+def test_adafactor_adds_up_in_the_order_of_the_cpu(gradient: torch.Tensor) -> None:
+    states = adafactor.fresh(adafactor.DEFAULTS, tuple(gradient.shape))
+    states["weight"] = adafactor.telling(1, gradient.numel(), 1).view(gradient.shape)
+    check_adafactor(adafactor.DEFAULTS, states, [gradient])
+
+
 PTX = """
 import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pagoda.optim import triton_squares, triton_updates
+from pagoda.optim import triton_adafactor, triton_squares, triton_updates
 
-TYPES = dict.fromkeys(("n", "index", "key_low", "key_high"), "i32")
+TYPES = dict.fromkeys(("n", "index", "key_low", "key_high", "matrices", "rows", "columns"), "i32")
+TYPES |= dict.fromkeys(("column_var", "shares", "factor", "moment"), "*fp32")
+TYPES |= dict.fromkeys(("sums", "totals", "weight_sum", "update_sum"), "*fp64")
 
 
 def ptx(kernel, types, **constants):
     names = kernel.arg_names
-    types = types | {"scalars": ("fp32",) * (7 if constants.get("rule", 0) > 1 else 9)}
+    count = 8 if "has_moment" in constants else 7 if constants.get("rule", 0) > 1 else 9
+    types = types | {"scalars": ("fp32",) * count}
     signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}).asm["ptx"]
@@ -167,14 +214,18 @@ for form in (0, 1, 2):
     kernels.append((triton_updates.adamw_8bit, codes, {"size": 1024}))
     masters = types | {"master": "*fp32"}
     kernels += [(triton_updates.split, masters, {"size": 1024}), (triton_updates.join, masters, {"size": 1024})]
-    kernels.append((triton_squares.square_sums, types | {"sums": "*fp64"}, {"piece": 1 << 20}))
+    kernels.append((triton_squares.square_sums, types, {"piece": 1 << 20}))
+    kernels += [(triton_adafactor.sum_block, types, {"of": of}) for of in range(3)]
+    kernels += [(triton_adafactor.step, types, {"has_moment": has, "size": 1024}) for has in (False, True)]
+    kernels.append((triton_adafactor.sum_rows, types, {"tile": 16}))
+    kernels += [(each, types, {"size": 1024}) for each in (triton_adafactor.update_factor, triton_adafactor.share_rows)]
     for kernel, types, constants in kernels if every else kernels[form::3]:
-        forms = {"form": form, "arriving": form} if "arriving" in kernel.arg_names else {"form": form}
+        forms = {name: form for name in ("form", "arriving") if name in kernel.arg_names}
         print(ptx(kernel, types, **forms, **constants))
 """
 
 
-@pytest.mark.parametrize(("forms", "kernels"), [("one", 10), pytest.param("every", 30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("forms", "kernels"), [("one", 18), pytest.param("every", 54, marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(
     forms: str, kernels: int, tmp_path: Path
 ) -> None:
@@ -220,3 +271,14 @@ def test_a_gpu_gives_the_bits_of_the_cpu_on_a_hundred_million_elements(name: str
 def test_a_gpu_sums_squares_with_the_bits_of_the_cpu(precision: Precision) -> None:
     gradient = random_gradient(precision, 5 * BOUNCE_ELEMENTS + 12_345)
     assert square_sum(gradient, BOUNCE_ELEMENTS) == cpu_square_sum(gradient, BOUNCE_ELEMENTS)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4000, 5000), (50_000, 64), (3, 1000, 1500), (2_000_000,)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_gpu_updates_large_parameters_by_adafactor_with_the_bits_of_the_cpu(
+    precision: Precision, shape: tuple[int, ...]
+) -> None:
+    gradients = [adafactor.randn(shape, step).to(gradient_dtype(precision)) for step in (1, 2)]
+    check_adafactor(adafactor.OTHERS, adafactor.fresh(adafactor.OTHERS, shape, precision), gradients)

@@ -11,7 +11,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Choice, search
-from pagoda.optim import Adafactor
+from pagoda.optim import Muon
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import DEVICE
@@ -59,7 +59,7 @@ def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
     ("asked", "reason"),
     [
         ({"budgets": Budgets(LARGE)}, r"memory\.device"),
-        ({"states": Adafactor().states("bf16")}, r"Adafactor.* set split\.device_update_share to 1"),
+        ({"states": Muon().states("bf16")}, r"Muon.* set split\.device_update_share to 1"),
     ],
 )
 def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(

@@ -15,7 +15,7 @@ import pagoda
 from pagoda.memory.cuda import CudaArena
 from pagoda.optim import Moments
 
-from .test_device import WHOLE, assert_updated_on_device, device_bytes, memory as in_ram
+from .test_device import COPIED, WHOLE, assert_updated_on_device, device_bytes, memory as in_ram
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,7 +116,7 @@ def test_nor_does_it_with_gradients_in_another_dtype(precision: str, placement: 
 
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", COPIED)
 def test_rules_that_take_parameters_whole_have_the_same_bits_in_one_place(
     name: str, precision: str, tmp_path: Path
 ) -> None:
@@ -126,6 +126,12 @@ def test_rules_that_take_parameters_whole_have_the_same_bits_in_one_place(
     passing = train(recipe, PASSING, tmp_path)
     passing.assert_same_bits(train(recipe, PASSING_AND_HOME, tmp_path))
     assert not any(step["update"] for step in passing.moved)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("placement", [SSD, PASSING, BOTH, HOME])
+def test_adafactor_has_the_same_bits_on_the_cpu_and_the_gpu(placement: str, tmp_path: Path) -> None:
+    assert_same_everywhere(Recipe("llama", rule=WHOLE["adafactor"], accumulation=2), placement, tmp_path)
 
 
 @pytest.mark.usefixtures("_deterministic")

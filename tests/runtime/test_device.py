@@ -13,7 +13,7 @@ import pagoda
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.rule import kept_dtype
+from pagoda.optim.rule import Rule, kept_dtype
 from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import Options
@@ -130,8 +130,11 @@ def assert_at_home(outcome: Outcome) -> None:
         assert step["d2h"] <= 2 * (gradients + states) + states
 
 
-def test_device_ram_and_ssd_are_home_to_one_model_whose_updates_run_everywhere(tmp_path: Path) -> None:
-    recipe = Recipe("llama", accumulation=2, layers=6)
+@pytest.mark.parametrize("rule", [None, pagoda.Adafactor(lr=1e-2, beta1=0.9)], ids=["adamw", "adafactor"])
+def test_device_ram_and_ssd_are_home_to_one_model_whose_updates_run_everywhere(
+    rule: Rule | None, tmp_path: Path
+) -> None:
+    recipe = Recipe("llama", accumulation=2, layers=6, rule=rule)
     states = states_of(recipe, gradients=False)
     outcome = train(recipe, memory(recipe, 1.0, homes=0.3, host=int(states * 0.8), ssd=tmp_path))
     outcome.assert_same_bits(resident(recipe))
@@ -145,8 +148,9 @@ def test_device_ram_and_ssd_are_home_to_one_model_whose_updates_run_everywhere(t
     assert outcome.plan.placement.updated_on_device
 
 
-def test_a_model_that_ram_alone_cannot_hold_fits_ram_and_the_device() -> None:
-    recipe = Recipe("llama")
+@pytest.mark.parametrize("rule", [None, pagoda.Adafactor(lr=1e-2, beta1=0.9)], ids=["adamw", "adafactor"])
+def test_a_model_that_ram_alone_cannot_hold_fits_ram_and_the_device(rule: Rule | None) -> None:
+    recipe = Recipe("llama", rule=rule)
     with_homes = memory(recipe, 0.0, homes=0.6, host=int(states_of(recipe) * 0.7))
     outcome = train(recipe, with_homes)
     outcome.assert_same_bits(resident(recipe))
@@ -193,6 +197,8 @@ WHOLE = {
     "muon": pagoda.Muon(lr=1e-2),
     "nadam": pagoda.Optim(torch.optim.NAdam, lr=1e-3),
 }
+COPIED = ("muon", "nadam")
+"""Those that compute on copies."""
 
 
 @each_once(name=[*WHOLE], homes=[0.0, 0.6, 0.3], precision=["bf16", "fp32", "fp16"])
@@ -209,8 +215,21 @@ def test_parameters_that_are_taken_whole_are_all_updated_on_the_device(name: str
     assert outcome.moved[-1]["device_update"] > 0
 
 
+@each_once(share=[0.5, 0.0], homes=[0.0, 0.6], precision=["bf16", "fp32", "bf16+fp32"])
+def test_any_share_of_adafactors_updates_runs_on_the_device(share: float, homes: float, precision: str) -> None:
+    recipe = Recipe("llama", rule=WHOLE["adafactor"], precision=precision, accumulation=2)
+    outcome = train(recipe, memory(recipe, share, homes))
+    outcome.assert_same_bits(resident(recipe))
+    assert outcome.plan is not None
+    placement = outcome.plan.placement
+    assert bool(placement.resident) == (homes > 0)
+    assert bool(placement.updated_on_device) == (share > 0)
+    assert any(step["update"] for step in outcome.moved)
+    assert "work" not in outcome.plan.bytes["host"]
+
+
 @pytest.mark.parametrize(("update_share", "homes"), [(0.5, 0.0), (0.0, 1.0), (0.9, 0.5)])
-def test_some_of_them_there_and_others_on_the_cpu_are_refused(update_share: float, homes: float) -> None:
+def test_some_of_muons_there_and_others_on_the_cpu_are_refused(update_share: float, homes: float) -> None:
     recipe = Recipe("llama", rule=WHOLE["muon"])
     with pytest.raises(pagoda.ConfigError, match=r"in another order on a GPU.* set split\.device_update_share to 1"):
         pagoda.wrap(recipe.build(), recipe.rule, memory=memory(recipe, update_share, homes))
@@ -228,7 +247,7 @@ def test_they_need_ram_for_all_that_the_device_is_no_home_to(tmp_path: Path) -> 
 
 def test_a_plan_by_itself_never_moves_them_to_the_device() -> None:
     """On a GPU their bits would be others."""
-    recipe = Recipe("llama", rule=WHOLE["adafactor"])
+    recipe = Recipe("llama", rule=WHOLE["muon"])
     small = replace(memory(recipe, 1.0, homes=0.6, host=int(states_of(recipe) * 0.7)), split=None)
     with pytest.raises(pagoda.BudgetError):
         pagoda.wrap(recipe.build(), recipe.rule, memory=small)

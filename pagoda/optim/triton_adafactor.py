@@ -1,0 +1,182 @@
+"""Adafactor on a GPU, with the bits of `adafactor_kernels`: the same sums in the same order.
+
+A program has one block of a matrix and goes through its rows. `triton_kernels` folds what blocks give.
+"""
+
+import triton.language as tl
+
+from pagoda.optim import adafactor_kernels
+from pagoda.optim.triton_parts import (
+    adafactor_element,
+    adafactor_rate,
+    as_fp32,
+    factor_element,
+    factored_update,
+    jit,
+    load_master,
+    row_share,
+    store_master,
+)
+
+ROWS, COLUMNS = tl.constexpr(adafactor_kernels.ROWS), tl.constexpr(adafactor_kernels.COLUMNS)
+LANES = tl.constexpr(adafactor_kernels.LANES)
+_COLUMN_LEVELS, _LANE_LEVELS = (tl.constexpr(n.value.bit_length() - 1) for n in (COLUMNS, LANES))
+"""How often these are folded. Zeros at the end change no sum."""
+OF_GRADIENT, OF_WEIGHT, OF_UPDATE = (tl.constexpr(number) for number in range(3))
+"""Of which values `sum_block` adds up the squares."""
+
+
+@jit()
+def _place(rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
+    """The matrix of a program, the place of its block among the rows, and among the columns, in blocks."""
+    number = tl.program_id(0).to(tl.int64)
+    blocks, groups = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
+    return number // (groups * blocks), number // blocks % groups, number % blocks
+
+
+@jit()
+def _square(value: tl.tensor) -> tl.tensor:
+    wide = value.to(tl.float64)
+    return wide * wide
+
+
+@jit()
+def _folded(values: tl.tensor, rows: tl.constexpr, n: tl.constexpr, levels: tl.constexpr) -> tl.tensor:
+    """The sums of `rows` runs of n = 2 ** levels values, shape [rows, n]: the second half is added to the first, until
+    one is left."""
+    for level in tl.static_range(levels):
+        low, high = tl.split(tl.permute(tl.reshape(values, [rows, 2, n >> (level + 1)]), [0, 2, 1]))
+        values = low + high
+    return tl.reshape(values, [rows])
+
+
+@jit(do_not_specialize=("matrices", "rows", "columns"))
+def sum_block(
+    weight: tl.tensor,
+    weight_low: tl.tensor,
+    gradient: tl.tensor,
+    column_var: tl.tensor,
+    shares: tl.tensor,
+    sums: tl.tensor,
+    matrices: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    scale: tl.tensor,
+    floor: tl.tensor,
+    of: tl.constexpr,
+    form: tl.constexpr,
+    arriving: tl.constexpr,
+) -> None:
+    """Square sums of a block: of the gradients of each column, shape [groups, matrices, columns], or of all its weights
+    or updates, one number a block."""
+    matrix, group, block = _place(rows, columns)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < columns
+    total = tl.zeros([COLUMNS], tl.float64)
+    for row in range(group * ROWS, tl.minimum(rows, (group + 1) * ROWS)):
+        at = (matrix * rows + row) * columns + column
+        if of == OF_WEIGHT:
+            value = load_master(weight, weight_low, at, mask, form)
+        else:
+            value = as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale
+            if of == OF_UPDATE:
+                share = tl.load(shares + matrix * rows + row)
+                value = factored_update(value, share, tl.load(column_var + matrix * columns + column, mask, 1.0), floor)
+        total += tl.where(mask, _square(value), 0.0)
+    if of == OF_GRADIENT:
+        tl.store(sums + (group * matrices + matrix) * columns + column, total, mask)
+    else:
+        at = tl.program_id(0) + tl.arange(0, 1)
+        tl.store(sums + at, _folded(tl.reshape(total, [1, COLUMNS]), 1, COLUMNS, _COLUMN_LEVELS))
+
+
+@jit(do_not_specialize=("rows", "columns"))
+def sum_rows(
+    gradient: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    scale: tl.tensor,
+    arriving: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Square sums of the gradients of rows, shape [blocks, rows], where `rows` are those of all matrices."""
+    row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
+    block = tl.program_id(1)
+    there = row < rows
+    end = tl.minimum(columns, (block + 1) * COLUMNS)
+    lanes = tl.zeros([tile, LANES], tl.float64)
+    for first in range(block * COLUMNS, end, LANES):
+        column = first + tl.arange(0, LANES)
+        mask = there[:, None] & (column < end)[None, :]
+        at = row[:, None] * columns + column[None, :]
+        lanes += _square(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale)
+    tl.store(sums + block.to(tl.int64) * rows + row, _folded(lanes, tile, LANES, _LANE_LEVELS), there)
+
+
+@jit(do_not_specialize=("n",))
+def update_factor(
+    factor: tl.tensor, sums: tl.tensor, n: tl.tensor, count: tl.tensor, rate: tl.tensor, size: tl.constexpr
+) -> None:
+    """`n` elements of a factor after a step."""
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    mask = at < n
+    value = factor_element(tl.load(factor + at, mask, 0.0), tl.load(sums + at, mask, 0.0), count, rate)
+    tl.store(factor + at, value, mask)
+
+
+@jit(do_not_specialize=("n", "rows"))
+def share_rows(
+    factor: tl.tensor,
+    totals: tl.tensor,
+    shares: tl.tensor,
+    n: tl.tensor,
+    rows: tl.tensor,
+    count: tl.tensor,
+    eps: tl.tensor,
+    size: tl.constexpr,
+) -> None:
+    """`row_share` of the `n` rows of all matrices."""
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    mask = at < n
+    share = row_share(tl.load(factor + at, mask, 0.0), tl.load(totals + at // rows, mask, 1.0), count, eps)
+    tl.store(shares + at, share, mask)
+
+
+@jit(do_not_specialize=("rows", "columns", "n"))
+def step(
+    weight: tl.tensor,
+    weight_low: tl.tensor,
+    gradient: tl.tensor,
+    moment: tl.tensor,
+    column_var: tl.tensor,
+    shares: tl.tensor,
+    weight_sum: tl.tensor,
+    update_sum: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    n: tl.tensor,
+    count: tl.tensor,
+    scalars: tl.tensor,
+    has_moment: tl.constexpr,
+    form: tl.constexpr,
+    arriving: tl.constexpr,
+    size: tl.constexpr,
+) -> None:
+    """Update `n` weights, and the first moment if there is one."""
+    scale, floor, rate, least, most, decay, beta1, one_minus_beta1 = scalars
+    rate = adafactor_rate(tl.load(weight_sum), tl.load(update_sum), count, rate, least, most)
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    mask = at < n
+    row = at // columns
+    share = tl.load(shares + row, mask, 1.0)
+    of_column = tl.load(column_var + row // rows * columns + at % columns, mask, 1.0)
+    u = factored_update(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale, share, of_column, floor)
+    w = load_master(weight, weight_low, at, mask, form)
+    m = w
+    if has_moment:
+        m = tl.load(moment + at, mask, 0.0)
+    w, m = adafactor_element(w, m, u, (rate, decay, beta1, one_minus_beta1), has_moment)
+    if has_moment:
+        tl.store(moment + at, m, mask)
+    store_master(weight, weight_low, at, w, mask, form)
