@@ -30,6 +30,8 @@ _SPLITS = {
 """What is tried besides the usual split."""
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of what they would be."""
+_MOST_UPDATES = 0.75
+"""A share of updates on the device that is tried where it is home to a part of their states, which then do not pass."""
 _WHOLE = 2
 """Kinds of plans, found on a part of the layers, that are then tried for all of them."""
 _WORTH = 0.01
@@ -192,6 +194,10 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
         yield "what the device has left is home to units", _with_split(fastest, device_home_share=1.0)
     for share in filter(None, (round(even, 2), round(even / 2, 2))) if Feature.DEVICE_UPDATES in able else ():
         yield f"{share:.0%} of the updates on the device", _with_split(fastest, device_update_share=share)
+    if len(able) == len(ON_DEVICE):
+        for share in sorted({round(even, 2), _MOST_UPDATES, 1.0} - {0.0}):
+            name = f"{share:.0%} of the updates on the device, which is home to what moves most of their states"
+            yield name, _with_split(fastest, device_update_share=share, device_home_share=1.0)
 
 
 def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:

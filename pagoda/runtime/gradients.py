@@ -335,8 +335,7 @@ class Gradients:
             taken.synchronize()
             return PAST
 
-        resident = unit.index in self._store.plan.placement.resident
-        moved = 0 if resident else sum(each.values.nbytes for each in made)
+        moved = 0 if self._store.lives_on_device(unit.index, GRAD) else sum(each.values.nbytes for each in made)
         # What is stored follows what was stored before in the device's queue; what is added to has to be there.
         after = record.pending[-1:] if any(each.accumulate for each in made) else ()
         return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
@@ -352,7 +351,7 @@ class Gradients:
         On the d2h lane. What is added or widened in RAM comes in pieces: from a device of its own, each is on its way
         while the one before is added.
         """
-        lives_there = unit.index in self._store.plan.placement.resident
+        lives_there = self._store.lives_on_device(unit.index, GRAD)
         if accumulate and lives_there:
             return self._device.add_gradient(self._kernels.add_gradient, into, grad, issued)
         if not accumulate and (lives_there or into.dtype is grad.dtype):

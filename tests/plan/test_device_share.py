@@ -76,13 +76,13 @@ def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(
         plan(split)
     for other in (None, Split()):
         placement = plan(other).placement
-        assert not placement.updated_on_device
+        assert not placement.passing
         assert not placement.resident
 
 
 def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_states_back() -> None:
     plan = plan_with(0.5)
-    passing = plan.placement.updated_on_device
+    passing = plan.placement.passing
     assert 0 < len(passing) < len(plan.units)
     for u in plan.units:
         traffic, passes = traffic_of(plan)[u.index], u.index in passing
@@ -108,7 +108,7 @@ def steps(choice: Choice, passing: bool) -> list[float]:
     """Seconds of a step of the plans that have updates on the device, or of those that have not, whose units live
     elsewhere."""
     plans = [c for c in (choice.best, *choice.others) if not c.plan.placement.resident]
-    return [c.timeline.step_s for c in plans if bool(c.plan.placement.updated_on_device) == passing]
+    return [c.timeline.step_s for c in plans if bool(c.plan.placement.passing) == passing]
 
 
 def test_updates_on_the_device_help_where_the_cpu_is_slow_and_not_where_the_link_is() -> None:
