@@ -191,7 +191,7 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     on_cpu = rates.update_seconds(n)
     even = on_cpu / (on_cpu + on_device)
     if Feature.DEVICE_HOMES in able:
-        yield "what the device has left is home to units", _with_split(fastest, device_home_share=1.0)
+        yield "what the device has left is home to whole units", _with_split(fastest, device_home_share=1.0)
     for share in filter(None, (round(even, 2), round(even / 2, 2))) if Feature.DEVICE_UPDATES in able else ():
         yield f"{share:.0%} of the updates on the device", _with_split(fastest, device_update_share=share)
     if len(able) == len(ON_DEVICE):
