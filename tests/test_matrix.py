@@ -96,9 +96,10 @@ COPIED = ("muon", "adagrad")
 WHOLE = ("adafactor", *COPIED)
 """Rules that take parameters whole."""
 RAM = "ram"
-UPDATED, HOME = "updated-on-device", "home-on-device"
-"""In an arena that also updates about half of the units, or is home to them; all, where they are few."""
-PLACES = (RAM, *PLACEMENTS, UPDATED, HOME)
+UPDATED, HOME, BOTH = "updated-on-device", "home-on-device", "both-on-device"
+"""In an arena that also updates about half of the units, or is home to them; all, where they are few. Or it updates
+some and is home to a part of their states."""
+PLACES = (RAM, *PLACEMENTS, UPDATED, HOME, BOTH)
 ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
@@ -132,8 +133,8 @@ def features_of(case: Case) -> set[Feature]:
         Feature.SPECULATE: case.get("update") == "speculate",
         Feature.AUTO: case.get("activations") == "auto",
         Feature.TILES: case.get("tiles") == "layers",
-        Feature.DEVICE_UPDATES: case.get("place") == UPDATED,
-        Feature.DEVICE_HOMES: case.get("place") == HOME,
+        Feature.DEVICE_UPDATES: case.get("place") in (UPDATED, BOTH),
+        Feature.DEVICE_HOMES: case.get("place") in (HOME, BOTH),
     }
     return {feature for feature, is_used in used.items() if is_used}
 
@@ -196,12 +197,13 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
         split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in COPIED
         if place == UPDATED:
             split = pagoda.Split(device_update_share=1.0 if few or whole else 0.6)
-        elif place == HOME:
-            split = pagoda.Split(device_home_share=1.0, device_update_share=float(whole))
+        elif place in (HOME, BOTH):
+            updated = float(whole) if place == HOME else 1.0 if few or whole else 0.8
+            split = pagoda.Split(device_home_share=1.0, device_update_share=updated)
             late = options.max_staleness or 0
             names = (*(s.name for s in layout.states), *[GRAD] * (1 + late), *[WEIGHT] * (late > 0))
             beside = sum(map(layout.total_pages, names))
-            beside = beside if few else beside // 2
+            beside = beside if few else beside // (2 if place == HOME else 3)
         if split is not None and split.device_update_share:
             beside += slot_count(layout) * slot_pages(layout)
         device = (layout.lease_pages(ahead=1) + beside) * page
@@ -258,9 +260,10 @@ def check(case: Case, directory: Path) -> None:
     assert not on_ssd or place in ON_SSD
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
-    for units, where in ((plan.placement.updated_on_device, UPDATED), (plan.placement.resident, HOME)):
-        assert not units or place == where or (place == HOME and case["rule"] in COPIED)
-        assert units or small or place != where
+    there = plan.placement.units_with("device", ["weight"])
+    for units, places in ((plan.placement.passing, (UPDATED, BOTH)), (there, (HOME, BOTH))):
+        assert not units or place in places or (place == HOME and case["rule"] in COPIED)
+        assert units or small or place not in places
     bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}
     # What a model does itself may add gradients up in another order.
     bits["activations"] = case["activations"] if case["activations"] in OWN else "keep"

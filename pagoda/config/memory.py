@@ -33,11 +33,12 @@ class Split:
     """Leases of the size of the largest unit, in addition to those in use at once; fewer if the budget is tight."""
     device_update_share: float = 0.0
     """Largest share of the parameters that the GPU updates: their states pass through it, block by block, while the CPU
-    updates the others. Only units with all their states in RAM are updated there. An optimizer that takes whole
-    parameters needs 0 or 1."""
+    updates the others. Only units without states on SSD are updated there. An optimizer that takes whole parameters
+    needs 0 or 1."""
     device_home_share: float = 0.0
-    """Largest share of the GPU's memory, without what leases and the update ring need, that is home to whole units: all
-    their states and gradients are there, and are updated there."""
+    """Largest share of the GPU's memory, without what leases and the update ring need, that is home to states and
+    gradients, which are updated there. It is home to whole units; with `device_update_share`, if RAM holds the rest, to
+    weights first, then gradients, then moments of what the GPU updates."""
     undo_first: bool = False
     """With speculative updates: copies of the weights get RAM before moments do. Two bytes a parameter in RAM, with
     bf16 weights, then let the update of moments on SSD run during backward."""
@@ -55,7 +56,7 @@ class Split:
             f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
             f"at most {self.leases_ahead} leases are fetched ahead"
             f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
-            f"{f'; {self.device_home_share:.0%} of the device is home to units' if self.device_home_share else ''}"
+            f"{f'; {self.device_home_share:.0%} of the device is home to states' if self.device_home_share else ''}"
             f"{'; copies for undoing updates come before moments' * self.undo_first}"
             f"{'; updates of states in RAM are speculative too' * self.undo_in_ram} (as set)."
         )

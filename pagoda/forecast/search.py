@@ -30,6 +30,8 @@ _SPLITS = {
 """Splits that are tried in addition to the default."""
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of the default."""
+_MOST_UPDATES = 0.75
+"""Share of updates on the device that is tried if the device is also home to a part of their states."""
 _WHOLE = 2
 """Number of kinds of plans that are tried on the whole model after the comparison on a part of the layers."""
 _WORTH = 0.01
@@ -190,9 +192,13 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     on_cpu = rates.update_seconds(n)
     even = on_cpu / (on_cpu + on_device)
     if Feature.DEVICE_HOMES in able:
-        yield "what the device has left is home to units", _with_split(fastest, device_home_share=1.0)
+        yield "what the device has left is home to whole units", _with_split(fastest, device_home_share=1.0)
     for share in filter(None, (round(even, 2), round(even / 2, 2))) if Feature.DEVICE_UPDATES in able else ():
         yield f"{share:.0%} of the updates on the device", _with_split(fastest, device_update_share=share)
+    if len(able) == len(ON_DEVICE):
+        for share in sorted({round(even, 2), _MOST_UPDATES, 1.0} - {0.0}):
+            name = f"{share:.0%} of the updates on the device, which is home to what moves most of their states"
+            yield name, _with_split(fastest, device_update_share=share, device_home_share=1.0)
 
 
 def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:

@@ -1,8 +1,8 @@
 """Which tier is home to each state of each unit: from everything in RAM to everything on SSD."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate, product, takewhile
 from typing import NoReturn
 
 from pagoda.errors import BudgetError
@@ -53,8 +53,17 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
     states: on SSD after checkpoints, in RAM after moments, or before them if the split says so. Units with all their
     states in RAM are too, in what is left of it, if the split says so.
 
+    The device, where the split lets it be home to states, is filled first. It takes whole units. Where some units are
+    updated on the device, and RAM holds what it leaves of them, it takes states in the order of RAM instead: weights
+    and gradients move most often. Their other states pass the device.
+
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
+    split = options.split or DEFAULT_SPLIT
+    if split.device_update_share and split.device_home_share and budgets.device is not None:
+        by_state = _Placer(layout, budgets, options, staging_buffers, whole_units=False)
+        if by_state.needed_in_memory() <= by_state.host:
+            return by_state.place()
     return _Placer(layout, budgets, options, staging_buffers).place()
 
 
@@ -73,7 +82,9 @@ class _InRam:
 class _Placer:
     """Works through the levels of `place`, from everything in RAM to everything on SSD. All sizes are pages."""
 
-    def __init__(self, layout: Layout, budgets: Budgets, options: Options, staging_buffers: int) -> None:
+    def __init__(
+        self, layout: Layout, budgets: Budgets, options: Options, staging_buffers: int, whole_units: bool = True
+    ) -> None:
         self.layout = layout
         self.options = options
         self.split = options.split or DEFAULT_SPLIT
@@ -87,9 +98,17 @@ class _Placer:
         """Pages of the device through which the states of units pass that are updated there."""
         if self.split.device_update_share and self.device is not None:
             self.update_ring = slot_count(layout) * slot_pages(layout)
+        self.trained = [unit for unit in layout.units if unit.trainable_numel]
         self.on_ranks = layout.of_all_ranks() if self.split.device_home_share else [layout]
         """The layouts of all ranks, where they differ and units may live on the device; else this one."""
-        self.resident = self._resident_units()
+        self.may_be_at_home: tuple[str, ...] = (
+            WEIGHT,
+            *[WEIGHT_BACK] * self.asynchronous,
+            GRAD,
+            *(s.name for s in layout.states[1:]),
+        )
+        self.at_home = self._at_home(whole_units)
+        """(unit, state) that live on the device."""
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
         self.moment = self._by_unit(*(state.name for state in layout.moments))
@@ -106,7 +125,7 @@ class _Placer:
         """unit -> pages of some states; none where the device is their home."""
         layout = self.layout
         return {
-            unit.index: 0 if unit.index in self.resident else sum(layout.pages(unit, state) for state in states)
+            unit.index: sum(layout.pages(unit, state) for state in states if (unit.index, state) not in self.at_home)
             for unit in layout.units
         }
 
@@ -116,7 +135,8 @@ class _Placer:
         kept = self._divided()
         homes = self._homes(kept)
         host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
-        passing = self._passing_device(kept)
+        on_device = self._updated_on_device(kept)
+        passing = any(home != DEVICE for (unit, _), home in homes.items() if unit in on_device)
         if not passing and not self.layout.weight.copied:
             device.pop(UPDATE_RING, None)
         if kept.grads != self.all:
@@ -126,7 +146,7 @@ class _Placer:
         if kept.leases:
             host[FETCH_RING if self.device is not None else LEASES] = kept.leases
         slot = 0 if kept.weights == kept.moments == self.all else self._slot(kept.weights != self.all)
-        speculated = self._speculate(kept, slot, passing, host, ssd)
+        speculated = self._speculate(kept, slot, on_device, host, ssd)
         slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
         if slots:
             host[RING] = slots * slot
@@ -135,18 +155,15 @@ class _Placer:
         host[CHECKPOINT] += max(0, copied)
         self._add_spare(ssd)
         lines = {tier: pages for tier, pages in ((HOST, host), (SSD, ssd), (DEVICE, device)) if pages}
-        return Placement(homes, lines, slots, speculated, passing, self.resident)
+        return Placement(homes, lines, slots, speculated, on_device)
 
     # --- host RAM -----------------------------------------------------------------------------------------
 
     def _divided(self) -> _InRam:
         """What RAM is home to: everything if that fits, else weights, gradients and moments as far as they go."""
-        weights, moments = sum(self.weight.values()), sum(self.moment.values())
-        accumulates = (self.options.accumulation_steps or 1) > 1
-        few = self.transient and not (accumulates and self.ssd is None)
-        needed = weights + moments + (min(self.grads, self.most_staging) if few else self.grads)
+        needed = self.needed_in_memory()
         if needed <= self.host:
-            staging = min(self.grads, self.host - weights - moments)
+            staging = min(self.grads, self.host - sum(self.weight.values()) - sum(self.moment.values()))
             grads_in = self.all if staging == self.grads else frozenset()
             return _InRam(self.all, grads_in, self.all, staging)
         if self.update_ring and self.layout.weight.copied:
@@ -163,6 +180,13 @@ class _Placer:
             while moments_in and sum(self.moment[unit] - copies[unit] for unit in moments_in) > room:
                 moments_in -= {max(moments_in)}
         return _InRam(weights_in, grads_in, moments_in, staging, leases)
+
+    def needed_in_memory(self) -> int:
+        """Pages of RAM for everything that does not live on the device."""
+        accumulates = (self.options.accumulation_steps or 1) > 1
+        few = self.transient and not (accumulates and self.ssd is None)
+        gradients = min(self.grads, self.most_staging) if few else self.grads
+        return sum(self.weight.values()) + sum(self.moment.values()) + gradients
 
     def _divided_weights(self, everything: int) -> tuple[frozenset[int], int, int]:
         """(units whose weights live in RAM, pages of leases, pages left for gradients and moments); without SSD,
@@ -237,7 +261,7 @@ class _Placer:
             in_ram[GRAD] = self.all
         in_ram |= {state.name: self.all for state in self.layout.small}
         return {
-            (unit, state): DEVICE if unit in self.resident else HOST if unit in units else SSD
+            (unit, state): DEVICE if (unit, state) in self.at_home else HOST if unit in units else SSD
             for unit in sorted(self.all)
             for state, units in in_ram.items()
         }
@@ -281,7 +305,7 @@ class _Placer:
         return sum(layout.undo_pages(unit, in_ram).values()), on_ssd
 
     def _speculate(
-        self, kept: _InRam, slot: int, passing: frozenset[int], host: dict[str, int], ssd: dict[str, int]
+        self, kept: _InRam, slot: int, on_device: frozenset[int], host: dict[str, int], ssd: dict[str, int]
     ) -> frozenset[int]:
         """Units whose old states there is room for beside the new: adds the lines of undoing.
 
@@ -296,7 +320,7 @@ class _Placer:
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
         chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
         if self.split.undo_in_ram:
-            others = kept.moments - passing - self.resident
+            others = kept.moments - on_device
             room = left - ram - self._copied(host)
             more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, room, free - pages)
             chosen, ram, pages = chosen | more, ram + more_ram, pages + more_pages
@@ -333,13 +357,14 @@ class _Placer:
         if self.device is None:
             return {}
         layout = self.layout
-        resident = [unit for unit in layout.units if unit.index in self.resident]
-        used_at_home = {unit.index for unit in resident if not layout.is_cut(unit, WEIGHT)}
-        total = sum(layout.lease_of(unit) for unit in layout.units if unit.index not in used_at_home)
+        leased = [u for u in layout.units if (u.index, WEIGHT) not in self.at_home or layout.is_cut(u, WEIGHT)]
+        total = sum(map(layout.lease_of, leased))
         lines = {COLLECTIVE_BUFFERS: reduce_pages(layout), UPDATE_RING: self.update_ring}
-        beside = sum(lines.values()) + sum(map(self._most_at_home, resident))
-        for unit in resident:
-            for line, pages in self._lines_at_home(layout, unit).items():
+        beside = sum(lines.values())
+        for unit in layout.units:
+            states = [state for state in self.may_be_at_home if (unit.index, state) in self.at_home]
+            beside += self._most_at_home(unit, states)
+            for line, pages in self._lines_at_home(layout, unit, states).items():
                 lines[line] = lines.get(line, 0) + pages
         leases = min(self.device - beside, total)
         least = min(layout.lease_pages(ahead=1), total)
@@ -351,33 +376,49 @@ class _Placer:
         lines[LEASES] = leases
         return {line: pages for line, pages in lines.items() if pages}
 
-    def _passing_device(self, kept: _InRam) -> frozenset[int]:
-        """Units whose states, all of them in RAM, pass the device for their update."""
-        in_ram = (kept.weights & kept.moments) - self.resident
-        able = [unit for unit in self.layout.units if unit.trainable_numel and unit.index in in_ram]
-        return on_device(able, self.split.device_update_share) if self.update_ring else frozenset()
+    def _updated_on_device(self, kept: _InRam) -> frozenset[int]:
+        """Units with states on the device, and the share asked for of those with no state on SSD."""
+        able = [unit for unit in self.trained if unit.index in kept.weights & kept.moments]
+        return frozenset(unit for unit, _ in self.at_home) | on_device(able, self.split.device_update_share)
 
-    def _resident_units(self) -> frozenset[int]:
-        """The first units of forward, as many as the share of the device's memory holds that nothing else needs; at
-        least one unit is not among them, for which there are leases."""
+    def _at_home(self, whole_units: bool) -> frozenset[tuple[int, str]]:
+        """(unit, state) that live on the device: as many as the share of it holds that nothing else needs.
+
+        Whole units, or of those that it updates first all weights, then all gradients, then the rest. The last unit is
+        not among them, so there is always something to lease.
+        """
         layout, share = self.layout, self.split.device_home_share
         if not share or self.device is None:
             return frozenset()
+        units, everything = list(layout.units[:-1]), self.may_be_at_home
+        groups = [(units, everything)]
+        if not whole_units:
+            updated = on_device(self.trained, self.split.device_update_share)
+            there = [unit for unit in units if unit.index in updated]
+            others = [unit for unit in units if unit.index not in updated]
+            gradients = everything.index(GRAD)
+            weights, moments = everything[:gradients], everything[gradients + 1 :]
+            groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
         needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_pages(layout)
-        pages = {unit.index: self._most_at_home(unit) for unit in layout.units[:-1]}
-        return first_that_fit(pages, int(share * (self.device - needed)))
+        room = int(share * (self.device - needed))
+        at_home: set[tuple[int, str]] = set()
+        for of_units, states in groups:
+            pages = {unit.index: self._most_at_home(unit, states) for unit in of_units}
+            fit = first_that_fit(pages, room)
+            room -= sum(pages[unit] for unit in fit)
+            at_home.update(product(fit, states))
+        return frozenset(at_home)
 
-    def _most_at_home(self, unit: UnitSpec) -> int:
-        """Pages that a unit takes of the device if it lives there, on the rank that has most of it: the same units live
-        there on all ranks."""
-        return max(sum(self._lines_at_home(layout, unit).values()) for layout in self.on_ranks)
+    def _most_at_home(self, unit: UnitSpec, states: Sequence[str]) -> int:
+        """Pages that states of a unit take of the device if they live there, on the rank that has most of them: the
+        same live there on all ranks."""
+        return max(sum(self._lines_at_home(layout, unit, states).values()) for layout in self.on_ranks)
 
-    def _lines_at_home(self, layout: Layout, unit: UnitSpec) -> dict[str, int]:
-        """Line -> pages that a unit takes of the device if it lives there."""
-        late = self.options.max_staleness
-        lines = {state: layout.pages(unit, state) for state in (*(s.name for s in layout.states), GRAD)}
-        if late is not None:
-            lines |= {WEIGHT_BACK: lines[WEIGHT], GRAD_QUEUE: late * lines[GRAD]}
+    def _lines_at_home(self, layout: Layout, unit: UnitSpec, states: Sequence[str]) -> dict[str, int]:
+        """Line -> pages that states of a unit take of the device if they live there."""
+        lines = {state: layout.pages(unit, state) for state in states}
+        if self.options.max_staleness is not None and GRAD in lines:
+            lines[GRAD_QUEUE] = self.options.max_staleness * lines[GRAD]
         return lines
 
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:

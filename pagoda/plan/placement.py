@@ -1,10 +1,13 @@
 """Placement: which tier is home to each state of each unit, and how many pages each line of the plan takes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import UPDATE_RING, WORK
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT_BACK
+from pagoda.plan.ops import DEVICE, HOST, SSD
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS, SERVING = "collective", "serving"
@@ -60,18 +63,28 @@ class Placement:
     speculated: frozenset[int] = frozenset()
     """Units that are updated during backward as if nothing would be clipped; their old states are kept until that is
     known."""
-    updated_on_device: frozenset[int] = frozenset()
-    """Units whose states, all of them in RAM, pass the device for their update."""
-    resident: frozenset[int] = frozenset()
-    """Units whose states and gradients have their home on the device, where they are used and updated."""
+    on_device: frozenset[int] = frozenset()
+    """Units that the device updates. Those of their states that do not live there are in RAM, and pass it."""
+
+    @cached_property
+    def resident(self) -> frozenset[int]:
+        """Units whose states and gradients all have their home on the device."""
+        return frozenset(unit for unit, _ in self.homes) - {
+            unit for (unit, _), home in self.homes.items() if home != DEVICE
+        }
 
     @property
-    def on_device(self) -> frozenset[int]:
-        """Units that the device updates."""
-        return self.updated_on_device | self.resident
+    def passing(self) -> frozenset[int]:
+        """Units of which states or gradients pass the device for their update."""
+        return self.on_device - self.resident
 
     def home(self, unit: int, state: str) -> str:
         return self.homes[unit, state]
+
+    def streamed(self, unit: int, states: Sequence[StateSpec]) -> list[StateSpec]:
+        """The states that do not live where a unit is updated: on the device, or in RAM."""
+        away = (HOST, SSD) if unit in self.on_device else (SSD,)
+        return [state for state in states if self.homes[unit, state.name] in away]
 
     def pages(self, tier: str, line: str) -> int:
         return self.lines.get(tier, {}).get(line, 0)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
-from pagoda.plan.ops import SSD
+from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.placement import SPARE, UNDO, Budgets, Placement
 from pagoda.plan.ranks import Ranks
@@ -38,9 +38,9 @@ def reasons_for(
 def reasons_for_homes(layout: Layout, budgets: Budgets, placement: Placement, options: Options) -> Iterator[str]:
     """Why each state has its home, and how the rest of each tier is used."""
     count = len(layout.units)
-    if placement.updated_on_device:
+    if placement.passing:
         yield (
-            f"{len(placement.updated_on_device)} of {count} units are updated on the device: their states "
+            f"{len(placement.passing)} of {count} units are updated on the device: their states "
             "pass through it while the CPU updates the other units."
         )
     elif (options.split or DEFAULT_SPLIT).device_update_share:
@@ -49,6 +49,12 @@ def reasons_for_homes(layout: Layout, budgets: Budgets, placement: Placement, op
         yield (
             f"{len(placement.resident)} of {count} units have all their states on the device, which has room for "
             "them and for the leases of the others. They need no transfers."
+        )
+    if placement.passing & placement.units_with(DEVICE, [WEIGHT, GRAD]):
+        weights, gradients = (len(placement.units_with(DEVICE, [state])) for state in (WEIGHT, GRAD))
+        yield (
+            f"The device is home to the weights of {weights} and the gradients of {gradients} of {count} units. Of the "
+            "units that it updates, they move most often, so they get its memory before moments do."
         )
     moments = [state.name for state in layout.moments]
     weights_on_ssd = len(placement.units_with(SSD, [WEIGHT]))

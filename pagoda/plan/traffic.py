@@ -7,7 +7,7 @@ from itertools import groupby
 from pagoda.plan.activations import OFFLOAD_LANES, recomputes
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.ops import SSD
+from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.slices import slice_elements
@@ -35,9 +35,9 @@ class Traffic:
     buffer: int
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
-    """UPDATE: states that come from another tier and go back there."""
+    """UPDATE: states that come from another tier than that of the update, and go back there."""
     brought: int
-    """UPDATE: the gradient of each step, if it comes with these states."""
+    """UPDATE: the gradient of each step, if it comes from another tier."""
     touched: int
     """UPDATE: the bytes that its arithmetic reads and writes for each step."""
     published: int
@@ -71,19 +71,18 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     through_ssd = published if placement.home(index, WEIGHT) == SSD else 0
     sent_from_ssd = min(through_ssd, elements * layout.weight.dtype.itemsize)
     gradient = elements * layout.itemsize(GRAD)
-    resident, passes_device = index in placement.resident, index in placement.updated_on_device
+    on_device, made_at_home = index in placement.on_device, placement.home(index, GRAD) == DEVICE
     states = sum(layout.updated_bytes(unit, state) for state in layout.states)
-    moving = [state for state in layout.states if passes_device or placement.home(index, state.name) == SSD]
-    streamed = sum(layout.updated_bytes(unit, state) for state in moving)
+    streamed = sum(layout.updated_bytes(unit, state) for state in placement.streamed(index, layout.states))
     return Traffic(
         fetched=fetched,
         gathered=gathered,
         reduced=reduced,
         merged=merged,
-        offloaded=0 if resident else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
+        offloaded=0 if made_at_home else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
         buffer=layout.pages(unit, GRAD) * page,
         streamed=streamed,
-        brought=gradient if passes_device else 0,
+        brought=gradient if on_device and not made_at_home else 0,
         touched=2 * states + gradient if unit.trainable_numel else 0,
         published=ring_bytes(published, group),
         sent_from_ssd=sent_from_ssd,
@@ -156,7 +155,7 @@ def bytes_written_to_ssd(plan: Plan) -> int:
     complete), and activations."""
     traffic, placement = traffic_of(plan), plan.placement
     trained = frozenset(unit.index for unit in plan.units if unit.trainable_numel)
-    states = sum(traffic[unit].streamed for unit in trained - placement.updated_on_device)
+    states = sum(traffic[unit].streamed for unit in trained - placement.on_device)
     states += sum(of.kept_on_ssd for of in traffic)
     during_backward = plan.options.update_during_backward
     made = (g for g in gradients_of(plan.trace, trained) if not (during_backward and g.last))

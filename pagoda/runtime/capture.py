@@ -183,7 +183,7 @@ class Capture:
         """Whether a piece must be copied to RAM before it can be written."""
         store = self._store
         on_ssd = store.tensor(piece.unit, piece.state) is None
-        return reading.kept is None and (on_ssd or piece.unit in store.plan.placement.resident)
+        return reading.kept is None and (on_ssd or store.lives_on_device(piece.unit, piece.state))
 
     def _bytes(self, reading: _Reading, piece: Piece, landing: Region | None) -> memoryview:
         store, size = self._store, self._store.dtype(piece.state).itemsize

@@ -11,7 +11,7 @@ from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, WORK, slot_cou
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE
 from pagoda.plan.units import UnitSpec
-from pagoda.runtime.device import Device, UpdateKernel
+from pagoda.runtime.device import PAST, Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
@@ -34,11 +34,11 @@ class Slot(NamedTuple):
 class DevicePath(UpdatePath):
     """Updates blocks on the device, by an element-wise rule.
 
-    Units that live there are updated in place, once compute has read the weights for the last time. The states of
-    others live in RAM: a block comes with its gradient, is updated and goes back, all of it in the pipe of its slot, so
-    that the device needs nobody between the three; the blocks of other slots come and go meanwhile. Gradients of
-    several steps come one after another. The handles of an update say when all of it is home, as they do on the CPU.
-    Plans have no such unit on SSD, nor speculative updates of one.
+    States that live there are updated in place, weights once compute has read them for the last time. A block of those
+    that live in RAM comes to a slot, is updated and goes back, all of it in the pipe of its slot, so that the device
+    needs nobody between the three; the blocks of other slots come and go meanwhile. So does the gradient, unless it
+    lives there; those of several steps come one after another. The handles of an update say when all of it is home, as
+    they do on the CPU. Plans have no such unit on SSD, nor speculative updates of one.
     """
 
     def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane], device: Device) -> None:
@@ -71,44 +71,42 @@ class DevicePath(UpdatePath):
         update, start, count, device = block.update, block.start, block.stop - block.start, self._device
         unit, weights = update.unit, update.weights
         old, new = (self._homes(unit.spec, extent, start, count) for extent in (weights.read, weights.write))
+        moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
+        brings = not self._store.lives_on_device(unit.index, GRAD)
         at, states = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
-        brought = count * self._store.dtype(GRAD).itemsize * len({record for record, _ in block.pieces})
-        lives_there = unit.index in self._store.plan.placement.resident
-        slot = None if lives_there and not self._works_in_slots else self._ring.take()
+        gradients = count * self._store.dtype(GRAD).itemsize * len({record for record, _ in block.pieces})
+        slot = self._ring.take() if moving or brings or self._works_in_slots else None
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
             buffer = record.buffer
             assert buffer is not None
-            return buffer[at : at + count]
+            gradient = buffer[at : at + count]
+            if slot is not None and brings:
+                device.copy(slot.gradient[:count], gradient)
+                gradient = slot.gradient[:count]
+            return gradient
 
-        def update_at_home() -> None:
-            if weights != IN_PLACE:
+        def work() -> None:
+            there = dict(new)
+            if slot is not None:
+                there |= {name: slot.states[name][: len(new[name])] for name in moving}
+            if weights != IN_PLACE and WEIGHT not in moving:
                 device.copy(new[WEIGHT], old[WEIGHT])
-            self._compute(block, new, gradient_of, slot)
+            for name in moving:
+                device.copy(there[name], old[name])
+            self._compute(block, there, gradient_of, slot)
+            for name in moving:
+                device.copy(new[name], there[name])
 
-        def update_in_slot() -> None:
-            assert slot is not None
-            there = {name: slot.states[name][: len(at_home)] for name, at_home in old.items()}
-
-            def bring(record: UnitGradient) -> torch.Tensor:
-                device.copy(slot.gradient[:count], gradient_of(record))
-                return slot.gradient
-
-            for name, tensor in there.items():
-                device.copy(tensor, old[name])
-            self._compute(block, there, bring, slot)
-            for name, tensor in there.items():
-                device.copy(new[name], tensor)
-
+        moved = sum(new[name].nbytes for name in moving)
+        self._lanes["h2d"].count(moved + gradients * brings)
+        self._lanes["d2h"].count(moved)
+        # Compute may still read weights that live there.
+        after = PAST if WEIGHT in moving else update.parts[-1][0].issued
         pipe = start // self._block % DEVICE_SLOTS if slot is None else slot.number
-        if lives_there:
-            work = partial(device.pipe, pipe, update_at_home, update.parts[-1][0].issued)
-        else:
-            self._lanes["h2d"].count(states + brought)
-            self._lanes["d2h"].count(states)
-            work = partial(device.pipe, pipe, update_in_slot)
-        label = f"update {unit.spec.name}"
-        computed.append(self._lanes["device_update"].submit(work, (), 2 * states + brought, label))
+        label, touched = f"update {unit.spec.name}", 2 * states + gradients
+        queued = partial(device.pipe, pipe, work, after)
+        computed.append(self._lanes["device_update"].submit(queued, (), touched, label))
         if slot is not None:
             computed[-1].then(lambda _: self._ring.give_back(slot))
 

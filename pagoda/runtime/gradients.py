@@ -340,8 +340,7 @@ class Gradients:
             taken.synchronize()
             return PAST
 
-        resident = unit.index in self._store.plan.placement.resident
-        moved = 0 if resident else sum(each.values.nbytes for each in made)
+        moved = 0 if self._store.lives_on_device(unit.index, GRAD) else sum(each.values.nbytes for each in made)
         # A store follows earlier stores in the device's queue. An addition needs the earlier gradient to have arrived.
         after = record.pending[-1:] if any(each.accumulate for each in made) else ()
         return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
@@ -358,7 +357,7 @@ class Gradients:
         Runs on the d2h lane. Gradients that are added or widened in RAM move in pieces. From a separate device, each
         piece moves while the previous one is added.
         """
-        lives_there = unit.index in self._store.plan.placement.resident
+        lives_there = self._store.lives_on_device(unit.index, GRAD)
         if accumulate and lives_there:
             return self._device.add_gradient(self._kernels.add_gradient, into, grad, issued)
         if not accumulate and (lives_there or into.dtype is grad.dtype):

@@ -102,17 +102,21 @@ class Store:
     def in_place(self, unit: int, numel: int) -> torch.Tensor:
         """The first `numel` weights of a unit that are in memory, with a storage object that nobody else holds."""
         home = self._tensors[unit, self.front[unit]]
-        tier = self._tier_of(unit)
+        tier = self._tier_of(unit, self.front[unit])
         return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
 
     def copy_out(self, unit: int, state: str, first: int, count: int, into: memoryview) -> None:
         """Copy elements [first, first + count) of an extent in memory to `into`, of their bytes, and wait for that."""
         source = self._tensors[unit, state][first : first + count]
         target = torch.frombuffer(into, dtype=source.dtype)
-        if unit in self.plan.placement.resident:
+        if self.lives_on_device(unit, state):
             self._device.copy_out(target, source, PAST).synchronize()
         else:  # one plain memcpy, without the GIL
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def lives_on_device(self, unit: int, state: str) -> bool:
+        """Whether a device of its own is home to an extent."""
+        return self.plan.placement.home(unit, state) == DEVICE
 
     def at(self, address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Elements of host RAM from an address on, shape [numel]."""
@@ -257,13 +261,13 @@ class Store:
         if home is None:
             return []
         pages = self.plan.layout.pages(unit, GRAD)
-        tier = self._tier_of(unit.index)
+        tier = self._tier_of(unit.index, GRAD)
         waiting = range(self.plan.options.max_staleness or 0)
         return [home, *(tier.take(pages).tensor(home.dtype) for _ in waiting)]
 
-    def _tier_of(self, unit: int) -> Region:
-        """The memory that is home to what is not on SSD of a unit."""
-        tier = self.device if unit in self.plan.placement.resident else self.host
+    def _tier_of(self, unit: int, state: str) -> Region:
+        """The memory that is home to an extent that is not on SSD."""
+        tier = self.device if self.lives_on_device(unit, state) else self.host
         assert tier is not None
         return tier
 

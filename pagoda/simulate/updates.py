@@ -7,8 +7,7 @@ from functools import cache, partial
 from math import ceil
 
 from pagoda.plan.device_updates import DEVICE_SLOTS
-from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import COLLECTIVE, HOST, SSD
+from pagoda.plan.ops import COLLECTIVE, HOST
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import Traffic
 from pagoda.schedule.operations import Operation
@@ -181,8 +180,7 @@ class SimulatedUpdates:
         (read, update, write), traffic, name = self._path, self._traffic[unit], self._plan.units[unit].name
         layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
         rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
-        homes = [placement.home(unit, state.name) for state in layout.states]
-        states = len(homes) if self._on_device else homes.count(SSD)
+        states = len(placement.streamed(unit, layout.states))
         chunks = []
         for start in range(0, max(1, total), self._chunk):
             stop = min(start + self._chunk, total)
@@ -191,7 +189,7 @@ class SimulatedUpdates:
                 nbytes * stop // total - nbytes * start // total if total else 0
                 for nbytes in (traffic.streamed, traffic.streamed + steps * traffic.brought, traffic.touched)
             )
-            if not traffic.streamed:
+            if not (traffic.streamed or traffic.brought):
                 chunks.append(_Chunk(None, Work(update, f"update {name}", touched, seconds, blocks), None))
                 continue
             reading, writing = self._rates.seconds(read, brought), self._rates.seconds(write, streamed)
@@ -219,5 +217,4 @@ class SimulatedUpdates:
         return write if self._weights_stream(unit) else read
 
     def _weights_stream(self, unit: int) -> bool:
-        streamed = self._traffic[unit].streamed > 0
-        return streamed and (self._on_device or self._plan.placement.home(unit, WEIGHT) == SSD)
+        return self._plan.layout.weight in self._plan.placement.streamed(unit, self._plan.layout.states)

@@ -224,10 +224,12 @@ def wrapped(
     if "arena" in kind:
         sizes["device"] = "cpu:1MiB"
     if "on-device" in kind:
-        home = float(kind.startswith("home"))
-        passing = 1.0 if isinstance(rule, TensorRule) and rule.copies else 1 - home
+        home = 0.0 if kind.startswith("updated") else 1.0
+        copied = isinstance(rule, TensorRule) and rule.copies
+        passing = 0.0 if kind.startswith("home") and not copied else 1.0
         split = pagoda.Split(device_home_share=home, device_update_share=passing)
-        sizes |= {"device": "cpu:4MiB", "split": split}
+        # Where both are asked for, there is room for a part of what the device updates.
+        sizes |= {"device": "cpu:1MiB" if kind.startswith("both") else "cpu:4MiB", "split": split}
 
     def wrap(**sizes: Any) -> tuple[nn.Module, Any]:
         return pagoda.wrap(

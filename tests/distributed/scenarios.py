@@ -39,6 +39,7 @@ from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.kernels import warm_up as warm_up_kernels
 from pagoda.plan.collective import reduce_pages
+from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import UNDO, Budgets
@@ -87,7 +88,7 @@ def warm_up() -> None:
 
 def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh, late: int | None = None) -> pagoda.Memory:
     """Budgets by name: everything in RAM; moments on SSD; everything on SSD, in the least RAM there can be; the same in
-    a memory of its own for compute, which may also update all units, or half of them."""
+    memory of its own for compute, which may also update all units, or half of them, and be home to what moves most."""
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB"}
     if kind == "ram":
         return pagoda.Memory(host="64MiB", **sizes)
@@ -105,7 +106,12 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh, lat
     if kind.startswith("arena"):
         device = (layout.lease_pages(ahead=1) + reduce_pages(layout)) * PAGE
         sizes["device"] = f"cpu:{device}"
-    if kind == "arena":
+    if kind == "arena-home":  # for all weights and gradients there, and some of the other states
+        at_home = sum(map(layout.total_pages, (WEIGHT, GRAD, "weight_low")))
+        device = (layout.lease_pages(ahead=2) + reduce_pages(layout) + slot_count(layout) * slot_pages(layout)) * PAGE
+        sizes["device"] = f"cpu:{device + at_home * PAGE}"
+        sizes["split"] = pagoda.Split(device_update_share=1.0, device_home_share=1.0)
+    if kind in ("arena", "arena-home"):
         return pagoda.Memory(host="64MiB", **sizes)
     try:
         make_plan(root, states, Budgets(PAGE, device, 1 << 40), options, ranks)

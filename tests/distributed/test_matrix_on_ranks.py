@@ -26,7 +26,7 @@ AXES = {
     "tensor": (1, 2),
     "experts": (1, 2),
     "rule": ("adamw", "adamw-8bit", "adafactor"),
-    "place": ("ram", "arena", "ssd", "arena-ssd", "updated-on-device", "home-on-device"),
+    "place": ("ram", "arena", "ssd", "arena-ssd", "updated-on-device", "home-on-device", "both-on-device"),
     "numbers": ("bf16", "fp32", "bf16+fp32"),
     "update": ("at step", "announced", "speculate", "async"),
     "activations": ("keep", "recompute", "offload", "auto"),

@@ -47,6 +47,14 @@ CASES: dict[str, Case] = {
         for count, precision in ((2, "bf16"), (4, "fp32"))
         for stage in (1, 2, 3)
     },
+    **{
+        f"at home in an arena, stage {stage}": (
+            2,
+            {"precision": "bf16", "clip": 0.5},
+            {"stage": stage, "kind": "arena-home"},
+        )
+        for stage in (1, 2, 3)
+    },
     "in an arena, on ssd": (2, {"layers": 6}, {"kind": "arena-ssd"}),
     "during backward, on ssd": (2, {"clip": None, "announced": True}, {"kind": "ssd"}),
     "frozen and checkpointed, on ssd": (2, {"frozen": True, "checkpointing": True}, {"kind": "ssd"}),
@@ -117,6 +125,9 @@ QUICK = (
     "2 ranks, stage 1",
     "2 ranks, stage 2",
     "2 ranks, stage 3",
+    "at home in an arena, stage 1",
+    "at home in an arena, stage 2",
+    "at home in an arena, stage 3",
     "frozen and checkpointed, on ssd",
     "muon, on ssd",
     "muon, on the device",
@@ -158,7 +169,13 @@ def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, alone: An
         kind = placement.get("kind", "ram")
         assert bool({*result["on_ssd"]} - {"weight"}) == ("ssd" in kind)
         assert ("weight" in result["on_ssd"]) == (kind in ("ssd", "arena-ssd"))
-        if recipe == HELD:
+        if kind == "arena-home":
+            device, host = (
+                {line for line, nbytes in result["lines"][tier].items() if nbytes} for tier in ("device", "host")
+            )
+            assert {"weight", "grad", "update_ring"} <= device
+            assert {"exp_avg", "exp_avg_sq"} <= host
+        if recipe == HELD and kind == "ram":
             assert_held(result, placement["stage"], count)
 
 

@@ -85,7 +85,8 @@ def traces(draw: Draw, units: int) -> Trace:
 def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks | None = None) -> Plan:
     """Plans of random models under random budgets that fit, with a device of its own or not.
 
-    With `shares`, some updates are on the device and old states are copied in RAM; of `ranks`, one's plan.
+    With `shares`, some updates are on the device, it is home to some states, and old states are copied in RAM; of
+    `ranks`, one's plan.
     """
     options = Options(
         page_bytes=4096,
@@ -93,7 +94,9 @@ def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks | None 
         accumulation_steps=draw(st.none() | st.integers(1, 3)),
         clipping=draw(st.booleans()),
         split=Split(
-            device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate, undo_in_ram=draw(st.booleans())
+            device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate,
+            device_home_share=draw(st.sampled_from([0.0, 0.5, 1.0])) * separate,
+            undo_in_ram=draw(st.booleans()),
         )
         if shares
         else None,

@@ -1,6 +1,7 @@
 """Which units are updated on the device, in what memory, and when a search has any."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from pagoda.forecast.search import Choice, search
 from pagoda.optim import Muon
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
 from pagoda.plan.layout import GRAD
-from pagoda.plan.ops import DEVICE
+from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
@@ -76,13 +77,13 @@ def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(
         plan(split)
     for other in (None, Split()):
         placement = plan(other).placement
-        assert not placement.updated_on_device
+        assert not placement.passing
         assert not placement.resident
 
 
 def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_states_back() -> None:
     plan = plan_with(0.5)
-    passing = plan.placement.updated_on_device
+    passing = plan.placement.passing
     assert 0 < len(passing) < len(plan.units)
     for u in plan.units:
         traffic, passes = traffic_of(plan)[u.index], u.index in passing
@@ -92,7 +93,7 @@ def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_st
         assert schedule_plan(plan).units[u.index].updater == int(passes)
 
 
-def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
+def searched(cpu_params_per_s: float, link_bytes_per_s: float, device: int = LARGE) -> Choice:
     """The search's choice for a model whose update takes a while, on a machine with a fast GPU."""
     cpu = replace(FAST.cpu, update_params_per_s=figure(cpu_params_per_s))
     rate = figure(link_bytes_per_s)
@@ -101,14 +102,14 @@ def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
     leaves = [matrix.name for layer in root.children for matrix in layer.children]
     compute = Compute(dict.fromkeys(leaves, 1e-4), dict.fromkeys(leaves, 3e-4))
     options = Options(page_bytes=4096, clipping=True)
-    return search(Problem(root, STATES["bf16"], Budgets(LARGE, LARGE), machine, compute, options))
+    return search(Problem(root, STATES["bf16"], Budgets(LARGE, device), machine, compute, options))
 
 
 def steps(choice: Choice, passing: bool) -> list[float]:
     """Seconds of a step of the plans that have updates on the device, or of those that have not, whose units live
     elsewhere."""
     plans = [c for c in (choice.best, *choice.others) if not c.plan.placement.resident]
-    return [c.timeline.step_s for c in plans if bool(c.plan.placement.updated_on_device) == passing]
+    return [c.timeline.step_s for c in plans if bool(c.plan.placement.passing) == passing]
 
 
 def test_updates_on_the_device_help_where_the_cpu_is_slow_and_not_where_the_link_is() -> None:
@@ -133,6 +134,53 @@ def test_units_live_on_the_device_as_far_as_it_goes_and_take_no_link() -> None:
     for state in (*(s.name for s in plan.layout.states), GRAD):
         there = sum(plan.layout.pages(plan.units[index], state) for index in lives)
         assert plan.bytes[DEVICE][state] == there * plan.page_bytes
+
+
+def test_the_device_is_home_to_what_moves_most_of_what_it_updates() -> None:
+    """Each state gets its memory only when the ones before it have theirs."""
+    root, split = tower(8, 128), Split(device_home_share=1.0, device_update_share=0.5)
+    params = sum(param.numel for param in root.walk())
+    before: dict[str, int] = {}
+    for bytes_each in (1, 2, 3, 5, 7, 12, 20, 40):
+        least = 4 * params  # for leases and the ring
+        options = Options(page_bytes=4096, clipping=True, split=split)
+        plan = make_plan(root, STATES["bf16"], Budgets(LARGE, least + bytes_each * params // 2), options)
+        placement, updated = plan.placement, on_device(plan.units, 0.5)
+        names = ("weight", GRAD, "weight_low", "exp_avg", "exp_avg_sq")
+        there = {name: placement.units_with(DEVICE, [name]) for name in names}
+        assert placement.on_device >= updated
+        assert there["weight"]
+        for name, behind in pairwise(names):
+            assert there[name] >= there[behind]
+        if there["weight"] - updated:  # others live there whole, once these do
+            assert placement.resident >= updated - {plan.units[-1].index}
+        for name in names:
+            held = sum(plan.layout.pages(plan.units[index], name) for index in there[name]) * plan.page_bytes
+            assert plan.bytes[DEVICE].get(name, 0) == held >= before.get(name, 0)
+            before[name] = held
+        assert plan.peak_bytes[DEVICE] <= plan.budgets.device
+    assert placement.resident == {unit.index for unit in plan.units[:-1]}
+
+
+def test_whole_units_live_on_the_device_where_ram_does_not_hold_the_rest() -> None:
+    """Of what is on SSD none is updated there: a byte at home keeps one off the SSD, whichever state it is of."""
+    root, split = tower(8, 128), Split(device_home_share=1.0, device_update_share=0.5)
+    params = sum(param.numel for param in root.walk())
+    budgets = Budgets(11 * params, 6 * params, LARGE)
+    plan = make_plan(root, STATES["bf16"], budgets, Options(page_bytes=4096, clipping=True, split=split))
+    placement = plan.placement
+    assert placement.resident == placement.units_with(DEVICE, ["weight", GRAD]) != frozenset()
+    assert placement.passing
+    on_ssd = placement.units_with(SSD, [state.name for state in plan.layout.states])
+    assert on_ssd
+    assert not on_ssd & placement.on_device
+
+
+def test_a_search_finds_that_homes_of_states_take_less_of_the_link_than_whole_units() -> None:
+    choice = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e9, device=3 << 20)
+    assert choice.best.plan.placement.passing
+    weights, moments = (choice.best.plan.placement.units_with(DEVICE, [name]) for name in ("weight", "exp_avg"))
+    assert len(weights) > len(moments)
 
 
 def test_the_device_is_home_where_ram_and_ssd_do_not_hold_all() -> None:

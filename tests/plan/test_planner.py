@@ -149,7 +149,7 @@ def test_only_units_without_weights_where_compute_reads_them_are_leased(plan: Pl
     leased = plan.leased_pages()
     for unit in plan.units:
         away = plan.budgets.device is not None or plan.placement.home(unit.index, "weight") == SSD
-        assert (unit.index in leased) == (away and unit.index not in plan.placement.resident)
+        assert (unit.index in leased) == (away and plan.placement.home(unit.index, "weight") != DEVICE)
     assert (plan.lease_tier is not None) == bool(leased)
     assert {unit for unit, traffic in enumerate(traffic_of(plan)) if traffic.fetched} == set(leased)
 

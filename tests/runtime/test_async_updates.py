@@ -42,8 +42,8 @@ from .test_device import memory as on_device
 SOON_S = 30
 STEPS = 6
 PASSING, HOME, BOTH = "passing", "home", "both"
-"""States of units pass a device that updates them; or units live there; or some do, and others pass."""
-ON_DEVICE = {PASSING: (0.5, 0.0), HOME: (0.0, 0.8), BOTH: (1.0, 0.8)}
+"""States of units pass a device that updates them; or units live there; or some states do, and others pass."""
+ON_DEVICE = {PASSING: (0.5, 0.0), HOME: (0.0, 0.8), BOTH: (1.0, 0.4)}
 
 
 def memory_of(recipe: Recipe, placement: str, directory: Path, max_staleness: int) -> pagoda.Memory:
@@ -128,8 +128,8 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
     for path in (feeder.path for feeder in engine_of(model)._executor.feeders):
         monkeypatch.setattr(path, "_kernel", slow(path._kernel))  # type: ignore[attr-defined]
     planned = pagoda.plan_of(model).placement
-    assert bool(planned.updated_on_device) == (placement in (PASSING, BOTH))
-    assert bool(planned.resident) == (placement in (HOME, BOTH))
+    assert bool(planned.passing) == (placement in (PASSING, BOTH))
+    assert bool(planned.units_with("device", [WEIGHT])) == (placement in (HOME, BOTH))
     mine = Outcome([], [])
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):

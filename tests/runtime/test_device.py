@@ -15,10 +15,11 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import Rule, kept_dtype
 from pagoda.plan.device_updates import slot_count, slot_pages
-from pagoda.plan.layout import GRAD, Layout
+from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.traffic import traffic_of
 
 
 @cache
@@ -68,7 +69,7 @@ def assert_updated_on_device(outcome: Outcome, share: float) -> None:
     """The share of the parameters that was asked for passed the device, and the others did not."""
     plan = outcome.plan
     assert plan is not None
-    passing = [plan.units[index] for index in plan.placement.updated_on_device]
+    passing = [plan.units[index] for index in plan.placement.passing]
     assert passing
     assert sum(unit.trainable_numel for unit in passing) <= share * sum(unit.trainable_numel for unit in plan.units)
     assert (len(passing) == len([u for u in plan.units if u.trainable_numel])) == (share == 1)
@@ -90,7 +91,7 @@ def test_units_on_ssd_are_updated_by_the_cpu_and_others_on_the_device(tmp_path: 
     outcome.assert_same_bits(resident(recipe))
     assert outcome.plan is not None
     homes = outcome.plan.placement.homes
-    passing = outcome.plan.placement.updated_on_device
+    passing = outcome.plan.placement.passing
     streamed = {unit for (unit, state), tier in homes.items() if tier == "ssd" and state != GRAD}
     assert passing
     assert streamed
@@ -116,16 +117,16 @@ def assert_at_home(outcome: Outcome) -> None:
     assert plan is not None
     lives = plan.placement.resident
     assert 0 < len(lives) < len(plan.units)
+    assert not plan.placement.passing & plan.placement.units_with("device", ["weight", GRAD])
     layout = plan.layout
     for state in (*(s.name for s in layout.states), GRAD):
         there = sum(layout.pages(plan.units[index], state) for index in lives) * PAGE
         assert plan.bytes["device"].get(state, 0) == there
     others = [u for u in plan.units if u.index not in lives]
     gradients = sum(u.trainable_numel for u in others) * layout.itemsize(GRAD)
-    passing = [u for u in plan.units if u.index in plan.placement.updated_on_device]
+    passing = [u for u in plan.units if u.index in plan.placement.passing]
     states = sum(s.nbytes(u.trainable_numel) for u in passing for s in layout.states)
     assert outcome.peak_bytes["device"] <= plan.peak_bytes["device"]
-    assert not set(lives) & set(plan.placement.updated_on_device)
     for step in outcome.moved:
         assert step["d2h"] <= 2 * (gradients + states) + states
 
@@ -145,7 +146,54 @@ def test_device_ram_and_ssd_are_home_to_one_model_whose_updates_run_everywhere(
         "host",
         "ssd",
     }
-    assert outcome.plan.placement.updated_on_device
+    assert outcome.plan.placement.passing
+
+
+ROOM = {"weights": 0.1, "weights and gradients": 0.3, "moments of some units": 0.7}
+"""What the device is home to, as a share of the states and gradients of all units that it updates."""
+
+
+@each_once(homes=[*ROOM], share=[1.0, 0.6], mode=["clipped", "during backward", "fp32 gradients"])
+def test_the_device_is_home_to_weights_first_then_to_gradients_then_to_moments(
+    homes: str, share: float, mode: str
+) -> None:
+    """Of the units that it updates: they take no link, and their other states do."""
+    early, precision = mode == "during backward", "bf16+fp32" if mode == "fp32 gradients" else "bf16"
+    recipe = Recipe(
+        "llama", clip=None if early else 0.5, accumulation=2, announced=early, precision=precision, layers=6
+    )
+    outcome = train(recipe, memory(recipe, share, share * ROOM[homes]))
+    outcome.assert_same_bits(resident(recipe))
+    plan = outcome.plan
+    assert plan is not None
+    peak = plan.peak_bytes["device"]
+    assert peak - plan.bytes["device"]["leases"] < outcome.peak_bytes["device"] <= peak
+    placement, traffic = plan.placement, traffic_of(plan)
+    weights, gradients, *others = (
+        placement.units_with("device", [state]) for state in (WEIGHT, GRAD, "weight_low", "exp_avg", "exp_avg_sq")
+    )
+    assert placement.passing
+    assert weights >= gradients >= others[0] == others[1] == others[2]
+    updated = {unit.index for unit in plan.units[:-1]} & placement.on_device
+    assert weights
+    if homes == "weights":
+        assert not others[0]
+    else:
+        assert weights == updated
+        assert gradients
+    assert others[0] or homes != "moments of some units"
+    for unit in plan.units:
+        made, there = 2 * (unit.index not in gradients), unit.index in placement.on_device
+        states = sum(s.nbytes(unit.trainable_numel) for s in placement.streamed(unit.index, plan.layout.states))
+        assert traffic[unit.index].offloaded * 2 == made * unit.trainable_numel * plan.layout.offloaded_itemsize
+        assert traffic[unit.index].streamed == states * there
+        assert bool(traffic[unit.index].fetched) == (unit.index not in weights)
+        assert bool(traffic[unit.index].brought) == (there and unit.index not in gradients)
+    steps, streamed = len(outcome.moved), sum(of.streamed for of in traffic)
+    offloaded = 2 * sum(of.offloaded for of in traffic)
+    moved = sum(step["d2h"] for step in outcome.moved)
+    # An update may run on into the next step, and gradients have no padding, so only sums over steps are bounded.
+    assert (steps - 1) * streamed <= moved <= steps * (streamed + offloaded)
 
 
 @pytest.mark.parametrize("rule", [None, pagoda.Adafactor(lr=1e-2, beta1=0.9)], ids=["adamw", "adafactor"])
@@ -161,7 +209,9 @@ def test_a_model_that_ram_alone_cannot_hold_fits_ram_and_the_device(rule: Rule |
     assert_at_home(chosen)
 
 
-@pytest.mark.parametrize(("update_share", "homes"), [(0.5, 0.0), (0.0, 0.5)], ids=["updates", "homes"])
+@pytest.mark.parametrize(
+    ("update_share", "homes"), [(0.5, 0.0), (0.0, 0.5), (0.8, 0.3)], ids=["updates", "homes", "both"]
+)
 def test_a_checkpoint_that_is_written_while_training_goes_on_resumes_in_ram(
     update_share: float, homes: float, tmp_path: Path
 ) -> None:
@@ -209,7 +259,7 @@ def test_parameters_that_are_taken_whole_are_all_updated_on_the_device(name: str
     assert outcome.plan is not None
     placement = outcome.plan.placement
     trained = {unit.index for unit in outcome.plan.units if unit.trainable_numel}
-    assert bool(placement.resident) == (homes > 0)
+    assert bool(placement.units_with("device", [WEIGHT])) == (homes > 0)
     assert placement.on_device >= trained
     assert not any(step["update"] for step in outcome.moved)
     assert outcome.moved[-1]["device_update"] > 0

@@ -65,7 +65,7 @@ def least_bytes(plan: Plan) -> dict[str, int]:
             add("h2d", traffic[unit].fetched)
         if traffic[unit].fetched and on_ssd:
             add(READ, traffic[unit].fetched)
-        passes = unit in placement.updated_on_device
+        passes = unit in placement.passing
         add("h2d" if passes else READ, traffic[unit].streamed + traffic[unit].brought)
         add("d2h" if passes else WRITE, traffic[unit].streamed)
     for gradient in gradients_of(plan.trace, trained(plan)):
@@ -130,8 +130,7 @@ def test_compute_pays_for_work_that_it_hands_over_and_for_each_parameter(figure_
 def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_its_rate(case: Case) -> None:
     plan, machine, ticks, timeline = case
     rates = Rates(machine)
-    passing = plan.placement.updated_on_device
-    on_device = sum(plan.units[index].trainable_numel for index in passing)
+    on_device = sum(plan.units[index].trainable_numel for index in plan.placement.on_device)
     on_cpu = sum(unit.trainable_numel for unit in plan.units) - on_device
     least = {
         COMPUTE: sum(ticks),
