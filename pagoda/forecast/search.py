@@ -28,6 +28,7 @@ _SPLITS = {
     "copies for undoing updates come before moments": Split(undo_first=True),
 }
 """What is tried besides the usual split."""
+_TWO_PART_SHARES = (0.25, 0.5, 1.0)
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of what they would be."""
 _WHOLE = 2
@@ -98,9 +99,9 @@ def search(problem: Problem) -> Choice:
 
     What the problem's options fix stays fixed. The usual plan, which `make_plan` gives, is always among those that are
     tried, and stays unless another is clearly faster. What is open is tried one after another, each on top of the
-    fastest so far: the unit limit, the split of RAM, the page size, how much is updated on the device. Where units are
-    many, kinds of plans are compared on a part of the layers, and the fastest two are then made and simulated for all
-    of them. Raises BudgetError where the usual plan does.
+    fastest so far: the unit limit, the split of RAM, how many updates have two parts, the page size, how much is
+    updated on the device. Where units are many, kinds of plans are compared on a part of the layers, and the fastest
+    two are then made and simulated for all of them. Raises BudgetError where the usual plan does.
     """
     usual = _candidate(problem, USUAL)
     part = problem.to_compare(usual.plan)
@@ -124,7 +125,7 @@ def search(problem: Problem) -> Choice:
 def _compare(problem: Problem, found: list[Candidate]) -> None:
     """Add all other plans that are tried to the usual one."""
     fastest = usual = found[0]
-    for variations in (_unit_limits, _splits, _copies, _page_sizes, _device_updates):
+    for variations in (_unit_limits, _splits, _copies, _two_parts, _page_sizes, _device_updates):
         for name, options in variations(problem, fastest):
             _try(found, replace(problem, options=options), name if fastest is usual else f"{fastest.name}, {name}")
         fastest = _fastest(found)
@@ -170,6 +171,13 @@ def _copies(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options
     split = fastest.options.split or DEFAULT_SPLIT
     if problem.options.split is None and fastest.options.may_speculate and not split.undo_in_ram:
         yield "updates of states in RAM are speculative too", _with_split(fastest, undo_in_ram=True)
+
+
+def _two_parts(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    """Shares of the updates on SSD that have two parts, so that the SSD has less to do in forward and more later."""
+    if problem.options.split is None:
+        for share in _TWO_PART_SHARES:
+            yield f"{share:.0%} of the updates on SSD have two parts", _with_split(fastest, two_part_share=share)
 
 
 def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:

@@ -60,6 +60,8 @@ class Placement:
     speculated: frozenset[int] = frozenset()
     """Units that are updated during backward as if nothing would be clipped; their old states are kept until that is
     known."""
+    in_two: frozenset[int] = frozenset()
+    """Units whose updates have two parts, unless they are speculative: the first writes weights, the second moments."""
     updated_on_device: frozenset[int] = frozenset()
     """Units whose states, all of them in RAM, pass the device for their update."""
     resident: frozenset[int] = frozenset()

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from pagoda.plan.activations import OFFLOAD_LANES, recomputes
 from pagoda.plan.exchanges import Exchange
-from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.layout import GRAD, MASTER, WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
@@ -36,6 +36,9 @@ class Traffic:
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
     """UPDATE: states that come from another tier, and go back there."""
+    streamed_master: int
+    """UPDATE: those of them that hold weights. In an update in two parts, only these are written by the first part, and
+    the others are read and written by the second one."""
     brought: int
     """UPDATE: the gradient of each step, where it comes with them."""
     touched: int
@@ -83,6 +86,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         offloaded=0 if resident else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
         buffer=layout.pages(unit, GRAD) * page,
         streamed=streamed,
+        streamed_master=sum(layout.updated_bytes(unit, state) for state in moving if state.name in MASTER),
         brought=gradient if passes_device else 0,
         touched=2 * states + gradient if unit.trainable_numel else 0,
         published=ring_bytes(published, group),

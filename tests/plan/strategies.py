@@ -93,7 +93,9 @@ def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks | None 
         accumulation_steps=draw(st.none() | st.integers(1, 3)),
         clipping=draw(st.booleans()),
         split=Split(
-            device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate, undo_in_ram=draw(st.booleans())
+            device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate,
+            undo_in_ram=draw(st.booleans()),
+            two_part_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         )
         if shares
         else None,
