@@ -1,125 +1,132 @@
-"""What updates in two parts could gain: bounds of a step in which gradients are clipped and moments are on SSD.
+"""What updates in two parts gain, by simulation: gradients are clipped, and moments are on SSD.
 
-With exact clipping, updates begin when backward has ended, so moments stream through RAM during the next forward only.
-An update could have two parts. The first runs in forward: it reads all states, computes the new weights, and writes
-them and the low half of their master, but not the moments. The second runs in backward, before the unit's next
-gradient comes: it reads the moments once more, computes them again from the same gradient, and writes them. The bits
-are the same. The SSD moves more bytes in total and fewer of them in forward. A share of the parameters is updated so,
-and the script prints the share with the shortest step.
+    python benchmarks/two_part_updates.py [--model llama-8b] [--tokens 16384 32768] [--out FILE]
 
-A pass over the model takes as long as its compute, its transfers or its updates, whichever takes longest. Where the CPU
-computes, transfers slow compute. Nothing else is counted, so a real gain is smaller.
-
-    python benchmarks/two_part_updates.py [--machines h100 8 rtx4090 1] [--tokens 4096 16384] [--out FILE]
+RAM holds weights and gradients and little else, and no update is speculative, as if every step were clipped. The CPU is
+the one that `predict.py` has measured; the other machines are named ones, and reach the rates that their datasheets
+say. Each step is simulated with several shares of the updates in two parts; the table has the best one.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import tyro
 
+import pagoda
+from pagoda.construction.construct import describe
+from pagoda.forecast.compute import Compute
+from pagoda.forecast.flops import forward_flops, weightless
+from pagoda.models import build_model
+from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.options import Options
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import make_plan
+from pagoda.plan.units import ModuleSpec
+from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, MatmulRate
 from pagoda.simulate.machines import find_machine
+from pagoda.simulate.simulation import simulate
 
-STATES, MOMENTS = 10, 8
-"""Bytes of a parameter on SSD: the low half of the master, and of these the two moments."""
-UPDATE, PART_OF_UPDATE = 28, 18
-"""Bytes of a parameter that an update reads and writes in RAM, and each of two parts of it."""
 MEASURED = Path(__file__).parent / "results" / "predict.json"
-_SHARES = 200
+SHARES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0)
+SEQ_LEN = 512
+LARGE = 1 << 50
+FREE_DEVICE_SHARE = 0.6
+"""Of a GPU's memory, for pages."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Rates of one GPU, or of the CPU where that computes, with its part of the drives."""
+class Row:
+    """One step."""
 
-    flop_per_s: float
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    both_bytes_per_s: float
-    update_params_per_s: float
-    lost_compute: float = 0.0
-    """Share of compute that is lost while the SSD transfers."""
-
-    def transfers_s(self, read: float, written: float) -> float:
-        """Seconds to read and write so many bytes: both directions at once for as long as both have something."""
-        both = min(read, written)
-        return 2 * both / self.both_bytes_per_s + max(
-            (read - both) / self.read_bytes_per_s, (written - both) / self.write_bytes_per_s
-        )
-
-    def pass_s(self, compute_s: float, read: float, written: float, updates: float) -> float:
-        """Seconds of forward or backward, for a parameter of the model."""
-        transfers = self.transfers_s(read, written)
-        lost = self.lost_compute * transfers
-        return max(compute_s + lost, transfers, updates / self.update_params_per_s)
-
-    def step_s(self, tokens: int, share: float) -> float:
-        """Seconds of a step for each parameter of the model, of which `share` is updated in two parts."""
-        forward = 2 * tokens / self.flop_per_s
-        part = share * PART_OF_UPDATE / UPDATE
-        written, moments = STATES - share * MOMENTS, share * MOMENTS
-        return self.pass_s(forward, STATES, written, 1 - share + part) + self.pass_s(
-            3 * forward, moments, moments, part
-        )
+    machine: str
+    model: str
+    tokens: int
+    compute_s: float
+    step_s: float
+    """Without updates in two parts."""
+    share: float
+    """Of the updates in two parts, in the shortest step."""
+    best_s: float
 
 
-def named(name: str, gpus: int) -> Machine:
-    """One GPU of a machine that Pagoda has figures for, of which so many work and share the rest."""
-    hardware = find_machine(name)
-    ssd = hardware.ssd
-    assert ssd is not None, f"{name} has no SSD"
-    rates = (ssd.read_bytes_per_s, ssd.write_bytes_per_s, ssd.both_bytes_per_s, hardware.cpu.update_params_per_s)
-    return Machine(hardware.matmul("bf16").reached_flop_per_s.value, *(rate.value / gpus for rate in rates))
-
-
-def measured() -> Machine:
-    """The CPU that `predict.py` has measured with moments on SSD and 512 tokens of the largest model."""
+def measured_cpu() -> Hardware:
+    """The machine of the last run of `predict.py` with moments on SSD and 512 tokens."""
     runs = [run for run in json.loads(MEASURED.read_text()) if run["placement"] == "SSD state" and run["tokens"] == 512]
     cpu, ssd = (runs[-1]["hardware"][part] for part in ("cpu", "ssd"))
-    rates = (ssd["read_bytes_per_s"], ssd["write_bytes_per_s"], ssd["both_bytes_per_s"], cpu["update_params_per_s"])
-    flops = cpu["bf16"]["reached_flop_per_s"]["value"]
-    return Machine(flops, *(rate["value"] for rate in rates), lost_compute=ssd["cpu_share"]["value"])
-
-
-def row(machine: Machine, tokens: int, parameters: float) -> Mapping[str, float]:
-    """The step as it is, and with the best share of updates in two parts."""
-    step_s, share = min((machine.step_s(tokens, share / _SHARES), share / _SHARES) for share in range(_SHARES + 1))
-    whole = machine.step_s(tokens, 0.0)
-    return {
-        "step_s": whole * parameters,
-        "two_parts_s": step_s * parameters,
-        "share": share,
-        "gain": 1 - step_s / whole,
+    rate = {
+        name: Figure(**value) for name, value in {**cpu, **ssd}.items() if isinstance(value, dict) and "value" in value
     }
+    return Hardware(
+        "two CPU cores",
+        Cpu(
+            cpu["cores"],
+            *(rate[name] for name in ("memory_bytes", "memory_bytes_per_s", "update_params_per_s")),
+            bf16=MatmulRate(*(Figure(**cpu["bf16"][name]) for name in ("peak_flop_per_s", "reached_flop_per_s"))),
+            copy_bytes_per_s=rate["copy_bytes_per_s"],
+            gradient_bytes_per_s=rate["gradient_bytes_per_s"],
+            task_switch_s=rate["handover_s"],
+            parameter_s=rate["parameter_s"],
+        ),
+        ssd=Drive(
+            *(rate[name] for name in ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")),
+            endurance_bytes=rate["endurance_bytes"],
+            cpu_share=rate["cpu_share"],
+            beside_bytes_per_s=rate["beside_bytes_per_s"],
+        ),
+    )
+
+
+def budgets(root: ModuleSpec, hardware: Hardware, options: Options) -> Budgets:
+    """RAM for weights, gradients and buffers."""
+    device = None if hardware.device is None else int(hardware.device.memory_bytes.value * FREE_DEVICE_SHARE)
+    layout = make_plan(root, pagoda.AdamW().states("bf16"), Budgets(LARGE, device), options).layout
+    slot = sum(layout.block_pages(state.name) for state in (*layout.moments, layout.weight))
+    pages = layout.total_pages(WEIGHT) + layout.total_pages(GRAD) + 2 * RING_SLOTS * slot
+    return Budgets(pages * layout.page_bytes + (64 << 20), device, LARGE)
+
+
+def rows(hardware: Hardware, model: str, tokens: tuple[int, ...]) -> Iterator[Row]:
+    """A row for each number of tokens."""
+    with pagoda.init():
+        root = describe(build_model(model, seq_len=SEQ_LEN, gradient_checkpointing=True))
+    options = Options(accumulation_steps=1, clipping=True, speculate=False)
+    limits, states = budgets(root, hardware, options), pagoda.AdamW().states("bf16")
+    plans = {
+        share: make_plan(root, states, limits, replace(options, split=pagoda.Split(two_part_share=share)))
+        for share in SHARES
+    }
+    for count in tokens:
+        length = min(count, SEQ_LEN)
+        with weightless():
+            flops = forward_flops(build_model(model, seq_len=length), count // length, length)
+        compute = Compute.from_flops(flops, hardware.matmul("bf16").reached_flop_per_s.value)
+        steps = {s: simulate(plan, hardware, compute.of_step(root, plan)).step_s for s, plan in plans.items()}
+        best = min(steps, key=lambda share: steps[share])
+        yield Row(hardware.name, model, count, compute.step_s, steps[0.0], best, steps[best])
 
 
 def main(
-    machines: tuple[tuple[str, int], ...] = (("h100", 8), ("h100", 2), ("rtx4090", 1)),
-    tokens: tuple[int, ...] = (4096, 16_384, 32_768, 131_072),
-    parameters: float = 8e9,
+    machines: tuple[str, ...] = ("h200-x1", "rtx4090"),
+    model: str = "llama-8b",
+    tokens: tuple[int, ...] = (16_384, 32_768, 131_072),
+    cpu_model: str = "llama-215m",
     cpu_tokens: tuple[int, ...] = (128, 512, 2048),
-    cpu_parameters: float = 215e6,
     out: Path | None = None,
 ) -> None:
-    """Print a table. `machines`: names, and how many GPUs work there. Tokens are those of a step on one GPU."""
-    result = {
-        "two CPU cores": {str(count): row(measured(), count, cpu_parameters) for count in cpu_tokens},
-        **{
-            f"{name}, {gpus} GPUs" if gpus > 1 else name: {
-                str(count): row(named(name, gpus), count, parameters) for count in tokens
-            }
-            for name, gpus in machines
-        },
-    }
-    print("| machine | tokens | a step | updates in two parts | of the parameters | gain |\n|---|---|---|---|---|---|")
-    for name, rows in result.items():
-        for count, one in rows.items():
-            seconds = f"{one['step_s']:.2f} s | {one['two_parts_s']:.2f} s"
-            print(f"| {name} | {int(count):,} | {seconds} | {one['share']:.0%} | {one['gain']:.0%} |")
+    """Print a table; `tokens` are those of a step."""
+    result = [*rows(measured_cpu(), cpu_model, cpu_tokens)]
+    for name in machines:
+        result += rows(find_machine(name), model, tokens)
+    print("| machine | model | tokens | compute | a step | with two parts | share in two parts | shorter by |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in result:
+        seconds = " | ".join(f"{value:.2f} s" for value in (row.compute_s, row.step_s, row.best_s))
+        gain = 1 - row.best_s / row.step_s
+        print(f"| {row.machine} | `{row.model}` | {row.tokens:,} | {seconds} | {row.share:.0%} | {gain:.0%} |")
     if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(json.dumps([asdict(row) for row in result], indent=1) + "\n")
 
 
 if __name__ == "__main__":

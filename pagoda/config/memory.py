@@ -46,9 +46,10 @@ class Split:
     is left of it. A copy takes about as long as the update itself, so the CPU must have time during backward."""
 
     two_part_share: float = 0.0
-    """Largest share of the parameters with moments on SSD whose updates have two parts if gradients may be clipped. The
-    first part computes the new weights for the next forward. The second part reads the moments again and writes them,
-    while forward and backward go on. The SSD then moves half as many bytes again, but over the whole step."""
+    """With clipping: largest share of the parameters with moments on SSD and gradients in RAM whose updates have two
+    parts, unless they are speculative. The first part computes the new weights for the next forward. The second part
+    reads the moments again and writes them, while forward and backward go on. The SSD then moves up to 40% more bytes,
+    but over the whole step. Only with AdamW, its moments in fp32 or bf16, or Lion; on one rank."""
 
     def __post_init__(self) -> None:
         for name in ("weight_share", "grad_share", "device_update_share", "device_home_share", "two_part_share"):

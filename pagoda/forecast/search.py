@@ -28,7 +28,7 @@ _SPLITS = {
     "copies for undoing updates come before moments": Split(undo_first=True),
 }
 """What is tried besides the usual split."""
-_TWO_PART_SHARES = (0.25, 0.5, 1.0)
+_TWO_PART_SHARES = (0.1, 0.3, 1.0)
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of what they would be."""
 _WHOLE = 2
