@@ -99,8 +99,10 @@ RAM = "ram"
 UPDATED, HOME, BOTH = "updated-on-device", "home-on-device", "both-on-device"
 """In an arena that also updates about half of the units, or is home to them; all, where they are few. Or it updates
 some and is home to a part of their states."""
-PLACES = (RAM, *PLACEMENTS, UPDATED, HOME, BOTH)
-ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
+IN_TWO = "updated-in-two-parts"
+"""As HOST_WEIGHTS, with gradients in RAM too."""
+PLACES = (RAM, *PLACEMENTS, UPDATED, HOME, BOTH, IN_TWO)
+ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, IN_TWO)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
@@ -187,13 +189,15 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     memory = pagoda.Memory(host="64MiB", page_size=page, unit_limit=case["unit"], activations="400KiB")
     if place == RAM:
         return memory
+    if place == IN_TWO:
+        memory = replace(memory, split=pagoda.Split(two_part_share=1.0))
     training, states = training_of(**settings(case)), RULES[case["rule"]].states(case["numbers"].partition("+")[0])
     options, model = Options.of(training, memory), build(case)
     if training.tile_bytes is not None:
         Tiling(model, training.tile_bytes // states[0].dtype.itemsize)
     root = describe(model)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
-    if place not in (HOST_WEIGHTS, ALL_ON_SSD):
+    if place not in (HOST_WEIGHTS, ALL_ON_SSD, IN_TWO):
         split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in COPIED
         if place == UPDATED:
             split = pagoda.Split(device_update_share=1.0 if few or whole else 0.6)
@@ -210,10 +214,11 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
         memory = replace(memory, device=f"cpu:{device}", split=split)
     if place in ON_SSD:
         host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options)
-        if place == HOST_WEIGHTS:
+        if place in (HOST_WEIGHTS, IN_TWO):
+            held = ("weight",) if place == HOST_WEIGHTS else ("weight", GRAD)
             pages = range(host // page, (64 << 20) // page)
             host = (
-                page * pages[bisect(pages, False, key=lambda count: holds_weights(count * page, root, states, options))]
+                page * pages[bisect(pages, False, key=lambda count: holds(held, count * page, root, states, options))]
             )
         memory = replace(memory, host=host)
     if place in ON_SSD or case["activations"] in OFFLOADS:
@@ -221,9 +226,9 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     return memory
 
 
-def holds_weights(host: int, root: ModuleSpec, states: tuple[StateSpec, ...], options: Options) -> bool:
-    """Whether so many bytes of RAM are home to every weight."""
-    return "weight" not in make_plan(root, states, Budgets(host, None, 1 << 40), options).bytes.get("ssd", {})
+def holds(held: tuple[str, ...], host: int, root: ModuleSpec, states: tuple[StateSpec, ...], options: Options) -> bool:
+    """Whether so many bytes of RAM are home to all of some states."""
+    return not {*held} & {*make_plan(root, states, Budgets(host, None, 1 << 40), options).bytes.get("ssd", {})}
 
 
 def loop_of(case: Case) -> zoo.Loop:
@@ -259,7 +264,8 @@ def check(case: Case, directory: Path) -> None:
     assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert not on_ssd or place in ON_SSD
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
-    assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
+    assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD, IN_TWO))
+    assert not plan.placement.in_two or place == IN_TWO
     there = plan.placement.units_with("device", ["weight"])
     for units, places in ((plan.placement.passing, (UPDATED, BOTH)), (there, (HOME, BOTH))):
         assert not units or place in places or (place == HOME and case["rule"] in COPIED)

@@ -46,8 +46,14 @@ class Split:
     """With speculative updates: units with all their states in RAM are updated so too, if copies of these fit in what
     is left of it. A copy takes about as long as the update itself, so the CPU must have time during backward."""
 
+    two_part_share: float = 0.0
+    """With clipping: largest share of the parameters with moments on SSD and gradients in RAM whose updates have two
+    parts, unless they are speculative. The first part computes the new weights for the next forward. The second part
+    reads the moments again and writes them, while forward and backward go on. The SSD then moves up to 40% more bytes,
+    but over the whole step. Only with AdamW, its moments in fp32 or bf16, or Lion; on one rank."""
+
     def __post_init__(self) -> None:
-        for name in ("weight_share", "grad_share", "device_update_share", "device_home_share"):
+        for name in ("weight_share", "grad_share", "device_update_share", "device_home_share", "two_part_share"):
             require(0 <= getattr(self, name) <= 1, f"split.{name}", getattr(self, name), "from 0 to 1")
         require_count("split.leases_ahead", self.leases_ahead, 1)
 
@@ -57,6 +63,7 @@ class Split:
             f"at most {self.leases_ahead} leases are fetched ahead"
             f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
             f"{f'; {self.device_home_share:.0%} of the device is home to states' if self.device_home_share else ''}"
+            f"{f'; {self.two_part_share:.0%} of the updates on SSD have two parts' if self.two_part_share else ''}"
             f"{'; copies for undoing updates come before moments' * self.undo_first}"
             f"{'; updates of states in RAM are speculative too' * self.undo_in_ram} (as set)."
         )

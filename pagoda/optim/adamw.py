@@ -30,8 +30,14 @@ from pagoda.optim.rule import StateSpec, check, fp32
 
 # Another codec has other names, so that a checkpoint of one is never taken for one of another.
 _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
-    "fp32": (StateSpec("exp_avg", torch.float32), StateSpec("exp_avg_sq", torch.float32)),
-    "bf16": (StateSpec("exp_avg_bf16", torch.bfloat16), StateSpec("exp_avg_sq_bf16", torch.bfloat16)),
+    "fp32": (
+        StateSpec("exp_avg", torch.float32, of_gradients=True),
+        StateSpec("exp_avg_sq", torch.float32, of_gradients=True),
+    ),
+    "bf16": (
+        StateSpec("exp_avg_bf16", torch.bfloat16, of_gradients=True),
+        StateSpec("exp_avg_sq_bf16", torch.bfloat16, of_gradients=True),
+    ),
     "8bit": (
         StateSpec("exp_avg_8bit", torch.uint8),
         StateSpec("exp_avg_sq_8bit", torch.uint8),

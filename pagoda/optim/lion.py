@@ -46,7 +46,7 @@ class Lion(ElementwiseRule):
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum."""
-        return (StateSpec("exp_avg", torch.float32),)
+        return (StateSpec("exp_avg", torch.float32, of_gradients=True),)
 
     @property
     def kernel_name(self) -> str:

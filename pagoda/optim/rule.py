@@ -69,6 +69,8 @@ class StateSpec:
 
     ``whole`` says of a parameter's name and shape whether its update takes the state whole. None: of no parameter, and
     any block of elements will do. ``copied`` says whether such an update computes on fp32 copies (`TensorRule.copies`).
+
+    ``of_gradients`` says that its new value is a function of gradients and of its old one, and not of weights.
     """
 
     name: str
@@ -77,6 +79,7 @@ class StateSpec:
     shape_of: Callable[[str, Shape], Shape | None] | None = None
     whole: Callable[[str, Shape], bool] | None = None
     copied: bool = False
+    of_gradients: bool = False
 
     def elements(self, numel: int) -> int:
         """Elements of the state for ``numel`` of the parameter; also the first one's place, if ``per`` divides it."""

@@ -14,6 +14,8 @@ from pagoda.plan.slices import Slices, slice_elements
 from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
+MASTER = (WEIGHT, "weight_low")
+"""The states that hold a parameter's fp32 master."""
 WEIGHT_BACK, GRAD_QUEUE = "weight_back", "grad_queue"
 """What asynchronous updates need beside: a second extent of every weight, and the gradients that wait, which are those
 of as many steps as a weight may lag."""
@@ -86,6 +88,13 @@ class Layout:
     def moments(self) -> tuple[StateSpec, ...]:
         """States beside the weight that RAM or SSD is home to: low half of the master, first and second moment."""
         return tuple(state for state in self.states[1:] if state not in self.small)
+
+    @property
+    def in_two(self) -> bool:
+        """Whether an update of moments on SSD may have two parts: they are functions of gradients alone, and no other
+        state of theirs is in RAM."""
+        own = [state for state in self.states if state.name not in MASTER]
+        return bool(own) and self.weight.whole is None and all(state.of_gradients for state in own)
 
     @cached_property
     def small(self) -> tuple[StateSpec, ...]:

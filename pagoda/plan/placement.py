@@ -64,7 +64,9 @@ class Placement:
     """Units that are updated during backward as if nothing would be clipped; their old states are kept until that is
     known."""
     on_device: frozenset[int] = frozenset()
-    """Units that the device updates. Those of their states that do not live there are in RAM, and pass it."""
+    """Units that the device updates. Those of their states that do not live there pass it."""
+    in_two: frozenset[int] = frozenset()
+    """Units whose updates have two parts, unless they are speculative: the first writes weights, the second moments."""
 
     @cached_property
     def resident(self) -> frozenset[int]:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from pagoda.plan.activations import OFFLOAD_LANES, recomputes
 from pagoda.plan.exchanges import Exchange
-from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.layout import GRAD, MASTER, WEIGHT
 from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
@@ -36,6 +36,9 @@ class Traffic:
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
     """UPDATE: states that come from another tier than that of the update, and go back there."""
+    streamed_master: int
+    """UPDATE: the part of these states that holds weights. In an update in two parts, the first part writes only these.
+    The second part reads and writes the others."""
     brought: int
     """UPDATE: the gradient of each step, if it comes from another tier."""
     touched: int
@@ -73,7 +76,8 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     gradient = elements * layout.itemsize(GRAD)
     on_device, made_at_home = index in placement.on_device, placement.home(index, GRAD) == DEVICE
     states = sum(layout.updated_bytes(unit, state) for state in layout.states)
-    streamed = sum(layout.updated_bytes(unit, state) for state in placement.streamed(index, layout.states))
+    moving = placement.streamed(index, layout.states)
+    streamed = sum(layout.updated_bytes(unit, state) for state in moving)
     return Traffic(
         fetched=fetched,
         gathered=gathered,
@@ -82,6 +86,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         offloaded=0 if made_at_home else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
         buffer=layout.pages(unit, GRAD) * page,
         streamed=streamed,
+        streamed_master=sum(layout.updated_bytes(unit, state) for state in moving if state.name in MASTER),
         brought=gradient if on_device and not made_at_home else 0,
         touched=2 * states + gradient if unit.trainable_numel else 0,
         published=ring_bytes(published, group),

@@ -76,6 +76,8 @@ class Executor:
         """Speculative updates that are kept. Their old states must be given up."""
         self._updating: dict[int, UnitGradient] = {}
         """unit -> the gradient of its latest UPDATE that is kept."""
+        self._unpersisted: dict[int, UnitGradient] = {}
+        """unit -> the gradient of an update whose second part has not begun."""
         self.latest: dict[int, UnitGradient] = {}
         """unit -> the gradient of the latest update that was asked for."""
         self.failures: dict[int, BaseException] = {}
@@ -93,6 +95,7 @@ class Executor:
             Kind.SPILL: self._spill,
             Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
             Kind.UPDATE: self._update,
+            Kind.PERSIST: self._persist,
             Kind.READ_AHEAD: lambda op: self.feeders[0].read_ahead(op.unit),
             Kind.UNDO: self._undo,
             Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
@@ -202,7 +205,11 @@ class Executor:
 
     def _end_pending(self) -> None:
         """After an update has failed, no other begins. End the handles of the pending ones with the error."""
-        for record in [*self.latest.values()] if self._scheduler.versions.failed else ():
+        if not self._scheduler.versions.failed:
+            return
+        while self._unpersisted:
+            self._unpersisted.popitem()[1].written.finish(self.damage.cause)
+        for record in self.latest.values():
             if not record.begun and not record.written.done:
                 record.updated.finish(self.damage.cause)
                 record.written.finish(self.damage.cause)
@@ -281,17 +288,28 @@ class Executor:
             for record in records[:-1]:
                 record.updated.finish(error)
                 record.written.finish(error)
+            if error is not None and operation.in_two and self._unpersisted.pop(operation.unit, None) is not None:
+                last.written.finish(error)
             if isinstance(error, NonFiniteGradientError):
                 tell(self._refused, operation)
             else:
                 self._ended(operation, error)
 
+        if operation.in_two:
+            self._unpersisted[operation.unit], written = last, Handle()
         seen.then(shown)
         Latch([written, seen]).then(ended)
-        used = partial(tell, scheduler.gradient_used, operation)
         kept = None if operation.run is None else self._keep(operation, operation.run)
+        used = (lambda: None) if operation.in_two else partial(tell, scheduler.gradient_used, operation)
         parts = [(record, record.segments) for record in records]
-        self.feeders[on_device].submit(Update(parts, weights, undo, kept, updated, written, used))
+        self.feeders[on_device].submit(Update(parts, weights, undo, kept, updated, written, used, operation.writes))
+
+    def _persist(self, operation: Operation) -> None:
+        record = self._unpersisted.pop(operation.unit)
+        record.written.then(partial(self._ended, operation))
+        used = partial(self.driver.tell, self._scheduler.gradient_used, operation)
+        parts = [(record, record.segments)]
+        self.feeders[0].submit(Update(parts, IN_PLACE, None, None, Handle(), record.written, used, operation.writes))
 
     def _refused(self, operation: Operation) -> None:
         guess = self._guesses.pop(operation.unit, None)

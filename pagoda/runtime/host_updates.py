@@ -1,14 +1,14 @@
 """Updates on the CPU: in place where states are in RAM, through a ring where they are on SSD."""
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from pagoda.memory.page import pages_for
 from pagoda.memory.region import Region
 from pagoda.optim.kernels import UpdateKernel
-from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.layout import GRAD, MASTER, WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, all_of
@@ -16,6 +16,7 @@ from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import IN_PLACE, Block, UpdatePath
+from pagoda.schedule.operations import Writes
 
 
 class Part(NamedTuple):
@@ -25,6 +26,13 @@ class Part(NamedTuple):
     """Of the state's extent."""
     page_at: int
     """Byte of the extent at which the first page that has some of it begins."""
+
+
+class Moved(NamedTuple):
+    """States on SSD that a part of an update reads, and those that it writes."""
+
+    read: Sequence[str]
+    written: Sequence[str]
 
 
 class HostPath(UpdatePath):
@@ -85,8 +93,8 @@ class HostPath(UpdatePath):
     def read_more(self) -> None:
         while self._unread and (slot := self._ring.take_if_free()) is not None:
             start, stop = self._unread.pop()
-            parts = self._parts(self._ahead_unit, start, stop)
-            self._ahead[start] = slot, [*self._transfers("ssd_read", self._ahead_unit, slot, parts, WEIGHT)]
+            unit, parts = self._ahead_unit, self._parts(self._ahead_unit, start, stop)
+            self._ahead[start] = slot, [*self._transfers("ssd_read", unit, slot, parts, WEIGHT, self._streamed[unit])]
 
     def drop_ahead(self) -> list[Handle]:
         dropped = self._ahead
@@ -119,7 +127,8 @@ class HostPath(UpdatePath):
         unit, undo, index, store = update.unit, update.undo, update.unit.index, self._store
         slot, using = self._take_slot(start) if self._streamed[index] else (None, [])
         parts = self._parts(index, start, stop)
-        addresses = self._addresses(index, slot, parts, update.weights.write)
+        moved = self._moved(index, update.writes)
+        addresses = self._addresses(index, slot, parts, update.weights.write, update.writes)
         old = store.tensor(index, update.weights.read) if update.weights != IN_PLACE else None
         weights, itemsize = parts[WEIGHT].elements, self._states[0].dtype.itemsize
 
@@ -135,12 +144,13 @@ class HostPath(UpdatePath):
         touched = 2 * states + (stop - start) * store.dtype(GRAD).itemsize
         try:
             if slot is not None and not using:
-                using.extend(self._transfers("ssd_read", index, slot, parts, update.weights.read))
+                using.extend(self._transfers("ssd_read", index, slot, parts, update.weights.read, moved.read))
             handle = self._lanes["update"].submit(compute, using, touched, f"update {unit.spec.name}")
             computed.append(handle)
             using.append(handle)
             if slot is not None:
-                for write in self._transfers("ssd_write", index, slot, parts, update.weights.write, (handle,)):
+                into = update.weights.write
+                for write in self._transfers("ssd_write", index, slot, parts, into, moved.written, (handle,)):
                     written.append(write)
                     using.append(write)
         except BaseException:
@@ -149,6 +159,13 @@ class HostPath(UpdatePath):
         finally:
             if slot is not None:
                 all_of(using).then(partial(self._give_back, slot))
+
+    def _moved(self, unit: int, writes: Writes) -> Moved:
+        streamed = self._streamed[unit]
+        if writes is Writes.ALL:
+            return Moved(streamed, streamed)
+        master, moments = ([name for name in streamed if (name in MASTER) is of] for of in (True, False))
+        return Moved(streamed, master) if writes is Writes.WEIGHTS else Moved(moments, moments)
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
         """What a block has of each state; nothing of a state that its parameter has not."""
@@ -159,15 +176,18 @@ class HostPath(UpdatePath):
             parts[state.name] = Part(elements, elements.start * state.dtype.itemsize)
         return parts
 
-    def _addresses(self, unit: int, slot: Region | None, parts: Mapping[str, Part], weights: str) -> list[int]:
-        """Where each state of a block is while it is updated: at home in RAM, else in the ring; 0 if it has none."""
+    def _addresses(
+        self, unit: int, slot: Region | None, parts: Mapping[str, Part], weights: str, writes: Writes
+    ) -> list[int]:
+        """Where each state of a block is while it is updated: at home in RAM, else in the ring; 0 if it has none. If
+        only moments are to change, weights are computed from whatever the ring has, and left there."""
         addresses: list[int] = []
         for state in self._states:
             part = parts.get(state.name)
             home = self._store.tensor(unit, weights if state.name == WEIGHT else state.name)
             if part is None:
                 addresses.append(0)
-            elif home is not None:
+            elif home is not None and not (writes is Writes.MOMENTS and state.name in MASTER):
                 addresses.append(home.data_ptr() + part.elements.start * state.dtype.itemsize)
             else:
                 assert slot is not None
@@ -192,13 +212,14 @@ class HostPath(UpdatePath):
         slot: Region,
         parts: Mapping[str, Part],
         weights: str,
+        names: Sequence[str],
         after: tuple[Handle, ...] = (),
     ) -> Iterator[Handle]:
-        """Move a block of every streamed state between its SSD extent and the ring, in whole pages; `weights` names the
+        """Move a block of some states between their SSD extents and the ring, in whole pages; `weights` names the
         weights' extent. What was written before on the first of these pages is there before it is read."""
         store, ssd, page = self._store, self._store.ssd, self._store.plan.page_bytes
         reading = lane == "ssd_read"
-        for name in self._streamed[unit]:
+        for name in names:
             run, part = store.run(unit, weights if name == WEIGHT else name), parts.get(name)
             if part is None:
                 continue

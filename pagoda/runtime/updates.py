@@ -14,6 +14,7 @@ from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
+from pagoda.schedule.operations import Writes
 
 
 class WeightExtents(NamedTuple):
@@ -41,7 +42,8 @@ class Update(NamedTuple):
     written: Handle
     """Ends when every state is."""
     used: Callable[[], None]
-    """Told when the gradients have been read for the last time."""
+    """Told when the gradients have been read."""
+    writes: Writes = Writes.ALL
 
     @property
     def unit(self) -> LiveUnit:

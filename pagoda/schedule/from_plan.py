@@ -21,6 +21,7 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
             streamed=any(placement.home(unit.index, state.name) == SSD for state in plan.layout.states),
             trained=unit.trainable_numel > 0,
             speculated=unit.index in placement.speculated,
+            in_two=unit.index in placement.in_two,
             updater=int(unit.index in on_device),
             shared=plan.layout.gathers_after_update(unit),
             routed=unit.index in plan.layout.expert_units,

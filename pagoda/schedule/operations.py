@@ -2,11 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Any
 
 from pagoda.memory.page import Run
 from pagoda.plan.trace import Trace
+
+
+class Writes(Enum):
+    """Which states an UPDATE, or a PERSIST, writes."""
+
+    ALL = auto()
+    WEIGHTS = auto()
+    """The master's: it reads the others, and leaves them as they are."""
+    MOMENTS = auto()
+    """The others: it neither reads nor writes the master's."""
 
 
 class Kind(StrEnum):
@@ -25,7 +35,11 @@ class Kind(StrEnum):
     """Read a gradient that was spilled back into a buffer."""
     UPDATE = "update"
     """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order; and
-    `old_states_kept` before these, if it keeps them."""
+    `old_states_kept` before these, if it keeps them. If it is `in_two`, it is only the first of two parts: it writes
+    the weights, but not the moments, and does not report `gradient_used`."""
+    PERSIST = "persist"
+    """The second part of an update `in_two`, of the same step: compute the moments once more, from the old ones and the
+    same gradient, and write them. It reports `gradient_used` and `ended`."""
     PUBLISH = "publish"
     """From now on compute reads another extent of a unit's weights, the one that the UPDATE of `steps` writes, or has
     written. Only asynchronous updates need it. In the middle of a step that is drained, the extent stays the same. It
@@ -65,10 +79,19 @@ class Operation:
     where updates are asynchronous."""
     undoable: bool = False
     """An UPDATE keeps what it changes, as an UNDO may have to bring that back."""
+    in_two: bool = False
+    """An UPDATE writes the weights only. A PERSIST follows."""
     after_undo: bool = False
     """A FETCH waits for the UNDO that brings its version back. Only where ranks must agree; else it is issued later."""
     about: Any = None
     """The lease, gradient or update that it is about. Only the scheduler uses it."""
+
+    @property
+    def writes(self) -> Writes:
+        """Which states an UPDATE or PERSIST writes."""
+        if self.kind is Kind.PERSIST:
+            return Writes.MOMENTS
+        return Writes.WEIGHTS if self.in_two else Writes.ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +109,9 @@ class UnitPlan:
     trained: bool = True
     speculated: bool = False
     """Whether it may be updated during backward before it is known whether gradients are clipped."""
+    in_two: bool = False
+    """Whether its updates have two parts, unless they are speculative: UPDATE and PERSIST. Its gradient has a home in
+    RAM, updates are synchronous, and none is due before `step()`."""
     updater: int = 0
     """Which of the executor's updaters has it, such as the CPU's or the GPU's: 0 or 1. They do not wait for each
     other."""

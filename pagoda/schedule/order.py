@@ -113,6 +113,10 @@ class Order:
             use = self._next_uses[unit] = now + self._uses.after(self._stand_in[unit], self._cursor.position)
         return use
 
+    def first_use(self, unit: int) -> float:
+        """Ticks from the end of a step to the first use of a unit in the next one; infinite if there is none."""
+        return self._uses.after(self._stand_in[unit], self._uses.period - 1)
+
     def counted_on(self, unit: int) -> bool:
         """Whether a unit will be used, as far as is known; of experts that the last step did not use, it is not."""
         return unit in self._chosen.coming or self._steadiness.counts_on(unit)

@@ -163,7 +163,7 @@ class Scheduler:
 
     def ended(self, operation: Operation) -> None:
         """An operation has ended."""
-        if operation.kind is Kind.UPDATE:
+        if operation.kind in (Kind.UPDATE, Kind.PERSIST):
             self.updates.ended(operation.about)
         elif operation.kind is Kind.UNDO:
             self.updates.undone(operation.about)
@@ -180,7 +180,7 @@ class Scheduler:
         SPILL when compute next makes a gradient. After a failed OFFLOAD the step must be dropped. A failed UPDATE that
         was speculative is undone. After any other, no state can be used until all are `restored`.
         """
-        if operation.kind is Kind.UPDATE:
+        if operation.kind in (Kind.UPDATE, Kind.PERSIST):
             self.updates.update_failed(operation.about)
         elif operation.kind in (Kind.UNDO, Kind.SHARE):
             self.versions.failed = True
@@ -199,7 +199,7 @@ class Scheduler:
         self._pump(ranks_agree=False)
 
     def gradient_used(self, operation: Operation) -> None:
-        """An UPDATE under way has read its gradients for the last time."""
+        """An UPDATE or PERSIST under way has read its gradients for the last time."""
         self.updates.gradient_used(operation.about)
         self._pump(ranks_agree=False)
 

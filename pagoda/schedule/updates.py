@@ -13,6 +13,10 @@ checkpoint has read the unit or the old states can be kept for it. A speculative
 UNDO can bring them back; the plan has room for that. Several ranks need not guess alike: a guess is about what this
 rank updates, and changes nothing that ranks must agree on. Where each has all weights, SHARE follows once it stands.
 
+An update of state on SSD may have two parts. The first one, UPDATE, makes the new weights for the next forward, which
+waits for it. The second one, PERSIST, writes the moments when no unit's weights are waited for any more. It reads the
+gradient again, so the unit's next gradient waits until it has ended; so does a checkpoint, or a drain.
+
 An asynchronous update does not overwrite the weights that are read: it writes an extent beside theirs. `turns.py` says
 when.
 """
@@ -31,6 +35,8 @@ from pagoda.schedule.versions import Update, UpdateState, Versions
 
 MOST_ADMITTED = 2
 """Updates under way at once, so that the executor's ring of buffers does not run empty between two units."""
+_LATER = 1e15
+"""Above the time of every use: the second parts of updates come after all others."""
 CALM_STEPS = 4
 """Speculation resumes after as many steps in a row without clipping."""
 
@@ -257,9 +263,12 @@ class Updates:
         self._leases.changes = True
 
     def ended(self, update: Update) -> None:
-        """It has written every state."""
+        """It has written every state; or, if it has two parts, what the part that has ended writes."""
         self._release(update)
-        if update.withdrawn:
+        if update.in_two and not update.persists:
+            update.persists, update.state = True, UpdateState.QUEUED
+            self._push(update)
+        elif update.withdrawn:
             self._begin_undo(update)
         else:
             self._finish(update)
@@ -392,26 +401,34 @@ class Updates:
         self._push(update)
 
     def _push(self, update: Update) -> None:
-        urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
+        if update.persists:  # after all whose weights are waited for; backward begins with the units used last
+            urgency = _LATER - min(self._order.first_use(update.unit), _LATER / 2)
+        else:
+            urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
         heappush(self._queues[self._plan.units[update.unit].updater], (urgency, next(self._sequence), update))
 
     def _admit(self, update: Update) -> None:
         """Begin an update, unless it has to wait; `retry` then comes when that may have changed."""
+        if not update.persists and self._must_wait(update):
+            return
         unit = update.unit
-        if self._leases.in_use(unit):
-            return
-        if not all(record.arrived for record in update.records):
-            return
-        if self.checkpoint.holds_back(unit):
-            return
-        if self.checkpoint.would_lose(unit) and not self.checkpoint.can_keep(unit):
-            return
         update.state = UpdateState.LOADING
         update.admitted = True
         self._admitted[self._plan.units[unit].updater] += 1
         for record in update.records:
             self._gradients.use(record)
         self._start(update)
+
+    def _must_wait(self, update: Update) -> bool:
+        """Whether something uses what an update would change."""
+        unit = update.unit
+        if self._leases.in_use(unit):
+            return True
+        if not all(record.arrived for record in update.records):
+            return True
+        if self.checkpoint.holds_back(unit):
+            return True
+        return self.checkpoint.would_lose(unit) and not self.checkpoint.can_keep(unit)
 
     def _start(self, update: Update) -> None:
         """Have an update run, once its gradient is in RAM."""
@@ -422,6 +439,9 @@ class Updates:
             self.undo(update.unit)
             return
         if False in [self._gradients.usable(record) for record in update.records]:
+            return
+        if update.persists:
+            self._persist(update)
             return
         if self.checkpoint.would_lose(update.unit):
             # Not before: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
@@ -434,10 +454,19 @@ class Updates:
             self._before, self._ahead = update.unit, -1
         steps = tuple(record.step for record in update.records)
         version, undoable = self._versions.of[update.unit].newest + len(steps), update.speculative
+        update.in_two = self._plan.units[update.unit].in_two and not undoable
         operation = Operation(
-            Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, about=update
+            Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, update.in_two, about=update
         )
         self._issue(operation)
+
+    def _persist(self, update: Update) -> None:
+        """Have the second part of an update run."""
+        update.state = UpdateState.RUNNING
+        self._ahead = -1  # its blocks take the place of what was read ahead
+        steps = tuple(record.step for record in update.records)
+        version = self._versions.of[update.unit].newest
+        self._issue(Operation(Kind.PERSIST, update.unit, version=version, steps=steps, about=update))
 
     def _release(self, update: Update) -> None:
         """An update makes room for another one."""

@@ -42,6 +42,10 @@ class Update:
     """Whether it has read its gradient for the last time."""
     has_written: bool = False
     """Whether it has written the new weights."""
+    in_two: bool = False
+    """Whether it has two parts."""
+    persists: bool = False
+    """Whether its first part is over. It then goes through the queue once more, for the second."""
     extent: int = 0
     """Which extent of the weights it writes: see `Weights.front`."""
     withdrawn: bool = False
@@ -133,5 +137,6 @@ class Versions:
         """The version of a unit's states; None while they change."""
         weights = self.of[unit]
         update = weights.update
-        busy = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
+        running = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
+        busy = running or (update is not None and update.persists)
         return None if busy or weights.sharing is not None else weights.newest

@@ -10,7 +10,7 @@ from pagoda.plan.device_updates import DEVICE_SLOTS
 from pagoda.plan.ops import COLLECTIVE, HOST
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import Traffic
-from pagoda.schedule.operations import Operation
+from pagoda.schedule.operations import Kind, Operation, Writes
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 
@@ -27,11 +27,12 @@ class _Chunk:
     read: Work | None
     update: Work
     write: Work | None
+    """None too where only weights are written, in RAM."""
 
 
 @dataclass(slots=True)
 class _Feeding:
-    """An UPDATE that lanes have not been given whole."""
+    """An UPDATE or PERSIST that lanes have not been given whole."""
 
     operation: Operation
     chunks: Sequence[_Chunk]
@@ -44,9 +45,9 @@ class _Feeding:
 
 
 class SimulatedUpdates:
-    """Executes UPDATE and READ_AHEAD, as one of the runtime's updaters does: chunk by chunk. A chunk of streamed states
-    is read, updated and written, and takes a slot of the ring until then. Updates take slots in the order in which they
-    come.
+    """Executes UPDATE, PERSIST and READ_AHEAD, as one of the runtime's updaters does: chunk by chunk. A chunk of
+    streamed states is read, updated and written, and takes a slot of the ring until then. Updates take slots in the
+    order in which they come.
     """
 
     def __init__(
@@ -85,11 +86,12 @@ class SimulatedUpdates:
         """What must end before the next unit is shared through RAM."""
 
     def update(self, operation: Operation) -> None:
-        """Execute an UPDATE."""
+        """Execute an UPDATE or PERSIST."""
         if operation.unit != self._ahead_unit:
             self._drop_ahead()
         times = len(operation.steps) * (self._copying(operation.unit) if operation.undoable else 1.0)
-        self._queue.append(_Feeding(operation, self._chunks(operation.unit, len(operation.steps)), times, self._ahead))
+        chunks = self._chunks(operation.unit, len(operation.steps), operation.writes)
+        self._queue.append(_Feeding(operation, chunks, times, self._ahead))
         self._ahead, self._ahead_unit = [], -1
         self._feed()
 
@@ -107,7 +109,7 @@ class SimulatedUpdates:
                 return
             if feeding.fed == len(feeding.chunks):
                 self._queue.popleft()
-        chunks = self._chunks(self._ahead_unit, 1) if self._ahead_unit >= 0 else ()
+        chunks = self._chunks(self._ahead_unit, 1, Writes.ALL) if self._ahead_unit >= 0 else ()
         for chunk in chunks[len(self._ahead) :]:
             read = self._read(chunk)
             if read is None:
@@ -129,13 +131,17 @@ class SimulatedUpdates:
         feeding.fed += 1
         if feeding.fed == len(feeding.chunks):
             self._last_is_fed(feeding.operation, computed, last)
-        if chunk.write is not None:
+        if chunk.read is not None:
             last.then.append(self._slot_is_free)
         return True
 
     def _last_is_fed(self, operation: Operation, computed: Task, last: Task) -> None:
         """Tell how an update gets on. Its last chunk is the last of all in every lane."""
-        computed.then.append(partial(self._gradient_used, operation))
+        if not operation.in_two:
+            computed.then.append(partial(self._gradient_used, operation))
+        if operation.kind is Kind.PERSIST:
+            self._lanes.when_ended(last, partial(self._ended, operation))
+            return
         published = last if self._weights_stream(operation.unit) else computed
         if self._traffic[operation.unit].published and not operation.undoable:
             published = self.share(operation.unit, [published])
@@ -175,29 +181,33 @@ class SimulatedUpdates:
         self._slots += 1
         self._feed()
 
-    def _cut(self, unit: int, steps: int) -> Sequence[_Chunk]:
-        """The chunks of a unit's update by the gradients of some steps; their compute is that of one."""
+    def _cut(self, unit: int, steps: int, writes: Writes) -> Sequence[_Chunk]:
+        """The chunks of a unit's update by the gradients of some steps, or of a part of it; their compute is that of
+        one, as each part computes all states."""
         (read, update, write), traffic, name = self._path, self._traffic[unit], self._plan.units[unit].name
         layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
         rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
         states = len(placement.streamed(unit, layout.states))
+        moments = traffic.streamed - traffic.streamed_master
+        read_bytes = moments if writes is Writes.MOMENTS else traffic.streamed
+        write_bytes = {Writes.WEIGHTS: traffic.streamed_master, Writes.MOMENTS: moments}.get(writes, traffic.streamed)
         chunks = []
         for start in range(0, max(1, total), self._chunk):
             stop = min(start + self._chunk, total)
             blocks, seconds = ceil((stop - start) / self._block), rate(stop - start)
-            streamed, brought, touched = (
+            written, brought, touched = (
                 nbytes * stop // total - nbytes * start // total if total else 0
-                for nbytes in (traffic.streamed, traffic.streamed + steps * traffic.brought, traffic.touched)
+                for nbytes in (write_bytes, read_bytes + steps * traffic.brought, traffic.touched)
             )
             if not (traffic.streamed or traffic.brought):
                 chunks.append(_Chunk(None, Work(update, f"update {name}", touched, seconds, blocks), None))
                 continue
-            reading, writing = self._rates.seconds(read, brought), self._rates.seconds(write, streamed)
+            reading, writing = self._rates.seconds(read, brought), self._rates.seconds(write, written)
             chunk = _Chunk(
                 Work(read, f"read {name}", brought, reading, states * blocks),
                 # The updater too wakes for each block's slot.
                 Work(update, f"update {name}", touched, seconds, 2 * blocks),
-                Work(write, f"write {name}", streamed, writing, states * blocks),
+                Work(write, f"write {name}", written, writing, states * blocks) if written else None,
             )
             chunks.append(chunk)
         return chunks

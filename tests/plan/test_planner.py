@@ -7,10 +7,10 @@ from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
-from pagoda.plan.layout import GRAD
+from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import LEASES, Budgets
+from pagoda.plan.placement import LEASES, STAGING, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.traffic import bytes_written_to_ssd, traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
@@ -35,6 +35,20 @@ any_plans = plans(separate=False) | plans(separate=True)
 
 
 # --- choices ----------------------------------------------------------------------------------------------
+
+
+def test_a_second_gradient_buffer_goes_before_blocks_get_smaller() -> None:
+    root, states, options = tower(4, 2048), STATES["bf16"], Options(page_bytes=1 << 16)
+    with pytest.raises(BudgetError) as refused:
+        make_plan(root, states, Budgets(1, None, LARGE), options)
+    least = refused.value.needed_bytes
+    assert least is not None
+    tight = make_plan(root, states, Budgets(least, None, LARGE), options)
+    assert tight.layout.block_elements == BLOCK_ELEMENTS // 8
+    gradient = max(tight.layout.pages(unit, GRAD) for unit in tight.units) * tight.page_bytes
+    roomier = make_plan(root, states, Budgets(least + gradient - 1, None, LARGE), options)
+    assert roomier.placement.pages(HOST, STAGING) * roomier.page_bytes == gradient
+    assert roomier.layout.block_elements > BLOCK_ELEMENTS // 8
 
 
 @given(st.integers(1, 6), st.integers(16, 900))

@@ -30,6 +30,9 @@ class Machine(Memory):
             self.scheduler.old_states_kept(op)
         elif op.kind is Kind.UPDATE and self.stages[op] < 2:
             self.advance_update(op)
+        elif op.kind is Kind.PERSIST and not self.stages[op]:
+            self.stages[op] = 1
+            self.use_gradients(op)
         elif op.kind is Kind.FETCH and not self.stages[op] and self.haste.random() < 0.5:
             self.stages[op] = 1
             self.fill(op)
@@ -81,14 +84,10 @@ class Machine(Memory):
         elif self.haste.random() < self.rules.failures:
             self.lanes[self.lane(op)].remove(op)
             self.fail(op)
+        elif self.stages[op] == 1 and op.in_two:
+            self.check_gradients_are_as_found(op)  # PERSIST needs them again
         elif self.stages[op] == 1:
-            for step in op.steps:
-                found = self.gradients.get((op.unit, step))
-                dropped = step not in self.truths[op.unit].passes or (self.lost and step == self.steps)
-                unchanged = dropped or found == self.found[op, step]
-                require(unchanged, f"the gradient {step} of unit {op.unit} changed in use")
-            self.truths[op.unit].consumed.update(op.steps)
-            self.scheduler.gradient_used(op)
+            self.use_gradients(op)
         else:
             home, truth = self.homes[op.unit], self.truths[op.unit]
             home.newest = op.version
@@ -96,6 +95,19 @@ class Machine(Memory):
                 home.extents[op.home] = op.version
             truth.applied += op.steps
             self.scheduler.weights_written(op)
+
+    def use_gradients(self, op: Operation) -> None:
+        """An operation reads its gradients for the last time."""
+        self.check_gradients_are_as_found(op)
+        self.truths[op.unit].consumed.update(op.steps)
+        self.scheduler.gradient_used(op)
+
+    def check_gradients_are_as_found(self, op: Operation) -> None:
+        for step in op.steps:
+            found = self.gradients.get((op.unit, step))
+            dropped = step not in self.truths[op.unit].passes or (self.lost and step == self.steps)
+            unchanged = dropped or found == self.found[op, step]
+            require(unchanged, f"the gradient {step} of unit {op.unit} changed in use")
 
     def refuse(self, op: Operation) -> None:
         """An UPDATE has found a gradient that is not finite."""
@@ -139,8 +151,8 @@ class Machine(Memory):
             del self.readings[op]
         elif op.kind in (Kind.OFFLOAD, Kind.SPILL, Kind.RELOAD):
             self.end_move(op, (op.unit, op.steps[0]))
-        elif op.kind is Kind.UPDATE:
-            home.states = op.version
+        elif op.kind in (Kind.UPDATE, Kind.PERSIST):
+            home.states = op.version - op.in_two
             del self.stages[op]
         elif op.kind is Kind.UNDO:
             assert home.undo is not None
@@ -181,6 +193,11 @@ class Machine(Memory):
         home = self.homes[op.unit]
         if op.kind is Kind.UPDATE:
             self.fail_update(op)
+            return
+        if op.kind is Kind.PERSIST:
+            del self.stages[op]
+            self.scheduler.failed(op)
+            require(self.scheduler.versions.failed, f"a PERSIST of unit {op.unit} has failed, and nobody cares")
             return
         if op.kind is Kind.FETCH:
             home.readers[self.read_from[op]] -= 1

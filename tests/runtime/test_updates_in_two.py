@@ -1,0 +1,169 @@
+"""Updates in two parts: same bits, wherever the second part is interrupted, and more traffic in exchange."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import HOST_WEIGHTS, PAGE, RESIDENT, Outcome, Recipe, batch, least, loss_of, take_step, train, usual_loop
+
+import pagoda
+from pagoda.errors import StorageError
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.tier import SSDTier
+from pagoda.optim.rule import Rule
+from pagoda.plan.layout import MASTER, WEIGHT
+from pagoda.plan.ops import SSD
+
+CLIP = 0.05
+"""Every step is clipped."""
+
+
+def memory_of(recipe: Recipe, directory: Path, **split: float) -> pagoda.Memory:
+    """Moments on SSD, gradients in RAM."""
+    memory = least(recipe, HOST_WEIGHTS, directory)
+    assert isinstance(memory.host, int)
+    return replace(memory, host=memory.host + 64 * PAGE, split=pagoda.Split(**split))
+
+
+def in_two(recipe: Recipe, directory: Path, loop: Any = None, **split: float) -> Outcome:
+    outcome = train(recipe, memory_of(recipe, directory, **{"two_part_share": 1.0, **split}), loop)
+    assert outcome.plan is not None
+    assert outcome.plan.placement.in_two
+    return outcome
+
+
+@pytest.mark.parametrize("weights", [1.0, 0.0], ids=["weights in RAM", "weights on SSD"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("llama", clip=CLIP, layers=4),
+        Recipe("llama", clip=CLIP, layers=4, precision="fp32"),
+        Recipe("llama", clip=CLIP, layers=4, moments="bf16", accumulation=2),
+        Recipe("llama", clip=CLIP, layers=4, rule=pagoda.Lion(lr=1e-3, weight_decay=0.1)),
+        Recipe("llama", clip=CLIP, layers=4, announced=True, frozen=True),
+    ],
+    ids=["adamw", "fp32", "bf16 moments", "lion", "frozen"],
+)
+def test_same_bits(recipe: Recipe, weights: float, tmp_path: Path) -> None:
+    outcome = in_two(recipe, tmp_path, weight_share=weights)
+    assert outcome.plan is not None
+    on_ssd = outcome.plan.placement.units_with(SSD, (WEIGHT,))
+    assert bool(on_ssd) == (weights == 0)
+    outcome.assert_same_bits(train(recipe, RESIDENT))
+
+
+def test_moments_are_read_twice_and_everything_is_written_once(tmp_path: Path) -> None:
+    recipe = Recipe("llama", clip=CLIP, layers=4, steps=4)
+
+    def drained(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(recipe.steps):
+            loss_of(model(**batch("llama", generator))).backward()
+            optimizer.step()
+            optimizer.drain()
+            optimizer.zero_grad()
+            outcome.moved.append(optimizer.stats.bytes_moved)
+
+    parts = in_two(recipe, tmp_path, drained, two_part_share=0.5)
+    whole = train(recipe, memory_of(recipe, tmp_path), drained)
+    plan = parts.plan
+    assert plan is not None
+    units = [plan.units[index] for index in plan.placement.in_two]
+    moments = [state for state in plan.layout.states if state.name not in MASTER]
+    again = sum(plan.layout.updated_bytes(unit, state) for unit in units for state in moments)
+    assert again
+    assert 0 < len(units) < len(plan.units)
+    for mine, other in zip(parts.moved[1:], whole.moved[1:], strict=True):
+        assert mine["ssd_write"] == other["ssd_write"]
+        assert mine["ssd_read"] - other["ssd_read"] == pytest.approx(again, abs=len(units) * len(moments) * PAGE)
+
+
+@pytest.mark.parametrize("after", ["step", "forward"])
+def test_a_checkpoint_between_the_parts_has_the_state_after_the_step(tmp_path: Path, after: str) -> None:
+    recipe = Recipe("llama", clip=CLIP, layers=4)
+
+    def saved(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for step in range(recipe.steps):
+            loss = loss_of(model(**batch("llama", generator)))
+            if step == 3 and after == "forward":
+                optimizer.save_checkpoint(tmp_path / "saved")
+            loss.backward()
+            outcome.losses.append(loss.item())
+            take_step(optimizer, outcome)
+            if step == 2 and after == "step":
+                optimizer.save_checkpoint(tmp_path / "saved")
+
+    def resumed(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        optimizer.load_checkpoint(tmp_path / "saved")
+        generator = torch.Generator().manual_seed(1)
+        for step in range(recipe.steps):
+            ids = batch("llama", generator)
+            if step >= 3:
+                loss = loss_of(model(**ids))
+                loss.backward()
+                outcome.losses.append(loss.item())
+                take_step(optimizer, outcome)
+
+    usual = train(recipe, RESIDENT)
+    in_two(recipe, tmp_path, saved).assert_same_bits(usual)
+    second = in_two(recipe, tmp_path, resumed)
+    second.losses, second.norms = usual.losses[:3] + second.losses, usual.norms[:3] + second.norms
+    second.assert_same_bits(usual)
+
+
+def test_speculative_updates_stay_whole_and_those_that_are_clipped_have_two_parts(tmp_path: Path) -> None:
+    recipe = Recipe("llama", clip=0.5, layers=4, announced=True, steps=8)
+    memory = memory_of(recipe, tmp_path, two_part_share=1.0)
+    assert isinstance(memory.host, int)
+    outcome = train(recipe, replace(memory, host=memory.host + (256 << 10)))
+    assert outcome.plan is not None
+    placement = outcome.plan.placement
+    assert placement.in_two & placement.speculated
+    outcome.assert_same_bits(train(recipe, RESIDENT))
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_a_second_part_that_fails_is_said_until_every_state_is_replaced(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe("llama", clip=CLIP, layers=4)
+
+    def failing(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        optimizer.save_checkpoint(tmp_path / "saved")
+        loss_of(model(**batch("llama", torch.Generator().manual_seed(3)))).backward()
+        real, plan = getattr(SSDTier, verb), pagoda.plan_of(model)
+        broken, calls = optimizer._engine.store.run(max(plan.placement.in_two), "exp_avg"), 0
+
+        def fail(ssd: SSDTier, run: Run, offset: int, view: memoryview) -> None:
+            nonlocal calls
+            calls += run == broken
+            if run == broken and calls == (2 if verb == "load" else 1):  # the first part reads, and does not write
+                raise StorageError("the disk is gone")
+            real(ssd, run, offset, view)
+
+        monkeypatch.setattr(SSDTier, verb, fail)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(StorageError, match="the disk is gone"):
+            optimizer.drain()
+        monkeypatch.undo()
+        with pytest.raises(StorageError, match="damaged"):
+            loss_of(model(**batch("llama", torch.Generator().manual_seed(3))))
+        optimizer.load_checkpoint(tmp_path / "saved")
+        usual_loop(recipe)(model, optimizer, outcome)
+
+    in_two(recipe, tmp_path, failing).assert_same_bits(train(recipe, RESIDENT))
+
+
+@pytest.mark.parametrize(
+    "rule", [pagoda.SGD(lr=1e-2, momentum=0.9), pagoda.AdamW(moments="8bit")], ids=["needs weights", "scales in RAM"]
+)
+def test_rules_whose_moments_cannot_be_computed_apart_are_updated_whole(rule: Rule, tmp_path: Path) -> None:
+    recipe = Recipe("llama", clip=CLIP, layers=4, rule=rule)
+    outcome = train(recipe, memory_of(recipe, tmp_path, two_part_share=1.0))
+    assert outcome.plan is not None
+    assert not outcome.plan.placement.in_two
