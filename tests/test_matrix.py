@@ -97,8 +97,11 @@ WHOLE = ("adafactor", "muon", "adagrad")
 RAM = "ram"
 UPDATED, HOME = "updated-on-device", "home-on-device"
 """In an arena that also updates about half of the units, or is home to them; all, where they are few."""
-PLACES = (RAM, *PLACEMENTS, UPDATED, HOME)
-ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
+UPDATED_FROM_SSD = "updated-on-device-from-ssd"
+"""The same, with as much on SSD as can be."""
+PLACES = (RAM, *PLACEMENTS, UPDATED, UPDATED_FROM_SSD, HOME)
+ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD)
+NO_WEIGHTS_IN_RAM = (ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
@@ -131,7 +134,7 @@ def features_of(case: Case) -> set[Feature]:
         Feature.SPECULATE: case.get("update") == "speculate",
         Feature.AUTO: case.get("activations") == "auto",
         Feature.TILES: case.get("tiles") == "layers",
-        Feature.DEVICE_UPDATES: case.get("place") == UPDATED,
+        Feature.DEVICE_UPDATES: case.get("place") in (UPDATED, UPDATED_FROM_SSD),
         Feature.DEVICE_HOMES: case.get("place") == HOME,
     }
     return {feature for feature, is_used in used.items() if is_used}
@@ -144,7 +147,7 @@ def possible(case: Case) -> bool:
     several = activations == "reentrant" and (case.get("model") == "plain" or case.get("tiles") == "batch")
     return why_not(features_of(case)) is None and not (
         (place == RAM and activations in OFFLOADS)  # nowhere to go
-        or (case.get("rule") in WHOLE and update == "async" and place in (ALL_ON_SSD, ARENA_ALL_ON_SSD))
+        or (case.get("rule") in WHOLE and update == "async" and place in NO_WEIGHTS_IN_RAM)
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -193,7 +196,7 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):
         split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in WHOLE
-        if place == UPDATED:
+        if place in (UPDATED, UPDATED_FROM_SSD):
             split = pagoda.Split(device_update_share=1.0 if few or whole else 0.6)
         elif place == HOME:
             split = pagoda.Split(device_home_share=1.0, device_update_share=float(whole))
@@ -205,6 +208,7 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
             beside += slot_count(layout) * slot_pages(layout)
         device = (layout.lease_pages(ahead=1) + beside) * page
         memory = replace(memory, device=f"cpu:{device}", split=split)
+        options = replace(options, split=split)
     if place in ON_SSD:
         host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options)
         if place == HOST_WEIGHTS:
@@ -253,13 +257,14 @@ def check(case: Case, directory: Path) -> None:
     assert plan is not None
     on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
     small = len(plan.units) < 3  # all may fit the buffers that are needed
-    assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
+    assert "weight" not in on_ssd or place in NO_WEIGHTS_IN_RAM
     assert not on_ssd or place in ON_SSD
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
-    for units, where in ((plan.placement.updated_on_device, UPDATED), (plan.placement.resident, HOME)):
-        assert not units or place == where or (place == HOME and case["rule"] in WHOLE)
-        assert units or small or place != where
+    updating = (UPDATED, UPDATED_FROM_SSD)
+    for units, where in ((plan.placement.updated_on_device, updating), (plan.placement.resident, (HOME,))):
+        assert not units or place in where or (place == HOME and case["rule"] in WHOLE)
+        assert units or small or place not in where
     bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}
     # What a model does itself may add gradients up in another order.
     bits["activations"] = case["activations"] if case["activations"] in OWN else "keep"

@@ -116,7 +116,7 @@ class _Placer:
         kept = self._divided()
         homes = self._homes(kept)
         host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
-        passing = self._passing_device(kept)
+        passing = self._passing_device()
         if not passing and self.layout.weight.whole is None:
             device.pop(UPDATE_RING, None)
         if kept.grads != self.all:
@@ -149,8 +149,6 @@ class _Placer:
             staging = min(self.grads, self.host - weights - moments)
             grads_in = self.all if staging == self.grads else frozenset()
             return _InRam(self.all, grads_in, self.all, staging)
-        if self.update_ring and self.layout.weight.whole is not None:
-            self._refuse(HOST, needed, self.host, "memory.host: split.device_update_share=1 needs all states in RAM")
         if self.ssd is None:
             self._refuse(HOST, needed, self.host, "memory.host, or add memory.ssd='DIR'")
         weights_in, leases, left = self._divided_weights(needed)
@@ -294,7 +292,7 @@ class _Placer:
         needs = {u.index: self._undo(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
         if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
-        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
+        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - passing}, left, free)
         if self.split.undo_in_ram:
             others = kept.moments - passing - self.resident
             room = left - ram - self._copied(host)
@@ -351,10 +349,9 @@ class _Placer:
         lines[LEASES] = leases
         return {line: pages for line, pages in lines.items() if pages}
 
-    def _passing_device(self, kept: _InRam) -> frozenset[int]:
-        """Units whose states, all of them in RAM, pass the device for their update."""
-        in_ram = (kept.weights & kept.moments) - self.resident
-        able = [unit for unit in self.layout.units if unit.trainable_numel and unit.index in in_ram]
+    def _passing_device(self) -> frozenset[int]:
+        """Units whose states pass the device for their update."""
+        able = [unit for unit in self.layout.units if unit.trainable_numel and unit.index not in self.resident]
         return on_device(able, self.split.device_update_share) if self.update_ring else frozenset()
 
     def _resident_units(self) -> frozenset[int]:

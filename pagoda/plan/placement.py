@@ -61,7 +61,7 @@ class Placement:
     """Units that are updated during backward as if nothing would be clipped; their old states are kept until that is
     known."""
     updated_on_device: frozenset[int] = frozenset()
-    """Units whose states, all of them in RAM, pass the device for their update."""
+    """Units whose states pass the device for their update."""
     resident: frozenset[int] = frozenset()
     """Units whose states and gradients have their home on the device, where they are used and updated."""
 

@@ -35,9 +35,11 @@ class Traffic:
     buffer: int
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
-    """UPDATE: states that come from another tier and go back there."""
+    """UPDATE: states that come from SSD and go back there."""
+    passed: int
+    """UPDATE: states that come to the device and go back to RAM."""
     brought: int
-    """UPDATE: the gradient of each step, if it comes with these states."""
+    """UPDATE: the gradient of each step, if it comes to the device."""
     touched: int
     """UPDATE: the bytes that its arithmetic reads and writes for each step."""
     published: int
@@ -72,9 +74,9 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     sent_from_ssd = min(through_ssd, elements * layout.weight.dtype.itemsize)
     gradient = elements * layout.itemsize(GRAD)
     resident, passes_device = index in placement.resident, index in placement.updated_on_device
-    states = sum(layout.updated_bytes(unit, state) for state in layout.states)
-    moving = [state for state in layout.states if passes_device or placement.home(index, state.name) == SSD]
-    streamed = sum(layout.updated_bytes(unit, state) for state in moving)
+    updated = {state.name: layout.updated_bytes(unit, state) for state in layout.states}
+    states = sum(updated.values())
+    streamed = sum(nbytes for name, nbytes in updated.items() if placement.home(index, name) == SSD)
     return Traffic(
         fetched=fetched,
         gathered=gathered,
@@ -83,6 +85,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         offloaded=0 if resident else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
         buffer=layout.pages(unit, GRAD) * page,
         streamed=streamed,
+        passed=states if passes_device else 0,
         brought=gradient if passes_device else 0,
         touched=2 * states + gradient if unit.trainable_numel else 0,
         published=ring_bytes(published, group),
@@ -156,7 +159,7 @@ def bytes_written_to_ssd(plan: Plan) -> int:
     complete), and activations."""
     traffic, placement = traffic_of(plan), plan.placement
     trained = frozenset(unit.index for unit in plan.units if unit.trainable_numel)
-    states = sum(traffic[unit].streamed for unit in trained - placement.updated_on_device)
+    states = sum(traffic[unit].streamed for unit in trained)
     states += sum(of.kept_on_ssd for of in traffic)
     during_backward = plan.options.update_during_backward
     made = (g for g in gradients_of(plan.trace, trained) if not (during_backward and g.last))

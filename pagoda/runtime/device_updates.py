@@ -1,12 +1,13 @@
 """Updates on the device: blocks of states pass it through a ring, while the CPU updates other units."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
+from pagoda.memory.region import Region
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, WORK, slot_count, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE
@@ -17,7 +18,8 @@ from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.runtime.updates import IN_PLACE, Block, UpdatePath
+from pagoda.runtime.streams import Part, StreamPath
+from pagoda.runtime.updates import IN_PLACE, Block
 
 
 class Slot(NamedTuple):
@@ -31,21 +33,21 @@ class Slot(NamedTuple):
     """fp32, for a rule that takes parameters whole."""
 
 
-class DevicePath(UpdatePath):
+class DevicePath(StreamPath):
     """Updates blocks on the device, by an element-wise rule.
 
     Units that live there are updated in place, once compute has read the weights for the last time. The states of
-    others live in RAM: a block comes with its gradient, is updated and goes back, all of it in the pipe of its slot, so
-    that the device needs nobody between the three; the blocks of other slots come and go meanwhile. Gradients of
-    several steps come one after another. The handles of an update say when all of it is home, as they do on the CPU.
-    Plans have no such unit on SSD, nor speculative updates of one.
+    others come from RAM, or from SSD through the ring in RAM. A block comes with its gradient, is updated and goes
+    back, all of it in the pipe of its slot on the device, so that the device waits for no thread between the three.
+    Blocks of other slots come and go meanwhile. Gradients of several steps come one after another. An update ends when
+    all of it is home, as on the CPU. Plans have no speculative updates of such units.
     """
 
     def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane], device: Device) -> None:
         super().__init__(store, lanes)
         self._kernel = kernel
         self._device = device
-        self._ring = Ring(self._open_slots())
+        self._slots = Ring(self._open_slots())
         self._works_in_slots = store.plan.layout.weight.whole is not None
         """Whether units that live on the device need a slot too."""
 
@@ -67,14 +69,14 @@ class DevicePath(UpdatePath):
             slots.append(Slot(number, states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
         return slots
 
-    def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
+    def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
         update, start, count, device = block.update, block.start, block.stop - block.start, self._device
         unit, weights = update.unit, update.weights
-        old, new = (self._homes(unit.spec, extent, start, count) for extent in (weights.read, weights.write))
+        old, new = (self._tensors(unit.index, extent, parts, slot) for extent in (weights.read, weights.write))
         at, states = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
         brought = count * self._store.dtype(GRAD).itemsize * len({record for record, _ in block.pieces})
         lives_there = unit.index in self._store.plan.placement.resident
-        slot = None if lives_there and not self._works_in_slots else self._ring.take()
+        there = None if lives_there and not self._works_in_slots else self._slots.take()
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
             buffer = record.buffer
@@ -84,23 +86,23 @@ class DevicePath(UpdatePath):
         def update_at_home() -> None:
             if weights != IN_PLACE:
                 device.copy(new[WEIGHT], old[WEIGHT])
-            self._compute(block, new, gradient_of, slot)
+            self._update(block, new, gradient_of, there)
 
         def update_in_slot() -> None:
-            assert slot is not None
-            there = {name: slot.states[name][: len(at_home)] for name, at_home in old.items()}
+            assert there is not None
+            states = {name: there.states[name][: len(at_home)] for name, at_home in old.items()}
 
             def bring(record: UnitGradient) -> torch.Tensor:
-                device.copy(slot.gradient[:count], gradient_of(record))
-                return slot.gradient
+                device.copy(there.gradient[:count], gradient_of(record))
+                return there.gradient
 
-            for name, tensor in there.items():
+            for name, tensor in states.items():
                 device.copy(tensor, old[name])
-            self._compute(block, there, bring, slot)
-            for name, tensor in there.items():
+            self._update(block, states, bring, there)
+            for name, tensor in states.items():
                 device.copy(new[name], tensor)
 
-        pipe = start // self._block % DEVICE_SLOTS if slot is None else slot.number
+        pipe = start // self._block % DEVICE_SLOTS if there is None else there.number
         if lives_there:
             work = partial(device.pipe, pipe, update_at_home, update.parts[-1][0].issued)
         else:
@@ -108,11 +110,12 @@ class DevicePath(UpdatePath):
             self._lanes["d2h"].count(states)
             work = partial(device.pipe, pipe, update_in_slot)
         label = f"update {unit.spec.name}"
-        computed.append(self._lanes["device_update"].submit(work, (), 2 * states + brought, label))
-        if slot is not None:
-            computed[-1].then(lambda _: self._ring.give_back(slot))
+        handle = self._lanes["device_update"].submit(work, after, 2 * states + brought, label)
+        if there is not None:
+            handle.then(lambda _: self._slots.give_back(there))
+        return handle
 
-    def _compute(
+    def _update(
         self,
         block: Block,
         states: Mapping[str, torch.Tensor],
@@ -139,12 +142,19 @@ class DevicePath(UpdatePath):
         parts = [states[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
         self._kernel(parts, gradient[first : first + size], piece.arguments)
 
-    def _homes(self, unit: UnitSpec, weights: str, start: int, count: int) -> dict[str, torch.Tensor]:
-        """What a block has of every state where it lives, with the weights of an extent."""
-        homes = {}
+    def _tensors(
+        self, unit: int, weights: str, parts: Mapping[str, Part], slot: Region | None
+    ) -> dict[str, torch.Tensor]:
+        """A block's part of every state, at home or in the ring. `weights` names the extent of the weights."""
+        found = {}
         for state in self._states:
-            home = self._store.tensor(unit.index, weights if state.name == WEIGHT else state.name)
-            assert home is not None, "what is updated on the device is in memory"
-            first = state.elements(self._store.shards.origin(unit, state.name) + start)
-            homes[state.name] = home[first : first + state.elements(count)]
-        return homes
+            if (part := parts.get(state.name)) is None:
+                continue
+            home = self._store.tensor(unit, weights if state.name == WEIGHT else state.name)
+            if home is not None:
+                found[state.name] = home[part.elements.start : part.elements.stop]
+            else:
+                assert slot is not None
+                at = self._in_ring(slot, part, state)
+                found[state.name] = self._store.at(at, state.dtype, len(part.elements))
+        return found

@@ -93,7 +93,7 @@ class Executor:
             Kind.SPILL: self._spill,
             Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
             Kind.UPDATE: self._update,
-            Kind.READ_AHEAD: lambda op: self.feeders[0].read_ahead(op.unit),
+            Kind.READ_AHEAD: lambda op: self.feeders[op.unit in self._on_device].read_ahead(op.unit),
             Kind.UNDO: self._undo,
             Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
             Kind.PUBLISH: self._publish,
