@@ -99,10 +99,13 @@ RAM = "ram"
 UPDATED, HOME, BOTH = "updated-on-device", "home-on-device", "both-on-device"
 """In an arena that also updates about half of the units, or is home to them; all, where they are few. Or it updates
 some and is home to a part of their states."""
+UPDATED_FROM_SSD = "updated-on-device-from-ssd"
+"""As UPDATED, with as much on SSD as can be."""
 IN_TWO = "updated-in-two-parts"
 """As HOST_WEIGHTS, with gradients in RAM too."""
-PLACES = (RAM, *PLACEMENTS, UPDATED, HOME, BOTH, IN_TWO)
-ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, IN_TWO)
+PLACES = (RAM, *PLACEMENTS, UPDATED, UPDATED_FROM_SSD, HOME, BOTH, IN_TWO)
+ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD, IN_TWO)
+NO_WEIGHTS_IN_RAM = (ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
@@ -135,7 +138,7 @@ def features_of(case: Case) -> set[Feature]:
         Feature.SPECULATE: case.get("update") == "speculate",
         Feature.AUTO: case.get("activations") == "auto",
         Feature.TILES: case.get("tiles") == "layers",
-        Feature.DEVICE_UPDATES: case.get("place") in (UPDATED, BOTH),
+        Feature.DEVICE_UPDATES: case.get("place") in (UPDATED, UPDATED_FROM_SSD, BOTH),
         Feature.DEVICE_HOMES: case.get("place") in (HOME, BOTH),
     }
     return {feature for feature, is_used in used.items() if is_used}
@@ -148,7 +151,7 @@ def possible(case: Case) -> bool:
     several = activations == "reentrant" and (case.get("model") == "plain" or case.get("tiles") == "batch")
     return why_not(features_of(case)) is None and not (
         (place == RAM and activations in OFFLOADS)  # nowhere to go
-        or (case.get("rule") in WHOLE and update == "async" and place in (ALL_ON_SSD, ARENA_ALL_ON_SSD))
+        or (case.get("rule") in WHOLE and update == "async" and place in NO_WEIGHTS_IN_RAM)
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -199,7 +202,7 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     if place not in (HOST_WEIGHTS, ALL_ON_SSD, IN_TWO):
         split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in COPIED
-        if place == UPDATED:
+        if place in (UPDATED, UPDATED_FROM_SSD):
             split = pagoda.Split(device_update_share=1.0 if few or whole else 0.6)
         elif place in (HOME, BOTH):
             updated = float(whole) if place == HOME else 1.0 if few or whole else 0.8
@@ -212,6 +215,7 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
             beside += slot_count(layout) * slot_pages(layout)
         device = (layout.lease_pages(ahead=1) + beside) * page
         memory = replace(memory, device=f"cpu:{device}", split=split)
+        options = replace(options, split=split)
     if place in ON_SSD:
         host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options)
         if place in (HOST_WEIGHTS, IN_TWO):
@@ -261,13 +265,14 @@ def check(case: Case, directory: Path) -> None:
     assert plan is not None
     on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
     small = len(plan.units) < 3  # all may fit the buffers that are needed
-    assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
+    assert "weight" not in on_ssd or place in NO_WEIGHTS_IN_RAM
     assert not on_ssd or place in ON_SSD
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD, IN_TWO))
     assert not plan.placement.in_two or place == IN_TWO
     there = plan.placement.units_with("device", ["weight"])
-    for units, places in ((plan.placement.passing, (UPDATED, BOTH)), (there, (HOME, BOTH))):
+    updating = (UPDATED, UPDATED_FROM_SSD, BOTH)
+    for units, places in ((plan.placement.passing, updating), (there, (HOME, BOTH))):
         assert not units or place in places or (place == HOME and case["rule"] in COPIED)
         assert units or small or place not in places
     bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}

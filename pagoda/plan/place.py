@@ -137,7 +137,7 @@ class _Placer:
         kept = self._divided()
         homes = self._homes(kept)
         host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
-        on_device = self._updated_on_device(kept)
+        on_device = self._updated_on_device()
         passing = any(home != DEVICE for (unit, _), home in homes.items() if unit in on_device)
         if not passing and not self.layout.weight.copied:
             device.pop(UPDATE_RING, None)
@@ -183,8 +183,6 @@ class _Placer:
             staging = min(self.grads, self.host - sum(self.weight.values()) - sum(self.moment.values()))
             grads_in = self.all if staging == self.grads else frozenset()
             return _InRam(self.all, grads_in, self.all, staging)
-        if self.update_ring and self.layout.weight.copied:
-            self._refuse(HOST, needed, self.host, "memory.host: split.device_update_share=1 needs all states in RAM")
         if self.ssd is None:
             self._refuse(HOST, needed, self.host, "memory.host, or add memory.ssd='DIR'")
         weights_in, leases, left = self._divided_weights(needed)
@@ -337,7 +335,7 @@ class _Placer:
         needs = {u.index: self._undo(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
         if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
-        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
+        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - on_device}, left, free)
         if self.split.undo_in_ram:
             others = kept.moments - on_device
             room = left - ram - self._copied(host)
@@ -395,10 +393,10 @@ class _Placer:
         lines[LEASES] = leases
         return {line: pages for line, pages in lines.items() if pages}
 
-    def _updated_on_device(self, kept: _InRam) -> frozenset[int]:
-        """Units with states on the device, and the share asked for of those with no state on SSD."""
-        able = [unit for unit in self.trained if unit.index in kept.weights & kept.moments]
-        return frozenset(unit for unit, _ in self.at_home) | on_device(able, self.split.device_update_share)
+    def _updated_on_device(self) -> frozenset[int]:
+        """Units with states on the device, and the requested share of all."""
+        share = on_device(self.trained, self.split.device_update_share) if self.update_ring else frozenset()
+        return frozenset(unit for unit, _ in self.at_home) | share
 
     def _at_home(self, whole_units: bool) -> frozenset[tuple[int, str]]:
         """(unit, state) that live on the device: as many as the share of it holds that nothing else needs.

@@ -35,12 +35,14 @@ class Traffic:
     buffer: int
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
-    """UPDATE: states that come from another tier than that of the update, and go back there."""
+    """UPDATE: states that come from SSD and go back there."""
     streamed_master: int
     """UPDATE: the part of these states that holds weights. In an update in two parts, the first part writes only these.
     The second part reads and writes the others."""
+    passed: int
+    """UPDATE: states that come to the device and go back to RAM."""
     brought: int
-    """UPDATE: the gradient of each step, if it comes from another tier."""
+    """UPDATE: the gradient of each step, if it comes to the device."""
     touched: int
     """UPDATE: the bytes that its arithmetic reads and writes for each step."""
     published: int
@@ -76,8 +78,8 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     gradient = elements * layout.itemsize(GRAD)
     on_device, made_at_home = index in placement.on_device, placement.home(index, GRAD) == DEVICE
     states = sum(layout.updated_bytes(unit, state) for state in layout.states)
-    moving = placement.streamed(index, layout.states)
-    streamed = sum(layout.updated_bytes(unit, state) for state in moving)
+    moving = {state.name: layout.updated_bytes(unit, state) for state in placement.streamed(index, layout.states)}
+    on_ssd = {name: nbytes for name, nbytes in moving.items() if placement.home(index, name) == SSD}
     return Traffic(
         fetched=fetched,
         gathered=gathered,
@@ -85,8 +87,9 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         merged=merged,
         offloaded=0 if made_at_home else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
         buffer=layout.pages(unit, GRAD) * page,
-        streamed=streamed,
-        streamed_master=sum(layout.updated_bytes(unit, state) for state in moving if state.name in MASTER),
+        streamed=sum(on_ssd.values()),
+        streamed_master=sum(nbytes for name, nbytes in on_ssd.items() if name in MASTER),
+        passed=sum(moving.values()) if on_device else 0,
         brought=gradient if on_device and not made_at_home else 0,
         touched=2 * states + gradient if unit.trainable_numel else 0,
         published=ring_bytes(published, group),
@@ -160,7 +163,7 @@ def bytes_written_to_ssd(plan: Plan) -> int:
     complete), and activations."""
     traffic, placement = traffic_of(plan), plan.placement
     trained = frozenset(unit.index for unit in plan.units if unit.trainable_numel)
-    states = sum(traffic[unit].streamed for unit in trained - placement.on_device)
+    states = sum(traffic[unit].streamed for unit in trained)
     states += sum(of.kept_on_ssd for of in traffic)
     during_backward = plan.options.update_during_backward
     made = (g for g in gradients_of(plan.trace, trained) if not (during_backward and g.last))

@@ -1,12 +1,13 @@
 """Updates on the device: blocks of states pass it through a ring, while the CPU updates other units."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
+from pagoda.memory.region import Region
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, WORK, slot_count, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE
@@ -17,7 +18,8 @@ from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.runtime.updates import IN_PLACE, Block, UpdatePath
+from pagoda.runtime.streams import Part, StreamPath
+from pagoda.runtime.updates import IN_PLACE, Block
 
 
 class Slot(NamedTuple):
@@ -28,24 +30,24 @@ class Slot(NamedTuple):
     """Flat, by name, in StateSpec order."""
     gradient: torch.Tensor
     work: torch.Tensor | None
-    """For fp32 copies, where the rule computes on them."""
+    """For fp32 copies, if the rule computes on them."""
 
 
-class DevicePath(UpdatePath):
+class DevicePath(StreamPath):
     """Updates blocks on the device, by an element-wise rule.
 
-    States that live there are updated in place, weights once compute has read them for the last time. A block of those
-    that live in RAM comes to a slot, is updated and goes back, all of it in the pipe of its slot, so that the device
-    needs nobody between the three; the blocks of other slots come and go meanwhile. So does the gradient, unless it
-    lives there; those of several steps come one after another. The handles of an update say when all of it is home, as
-    they do on the CPU. Plans have no such unit on SSD, nor speculative updates of one.
+    States that live there are updated in place, weights once compute has read them for the last time. Others come from
+    RAM, or from SSD through the ring in RAM. A block of them comes to a slot on the device, is updated and goes back,
+    all of it in the pipe of its slot, so that the device waits for no thread between the three. Blocks of other slots
+    come and go meanwhile. The gradient comes too, unless it lives there. Gradients of several steps come one after
+    another. An update ends when all of it is home, as on the CPU. Plans have no speculative updates of such units.
     """
 
     def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane], device: Device) -> None:
         super().__init__(store, lanes)
         self._kernel = kernel
         self._device = device
-        self._ring = Ring(self._open_slots())
+        self._slots = Ring(self._open_slots())
         self._works_in_slots = store.plan.layout.weight.copied
         """Whether units that live on the device need a slot too."""
 
@@ -67,50 +69,51 @@ class DevicePath(UpdatePath):
             slots.append(Slot(number, states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
         return slots
 
-    def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
+    def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
         update, start, count, device = block.update, block.start, block.stop - block.start, self._device
         unit, weights = update.unit, update.weights
-        old, new = (self._homes(unit.spec, extent, start, count) for extent in (weights.read, weights.write))
+        old, new = (self._tensors(unit.index, extent, parts, slot) for extent in (weights.read, weights.write))
         moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
         brings = not self._store.lives_on_device(unit.index, GRAD)
-        at, states = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
+        at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
         gradients = count * self._store.dtype(GRAD).itemsize * len({record for record, _ in block.pieces})
-        slot = self._ring.take() if moving or brings or self._works_in_slots else None
+        there = self._slots.take() if moving or brings or self._works_in_slots else None
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
             buffer = record.buffer
             assert buffer is not None
             gradient = buffer[at : at + count]
-            if slot is not None and brings:
-                device.copy(slot.gradient[:count], gradient)
-                gradient = slot.gradient[:count]
+            if there is not None and brings:
+                device.copy(there.gradient[:count], gradient)
+                gradient = there.gradient[:count]
             return gradient
 
         def work() -> None:
-            there = dict(new)
-            if slot is not None:
-                there |= {name: slot.states[name][: len(new[name])] for name in moving}
+            states = dict(new)
+            if there is not None:
+                states |= {name: there.states[name][: len(new[name])] for name in moving}
             if weights != IN_PLACE and WEIGHT not in moving:
                 device.copy(new[WEIGHT], old[WEIGHT])
             for name in moving:
-                device.copy(there[name], old[name])
-            self._compute(block, there, gradient_of, slot)
+                device.copy(states[name], old[name])
+            self._update(block, states, gradient_of, there)
             for name in moving:
-                device.copy(new[name], there[name])
+                device.copy(new[name], states[name])
 
         moved = sum(new[name].nbytes for name in moving)
         self._lanes["h2d"].count(moved + gradients * brings)
         self._lanes["d2h"].count(moved)
         # Compute may still read weights that live there.
-        after = PAST if WEIGHT in moving else update.parts[-1][0].issued
-        pipe = start // self._block % DEVICE_SLOTS if slot is None else slot.number
-        label, touched = f"update {unit.spec.name}", 2 * states + gradients
-        queued = partial(device.pipe, pipe, work, after)
-        computed.append(self._lanes["device_update"].submit(queued, (), touched, label))
-        if slot is not None:
-            computed[-1].then(lambda _: self._ring.give_back(slot))
+        read = PAST if WEIGHT in moving else update.parts[-1][0].issued
+        pipe = start // self._block % DEVICE_SLOTS if there is None else there.number
+        label, touched = f"update {unit.spec.name}", 2 * nbytes + gradients
+        queued = partial(device.pipe, pipe, work, read)
+        handle = self._lanes["device_update"].submit(queued, after, touched, label)
+        if there is not None:
+            handle.then(lambda _: self._slots.give_back(there))
+        return handle
 
-    def _compute(
+    def _update(
         self,
         block: Block,
         states: Mapping[str, torch.Tensor],
@@ -137,12 +140,19 @@ class DevicePath(UpdatePath):
         parts = [states[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
         self._kernel(parts, gradient[first : first + size], piece.arguments)
 
-    def _homes(self, unit: UnitSpec, weights: str, start: int, count: int) -> dict[str, torch.Tensor]:
-        """What a block has of every state where it lives, with the weights of an extent."""
-        homes = {}
+    def _tensors(
+        self, unit: int, weights: str, parts: Mapping[str, Part], slot: Region | None
+    ) -> dict[str, torch.Tensor]:
+        """A block's part of every state, at home or in the ring. `weights` names the extent of the weights."""
+        found = {}
         for state in self._states:
-            home = self._store.tensor(unit.index, weights if state.name == WEIGHT else state.name)
-            assert home is not None, "what is updated on the device is in memory"
-            first = state.elements(self._store.shards.origin(unit, state.name) + start)
-            homes[state.name] = home[first : first + state.elements(count)]
-        return homes
+            if (part := parts.get(state.name)) is None:
+                continue
+            home = self._store.tensor(unit, weights if state.name == WEIGHT else state.name)
+            if home is not None:
+                found[state.name] = home[part.elements.start : part.elements.stop]
+            else:
+                assert slot is not None
+                at = self._in_ring(slot, part, state)
+                found[state.name] = self._store.at(at, state.dtype, len(part.elements))
+        return found

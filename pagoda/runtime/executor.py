@@ -96,7 +96,7 @@ class Executor:
             Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
             Kind.UPDATE: self._update,
             Kind.PERSIST: self._persist,
-            Kind.READ_AHEAD: lambda op: self.feeders[0].read_ahead(op.unit),
+            Kind.READ_AHEAD: lambda op: self.feeders[op.unit in self._on_device].read_ahead(op.unit),
             Kind.UNDO: self._undo,
             Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
             Kind.PUBLISH: self._publish,

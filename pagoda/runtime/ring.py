@@ -23,8 +23,10 @@ class Ring(Generic[Slot]):
         for slot in slots:
             self.give_back(slot)
 
-    def take_if_free(self) -> Slot | None:
-        """Take a free slot, or return None if there is none now."""
+    def take_if_free(self, leave: int = 0) -> Slot | None:
+        """Take a free slot if more than `leave` are free now, or return None."""
+        if leave and self._free.qsize() <= leave:
+            return None
         try:
             return self._free.get_nowait()
         except Empty:

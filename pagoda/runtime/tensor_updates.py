@@ -1,6 +1,7 @@
 """Updates of rules that take parameters whole: as they are stored, or as fp32 copies in a work area."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -12,10 +13,11 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
 from pagoda.runtime.device_updates import DevicePath, Slot
 from pagoda.runtime.gradients import UnitGradient
-from pagoda.runtime.host_updates import HostPath, Part
+from pagoda.runtime.host_updates import HostPath
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import LOW, Store
+from pagoda.runtime.streams import Part, StreamPath
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -101,27 +103,23 @@ class Workbench:
         self._device.split(master, weight, low)
 
 
-class TensorPath(HostPath):
-    """A `HostPath` whose blocks are those of `Cuts`.
+class CutPath(StreamPath):
+    """A path whose blocks are those of `Cuts`.
 
-    States are updated where they are: at home in RAM, or in the ring. If there is a workbench, the update lane has one
-    thread, so nobody else is at it. The parts of a state that a unit's parameters have on SSD share pages. So a part is
-    read once what was written before on its first page is there.
+    Parts of several parameters may share a page of a state on SSD. So a block is read after the last write to its first
+    page.
     """
 
-    def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
-        super().__init__(store, _none, lanes)
+    def __init__(self, store: Store, *others: Any) -> None:
+        super().__init__(store, *others)
         self._layout = store.plan.layout
         self._cuts = Cuts(store)
-        self._bench: Workbench | None = None
-        if store.work is not None:
-            self._bench = Workbench(store.work.tensor(torch.float32), self._states[0].dtype, Device())
 
     def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         return self._cuts.of(unit)
 
     def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        """The first: others may share its pages."""
+        """The first block. Others may share its pages."""
         return self.cuts(unit)[:1]
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
@@ -129,6 +127,19 @@ class TensorPath(HostPath):
             state.name: Part(range(span.first, span.first + span.count), self._layout.window(span, state)[0])
             for state, span in self._cuts.spans(self._store.plan.units[unit], start).items()
         }
+
+
+class TensorPath(CutPath, HostPath):
+    """Updates parameters where their states are: at home in RAM, or in the ring.
+
+    If there is a workbench, the update lane has one thread, so only one update uses it.
+    """
+
+    def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
+        super().__init__(store, _none, lanes)
+        self._bench: Workbench | None = None
+        if store.work is not None:
+            self._bench = Workbench(store.work.tensor(torch.float32), self._states[0].dtype, Device())
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
         """Update the cut from `start` on, which is within the piece's parameter."""
@@ -145,23 +156,11 @@ class TensorPath(HostPath):
         self._cuts.update(unit.spec, start, piece, self._bench, kept, tensors)
 
 
-class DeviceTensorPath(DevicePath):
-    """A `DevicePath` whose blocks are those of `Cuts`. Every slot of its ring has a workbench if the rule needs one."""
+class DeviceTensorPath(CutPath, DevicePath):
+    """Updates parameters on the device. Every slot there has a workbench if the rule needs one."""
 
     def __init__(self, store: Store, lanes: dict[str, Lane], device: Device) -> None:
         super().__init__(store, _none, lanes, device)
-        self._cuts = Cuts(store)
-
-    def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        return self._cuts.of(unit)
-
-    def _homes(self, unit: UnitSpec, weights: str, start: int, count: int) -> dict[str, torch.Tensor]:
-        homes = {}
-        for state, span in self._cuts.spans(unit, start).items():
-            home = self._store.tensor(unit.index, weights if state.name == WEIGHT else state.name)
-            assert home is not None, "what is updated on the device is in memory"
-            homes[state.name] = home[span.first : span.first + span.count]
-        return homes
 
     def _apply(
         self,

@@ -449,7 +449,8 @@ class Updates:
             if update.keeps is None:
                 return
         update.state = UpdateState.RUNNING
-        if not self._plan.units[update.unit].updater:
+        plan = self._plan.units[update.unit]
+        if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
         steps = tuple(record.step for record in update.records)

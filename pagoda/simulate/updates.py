@@ -7,7 +7,8 @@ from functools import cache, partial
 from math import ceil
 
 from pagoda.plan.device_updates import DEVICE_SLOTS
-from pagoda.plan.ops import COLLECTIVE, HOST
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import Traffic
 from pagoda.schedule.operations import Kind, Operation, Writes
@@ -22,12 +23,12 @@ Report = Callable[[Operation], None]
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
-    """What lanes do for some elements of a unit: nothing is read or written of states that stay where they are."""
+    """What lanes do for some elements of a unit, one after another: states come, are updated, and go back."""
 
-    read: Work | None
+    come: Sequence[Work]
     update: Work
-    write: Work | None
-    """None too where only weights are written, in RAM."""
+    back: Sequence[Work]
+    """Empty if nothing is written elsewhere."""
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class SimulatedUpdates:
         self._rates = rates
         self._gradient_used, self._weights_written, self._ended = reports
         self._on_device = on_device
-        self._path = ("h2d", "device_update", "d2h") if on_device else ("ssd_read", "update", "ssd_write")
+        self._lane = "device_update" if on_device else "update"
         self.lanes_waited_for = [self._lane_waited_for(unit.index) for unit in plan.units]
         """By unit, the lane whose work ends last before new weights can be used, most likely."""
         layout = plan.layout
@@ -119,30 +120,41 @@ class SimulatedUpdates:
     def _feed_chunk(self, feeding: _Feeding) -> bool:
         """Give lanes the next chunk of an update; False while there is no slot for it."""
         at, chunk = feeding.fed, feeding.chunks[feeding.fed]
-        reads: list[Task] = []
-        if chunk.read is not None:
+        after: list[Task] = []
+        if chunk.come:
             read = feeding.ahead[at] if at < len(feeding.ahead) else self._read(chunk)
             if read is None:
                 return False
-            reads.append(read)
-        last = computed = self._lanes.submit(chunk.update, reads, feeding.times)
-        if chunk.write is not None:
-            last = self._lanes.submit(chunk.write, [computed])
+            after = [self._in_turn(chunk.come[1:], read)]
+        computed = self._lanes.submit(chunk.update, after, feeding.times)
+        back = [computed]
+        for work in chunk.back:
+            back.append(self._lanes.submit(work, [back[-1]]))
         feeding.fed += 1
         if feeding.fed == len(feeding.chunks):
-            self._last_is_fed(feeding.operation, computed, last)
-        if chunk.read is not None:
-            last.then.append(self._slot_is_free)
+            self._last_is_fed(feeding.operation, back)
+        if chunk.come:
+            back[-1].then.append(self._slot_is_free)
         return True
 
-    def _last_is_fed(self, operation: Operation, computed: Task, last: Task) -> None:
-        """Tell how an update gets on. Its last chunk is the last of all in every lane."""
+    def _in_turn(self, works: Sequence[Work], task: Task) -> Task:
+        """Give lanes work, one after another, behind a task; returns the last."""
+        for work in works:
+            task = self._lanes.submit(work, [task])
+        return task
+
+    def _last_is_fed(self, operation: Operation, tasks: Sequence[Task]) -> None:
+        """Report how an update gets on. Its last chunk is the last of all in every lane: the first of `tasks` computes
+        it, and the others take its states home."""
+        computed, last = tasks[0], tasks[-1]
         if not operation.in_two:
             computed.then.append(partial(self._gradient_used, operation))
         if operation.kind is Kind.PERSIST:
             self._lanes.when_ended(last, partial(self._ended, operation))
             return
-        published = last if self._weights_stream(operation.unit) else computed
+        home = self._plan.placement.home(operation.unit, WEIGHT)
+        passes = self._on_device and home != DEVICE
+        published = last if home == SSD else tasks[1] if passes else computed
         if self._traffic[operation.unit].published and not operation.undoable:
             published = self.share(operation.unit, [published])
         published.then.append(partial(self._weights_written, operation))
@@ -163,14 +175,17 @@ class SimulatedUpdates:
         return task
 
     def _submit_move(self, lane: str, name: str, nbytes: int, after: Sequence[Task]) -> Task:
-        return self._lanes.submit(Work(lane, name, nbytes, self._rates.seconds(lane, nbytes)), after)
+        return self._lanes.submit(self._move(lane, name, nbytes), after)
+
+    def _move(self, lane: str, name: str, nbytes: int, pieces: int = 1) -> Work:
+        return Work(lane, name, nbytes, self._rates.seconds(lane, nbytes), pieces)
 
     def _read(self, chunk: _Chunk) -> Task | None:
-        """Begin to read a chunk, if its states stream and there is a slot."""
-        if chunk.read is None or not self._slots:
+        """Begin to bring the states of a chunk, if they move and there is a slot."""
+        if not chunk.come or not self._slots:
             return None
         self._slots -= 1
-        return self._lanes.submit(chunk.read)
+        return self._lanes.submit(chunk.come[0])
 
     def _drop_ahead(self) -> None:
         ahead, self._ahead, self._ahead_unit = self._ahead, [], -1
@@ -184,32 +199,31 @@ class SimulatedUpdates:
     def _cut(self, unit: int, steps: int, writes: Writes) -> Sequence[_Chunk]:
         """The chunks of a unit's update by the gradients of some steps, or of a part of it; their compute is that of
         one, as each part computes all states."""
-        (read, update, write), traffic, name = self._path, self._traffic[unit], self._plan.units[unit].name
+        traffic, name = self._traffic[unit], self._plan.units[unit].name
         layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
         rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
-        states = len(placement.streamed(unit, layout.states))
-        moments = traffic.streamed - traffic.streamed_master
-        read_bytes = moments if writes is Writes.MOMENTS else traffic.streamed
-        write_bytes = {Writes.WEIGHTS: traffic.streamed_master, Writes.MOMENTS: moments}.get(writes, traffic.streamed)
+        moving = placement.streamed(unit, layout.states)
+        on_ssd = sum(placement.home(unit, state.name) == SSD for state in moving)
+        moments, passed = traffic.streamed - traffic.streamed_master, traffic.passed
+        read = moments if writes is Writes.MOMENTS else traffic.streamed
+        write = {Writes.WEIGHTS: traffic.streamed_master, Writes.MOMENTS: moments}.get(writes, traffic.streamed)
+        coming = [("ssd_read", read, on_ssd), ("h2d", passed + steps * traffic.brought, len(moving))]
+        going = [("d2h", passed, len(moving)), ("ssd_write", write, on_ssd)]
         chunks = []
         for start in range(0, max(1, total), self._chunk):
             stop = min(start + self._chunk, total)
             blocks, seconds = ceil((stop - start) / self._block), rate(stop - start)
-            written, brought, touched = (
-                nbytes * stop // total - nbytes * start // total if total else 0
-                for nbytes in (write_bytes, read_bytes + steps * traffic.brought, traffic.touched)
+            come, back = (
+                [
+                    self._move(lane, f"{verb} {name}", _part(nbytes, start, stop, total), states * blocks)
+                    for lane, nbytes, states in moves
+                    if nbytes
+                ]
+                for verb, moves in (("read", coming), ("write", going))
             )
-            if not (traffic.streamed or traffic.brought):
-                chunks.append(_Chunk(None, Work(update, f"update {name}", touched, seconds, blocks), None))
-                continue
-            reading, writing = self._rates.seconds(read, brought), self._rates.seconds(write, written)
-            chunk = _Chunk(
-                Work(read, f"read {name}", brought, reading, states * blocks),
-                # The updater too wakes for each block's slot.
-                Work(update, f"update {name}", touched, seconds, 2 * blocks),
-                Work(write, f"write {name}", written, writing, states * blocks) if written else None,
-            )
-            chunks.append(chunk)
+            wakes = 2 * blocks if come else blocks  # the updater too wakes for each block's slot
+            touched = _part(traffic.touched, start, stop, total)
+            chunks.append(_Chunk(come, Work(self._lane, f"update {name}", touched, seconds, wakes), back))
         return chunks
 
     def _copying(self, unit: int) -> float:
@@ -221,10 +235,11 @@ class SimulatedUpdates:
         return 1.0 + 2 * copied / (layout.bytes_per_update * self._elements[unit])
 
     def _lane_waited_for(self, unit: int) -> str:
-        read, update, write = self._path
-        if not self._traffic[unit].streamed or self._on_device:
-            return update
-        return write if self._weights_stream(unit) else read
+        if self._plan.placement.home(unit, WEIGHT) == SSD:
+            return "ssd_write"
+        return "ssd_read" if self._traffic[unit].streamed and not self._on_device else self._lane
 
-    def _weights_stream(self, unit: int) -> bool:
-        return self._plan.layout.weight in self._plan.placement.streamed(unit, self._plan.layout.states)
+
+def _part(nbytes: int, start: int, stop: int, total: int) -> int:
+    """How many of the bytes of `total` elements belong to the elements [start, stop)."""
+    return nbytes * stop // total - nbytes * start // total if total else 0

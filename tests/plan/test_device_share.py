@@ -89,7 +89,7 @@ def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_st
         traffic, passes = traffic_of(plan)[u.index], u.index in passing
         states = sum(state.nbytes(u.trainable_numel) for state in plan.layout.states)
         gradient = u.trainable_numel * plan.layout.itemsize(GRAD)
-        assert (traffic.streamed, traffic.brought) == ((states, gradient) if passes else (0, 0))
+        assert (traffic.passed, traffic.brought) == ((states, gradient) if passes else (0, 0))
         assert schedule_plan(plan).units[u.index].updater == int(passes)
 
 

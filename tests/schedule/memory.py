@@ -139,8 +139,8 @@ class Memory:
         """unit -> the version that another rank reads; None while it waits."""
         self.held: dict[Operation, None] = {}
         """Reclaims that were answered: still held."""
-        self.ahead: tuple[int, int, int] | None = None
-        """(unit, version, edition) of the states that are read ahead."""
+        self.ahead: dict[int, tuple[int, int, int]] = {}
+        """Updater -> (unit, version, edition) of the states that it has read ahead."""
         self.at_rest = False
         """Whether compute has used nothing since the last drain."""
         self.checkpoint: dict[int, int] | None = None
@@ -287,10 +287,9 @@ class Memory:
         require(not home.readers[op.home], f"UPDATE of unit {op.unit}, which somebody reads")
         whole = self.plan.max_staleness is not None or home.extents[0] == home.newest
         require(whole, f"UPDATE of unit {op.unit}, of which ranks have yet to share the one before")
-        if self.plan.units[op.unit].updater == 0 and self.ahead is not None:
-            stale = self.ahead[0] == op.unit and self.ahead[1:] != (home.states, home.edition)
-            require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
-            self.ahead = None
+        ahead = self.ahead.pop(self.plan.units[op.unit].updater, None)
+        stale = ahead is not None and ahead[0] == op.unit and ahead[1:] != (home.states, home.edition)
+        require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
         if op.run is not None:
             self.keep(op, home)
         if op.undoable:
@@ -351,12 +350,11 @@ class Memory:
         unit, home, truth = op.unit, self.homes[op.unit], self.truths[op.unit]
         require(self.plan.max_staleness is None and not self.at_rest, "READ_AHEAD while nothing should be")
         require(self.plan.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
-        require(not self.plan.units[unit].updater, f"READ_AHEAD of unit {unit} for the wrong updater")
         require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")
         begun = self.scheduler.updates.began_early(unit) and self.steps not in truth.applied
         require(truth.asked <= home.newest and not begun, f"READ_AHEAD of unit {unit}, whose update is queued")
         require(not self.scheduler.updates.speculates(unit), f"READ_AHEAD of unit {unit}, whose update may be undone")
-        self.ahead = unit, home.states, home.edition
+        self.ahead[self.plan.units[unit].updater] = unit, home.states, home.edition
 
     def answer(self, op: Operation) -> None:
         """RECLAIM: does anything refer to the frames of a lease, or to weights in their home?"""

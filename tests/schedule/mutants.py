@@ -245,10 +245,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "or self._asynchronous or not self._may_read_ahead or self._versions.failed:",
             "or self._asynchronous or self._versions.failed:",
         ),
-        "states are read ahead for the other updater": (
-            "        if not self._plan.units[update.unit].updater:\n            self._after",
-            "        if True:\n            self._after",
-        ),
         "a refused gradient counts as applied": ("        self._versions.of[unit].due -= steps\n", ""),
         "an update that was refused stands": (
             "            self._calm = 0\n            self._over(update)\n            return",

@@ -65,9 +65,10 @@ def least_bytes(plan: Plan) -> dict[str, int]:
             add("h2d", traffic[unit].fetched)
         if traffic[unit].fetched and on_ssd:
             add(READ, traffic[unit].fetched)
-        passes = unit in placement.passing
-        add("h2d" if passes else READ, traffic[unit].streamed + traffic[unit].brought)
-        add("d2h" if passes else WRITE, traffic[unit].streamed)
+        add(READ, traffic[unit].streamed)
+        add(WRITE, traffic[unit].streamed)
+        add("h2d", traffic[unit].passed + traffic[unit].brought)
+        add("d2h", traffic[unit].passed)
     for gradient in gradients_of(plan.trace, trained(plan)):
         add("d2h", traffic[gradient.unit].offloaded)
     return lanes
@@ -99,10 +100,10 @@ def test_every_operation_moves_its_bytes_as_often_as_a_step_has_it(
         assert of("offload", unit) == steps * made[unit] * traffic.offloaded
         in_two = unit in plan.placement.in_two - plan.placement.speculated
         assert of("update", unit) == used * traffic.touched * (1 + in_two)
-        assert of("write", unit) == used * traffic.streamed
-        streamed = traffic.streamed + traffic.brought
+        assert of("write", unit) == used * (traffic.streamed + traffic.passed)
+        came = traffic.streamed + traffic.passed + traffic.brought
         again = used * in_two * (traffic.streamed - traffic.streamed_master)
-        assert used * streamed <= of("read", unit) - again <= (used + 1) * streamed, "one may be read ahead"
+        assert used * came <= of("read", unit) - again <= used * came + traffic.streamed, "one may be read ahead"
         lanes = 2 if plan.budgets.device is not None and plan.placement.home(unit, WEIGHT) == SSD else 1
         fetches, rest = divmod(of("fetch", unit), lanes * traffic.fetched) if traffic.fetched else (0, 0)
         assert not rest

@@ -1,0 +1,191 @@
+"""Streams: how the states of an update come from SSD and go back, block by block, through the ring in RAM."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from pagoda.memory.page import pages_for
+from pagoda.memory.region import Region
+from pagoda.optim.rule import StateSpec
+from pagoda.plan.layout import MASTER, WEIGHT
+from pagoda.plan.units import UnitSpec
+from pagoda.runtime.lanes import Handle, Lane, all_of
+from pagoda.runtime.store import Store
+from pagoda.runtime.updates import Block, UpdatePath
+from pagoda.schedule.operations import Writes
+
+
+class Part(NamedTuple):
+    """What a block has of a state."""
+
+    elements: range
+    """Of the state's extent."""
+    page_at: int
+    """Byte of the extent at which the first page that has some of it begins."""
+
+
+class Moved(NamedTuple):
+    """States on SSD that a part of an update reads, and those that it writes."""
+
+    read: Sequence[str]
+    written: Sequence[str]
+
+
+class StreamPath(UpdatePath):
+    """Updates blocks by `_compute`, which a subclass has. States on SSD stream through the ring.
+
+    A block is read, updated and written back while others are read and written. The ring's size bounds the blocks in
+    flight. Free slots read ahead the unit that most likely comes next. What is read ahead belongs to the feeder's
+    thread.
+    """
+
+    def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
+        super().__init__(store, lanes)
+        layout, units = store.plan.layout, store.plan.units
+        self._streamed = [[s.name for s in self._states if store.run(unit.index, s.name) is not None] for unit in units]
+        """The states on SSD of each unit."""
+        self._ring = store.ring
+        on_device = store.plan.placement.on_device
+        self._kept_free = layout.least_ring_slots if any(self._streamed[unit] for unit in on_device) else 0
+        """Slots that reading ahead leaves free. If two feeders share the ring, each needs slots that the other one does
+        not hold for an update that has yet to come."""
+        self._ahead_unit = -1
+        """The unit that is read ahead."""
+        self._ahead: dict[int, tuple[Region, list[Handle]]] = {}
+        """Its blocks in the ring: first element -> slot, reads."""
+        self._unread: list[tuple[int, int]] = []
+        """Its blocks that have had no slot yet, the last one first."""
+        self._tails: dict[tuple[int, str], tuple[int, Handle]] = {}
+        """(unit, state on SSD) -> the end of the pages written last, and the handle of that write."""
+        self._ring_offsets: dict[str, int] = {}
+        """State -> its first byte in a slot of the ring."""
+        offset = 0
+        for state in (*layout.moments, layout.weight):
+            self._ring_offsets[state.name] = offset
+            offset += layout.block_pages(state.name) * store.plan.page_bytes
+
+    def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
+        """Submit the arithmetic of a block, once `after` have ended. `parts` has the block's part of each state. States
+        on SSD are in `slot`, and their new values must be there when the returned handle ends."""
+        raise NotImplementedError
+
+    def begin(self, unit: int) -> None:
+        if self._streamed[unit]:
+            self._unread = []
+            if unit != self._ahead_unit:
+                self.drop_ahead()
+
+    def end(self, unit: int) -> None:
+        if self._streamed[unit]:
+            self.drop_ahead()  # blocks without a gradient
+
+    def read_ahead(self, unit: int) -> None:
+        self.drop_ahead()
+        self._ahead_unit, self._unread = unit, self._readable_ahead(self._store.plan.units[unit])[::-1]
+        self.read_more()
+
+    def read_more(self) -> None:
+        while self._unread and (slot := self._ring.take_if_free(self._kept_free)) is not None:
+            start, stop = self._unread.pop()
+            unit, parts = self._ahead_unit, self._parts(self._ahead_unit, start, stop)
+            self._ahead[start] = slot, [*self._transfers("ssd_read", unit, slot, parts, WEIGHT, self._streamed[unit])]
+
+    def drop_ahead(self) -> list[Handle]:
+        dropped = self._ahead
+        self._ahead_unit, self._ahead, self._unread = -1, {}, []
+        for slot, reads in dropped.values():
+            all_of(reads).then(partial(self._give_back, slot))
+        return [read for _, reads in dropped.values() for read in reads]
+
+    def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        """The blocks of `cuts` that can be read before those before them are written."""
+        return self.cuts(unit)
+
+    def _take_slot(self, start: int) -> tuple[Region, list[Handle]]:
+        """A slot for a block of the unit that is fed, and the reads that bring it, if it was read ahead."""
+        if start in self._ahead:
+            return self._ahead.pop(start)
+        slot = self._ring.take_if_free()
+        if slot is None:
+            self.drop_ahead()  # what is left of it lies behind this block: parameters without a gradient
+            slot = self._ring.take()
+        return slot, []
+
+    def _give_back(self, slot: Region, _error: BaseException | None = None) -> None:
+        self._ring.give_back(slot)
+        if self._unread:
+            self.more()
+
+    def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
+        unit, weights = block.update.unit.index, block.update.weights
+        slot, using = self._take_slot(block.start) if self._streamed[unit] else (None, [])
+        parts, moved = self._parts(unit, block.start, block.stop), self._moved(unit, block.update.writes)
+        try:
+            if slot is not None and not using:
+                using.extend(self._transfers("ssd_read", unit, slot, parts, weights.read, moved.read))
+            handle = self._compute(block, parts, slot, tuple(using))
+            computed.append(handle)
+            using.append(handle)
+            if slot is not None:
+                into = weights.write
+                for write in self._transfers("ssd_write", unit, slot, parts, into, moved.written, (handle,)):
+                    written.append(write)
+                    using.append(write)
+        except BaseException:
+            written.extend(using)  # the update ends after all that was submitted
+            raise
+        finally:
+            if slot is not None:
+                all_of(using).then(partial(self._give_back, slot))
+
+    def _moved(self, unit: int, writes: Writes) -> Moved:
+        streamed = self._streamed[unit]
+        if writes is Writes.ALL:
+            return Moved(streamed, streamed)
+        master, moments = ([name for name in streamed if (name in MASTER) is of] for of in (True, False))
+        return Moved(streamed, master) if writes is Writes.WEIGHTS else Moved(moments, moments)
+
+    def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
+        """What a block has of each state; nothing of a state that its parameter has not."""
+        spec, parts = self._store.plan.units[unit], {}
+        for state in self._states:
+            origin = self._store.shards.origin(spec, state.name)
+            elements = range(state.elements(origin + start), state.elements(origin + stop))
+            parts[state.name] = Part(elements, elements.start * state.dtype.itemsize)
+        return parts
+
+    def _in_ring(self, slot: Region, part: Part, state: StateSpec) -> int:
+        """The address of a block's part of a state on SSD, in its slot of the ring."""
+        at = slot.address + self._ring_offsets[state.name]
+        return at + part.elements.start * state.dtype.itemsize - part.page_at
+
+    def _transfers(
+        self,
+        lane: str,
+        unit: int,
+        slot: Region,
+        parts: Mapping[str, Part],
+        weights: str,
+        names: Sequence[str],
+        after: tuple[Handle, ...] = (),
+    ) -> Iterator[Handle]:
+        """Move a block of some states between their SSD extents and the ring, in whole pages; `weights` names the
+        weights' extent. What was written before on the first of these pages is there before it is read."""
+        store, ssd, page = self._store, self._store.ssd, self._store.plan.page_bytes
+        reading = lane == "ssd_read"
+        for name in names:
+            run, part = store.run(unit, weights if name == WEIGHT else name), parts.get(name)
+            if part is None:
+                continue
+            assert run is not None
+            assert ssd is not None
+            move, verb = (ssd.load, "read") if reading else (ssd.store, "write")
+            nbytes = pages_for(part.elements.stop * store.dtype(name).itemsize - part.page_at, page) * page
+            view = slot.view(self._ring_offsets[name], nbytes)
+            end, before = self._tails.get((unit, name), (0, None))
+            behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()
+            work = partial(move, run, part.page_at, view)
+            handle = self._lanes[lane].submit(work, (*after, *behind), nbytes, f"{verb} {store.plan.units[unit].name}")
+            if not reading:
+                self._tails[unit, name] = part.page_at + nbytes, handle
+            yield handle
