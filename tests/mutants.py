@@ -262,14 +262,16 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "runtime/host_updates.py": {
-        "the moments of an update in two parts stay as they were": (
-            "return Moved(streamed, master) if writes is Writes.WEIGHTS else Moved(moments, moments)",
-            "return Moved(streamed, master) if writes is Writes.WEIGHTS else Moved(moments, ())",
-            "runtime/test_updates_in_two.py",
-        ),
         "the second part of an update changes weights in RAM": (
             "elif home is not None and not (writes is Writes.MOMENTS and state.name in MASTER):",
             "elif home is not None:",
+            "runtime/test_updates_in_two.py",
+        ),
+    },
+    "runtime/streams.py": {
+        "the moments of an update in two parts stay as they were": (
+            "return Moved(streamed, master) if writes is Writes.WEIGHTS else Moved(moments, moments)",
+            "return Moved(streamed, master) if writes is Writes.WEIGHTS else Moved(moments, ())",
             "runtime/test_updates_in_two.py",
         ),
         "a block is written before it is updated": (

@@ -186,14 +186,14 @@ def test_the_device_is_home_to_weights_first_then_to_gradients_then_to_moments(
         made, there = 2 * (unit.index not in gradients), unit.index in placement.on_device
         states = sum(s.nbytes(unit.trainable_numel) for s in placement.streamed(unit.index, plan.layout.states))
         assert traffic[unit.index].offloaded * 2 == made * unit.trainable_numel * plan.layout.offloaded_itemsize
-        assert traffic[unit.index].streamed == states * there
+        assert traffic[unit.index].passed == states * there
         assert bool(traffic[unit.index].fetched) == (unit.index not in weights)
         assert bool(traffic[unit.index].brought) == (there and unit.index not in gradients)
-    steps, streamed = len(outcome.moved), sum(of.streamed for of in traffic)
+    steps, passed = len(outcome.moved), sum(of.passed for of in traffic)
     offloaded = 2 * sum(of.offloaded for of in traffic)
     moved = sum(step["d2h"] for step in outcome.moved)
     # An update may run on into the next step, and gradients have no padding, so only sums over steps are bounded.
-    assert (steps - 1) * streamed <= moved <= steps * (streamed + offloaded)
+    assert (steps - 1) * passed <= moved <= steps * (passed + offloaded)
 
 
 @pytest.mark.parametrize("rule", [None, pagoda.Adafactor(lr=1e-2, beta1=0.9)], ids=["adamw", "adafactor"])
@@ -273,7 +273,7 @@ def test_any_share_of_adafactors_updates_runs_on_the_device(share: float, homes:
     assert outcome.plan is not None
     placement = outcome.plan.placement
     assert bool(placement.resident) == (homes > 0)
-    assert bool(placement.updated_on_device) == (share > 0)
+    assert bool(placement.passing) == (share > 0)
     assert any(step["update"] for step in outcome.moved)
     assert "work" not in outcome.plan.bytes["host"]
 

@@ -316,7 +316,7 @@ class Memory:
         require(not home.state_readers, "PERSIST of states that a checkpoint reads")
         self.check_gradient(op.unit, step)
         self.found[op, step] = Counter(self.gradients.get((op.unit, step)))
-        self.ahead = None if self.plan.units[op.unit].updater == 0 else self.ahead
+        self.ahead.pop(self.plan.units[op.unit].updater, None)
         home.states = TORN
         self.stages[op] = 0
 

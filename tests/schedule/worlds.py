@@ -137,7 +137,8 @@ class World(Compute):
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> None:
         self.note("drain")
         self.collect()
-        self.at_rest, self.ahead, self.turn = True, None, 0
+        self.at_rest, self.turn = True, 0
+        self.ahead.clear()
         for truth in self.truths:
             truth.closed = truth.asked
             truth.shown = truth.shown if self.used_any and self.plan.max_staleness is not None else truth.asked
@@ -200,7 +201,7 @@ class World(Compute):
             self.truths[unit] = Truth()
         self.gradients.clear()
         self.on_ssd.clear()
-        self.ahead = None
+        self.ahead.clear()
         self.scheduler.restored()
         require(
             not self.scheduler.updates.checkpoint.left and not self.scheduler.versions.failed,
