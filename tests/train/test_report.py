@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pagoda.cli.main import main
+from pagoda.cli.report import server_of
 from pagoda.config.memory import Memory
 from pagoda.train.report import report
-from pagoda.train.report_server import server_of
 from pagoda.train.run_dir import RunDir
 from tests.tiny import tiny_run, trained, write_model
 
