@@ -120,15 +120,6 @@ def test_the_adapter_is_exported_for_peft_and_merged_for_transformers(
     assert changed == {name for name in before if any(target in name for target in TARGETS)}
 
 
-def test_a_run_of_a_whole_model_has_nothing_to_merge(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = ["--memory.host", "64MiB", "--steps", "1", "--checkpoint-every", "1"]
-    assert main(args(model, tmp_path, "run", *whole, lora=False)) == 0
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]) == 2
-    assert "no adapter to merge" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -156,9 +147,13 @@ def test_what_cannot_be_adapted_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_without_peft_the_message_says_how_to_get_it(
+def test_without_peft_the_message_says_how_to_get_it_and_a_whole_model_has_nothing_to_merge(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    whole = ["--memory.host", "64MiB", "--steps", "1", "--checkpoint-every", "1"]
+    assert main(args(model, tmp_path, "whole", *whole, lora=False)) == 0
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "out"), "--merge"]) == 2
+    assert "no adapter to merge" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "peft", None)
     assert main(args(model, tmp_path, "run")) == 2
     assert "pip install 'pagoda-train[peft]'" in capsys.readouterr().err

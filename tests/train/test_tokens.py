@@ -21,6 +21,7 @@ from pagoda.train.sources import find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 from tests.text_files import CHATML, TEXT, chats, tokenizer, write_lines
+from tests.tiny import write_model
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +251,20 @@ def test_the_tokenizer_is_the_models_own_or_bytes(tmp_path: Path) -> None:
     assert "400 tokens" in open_tokenizer(None, str(tmp_path)).name
     with pytest.raises(ConfigError, match="--tokenizer"):
         open_tokenizer(None, str(tmp_path / "missing"))
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"cannot be read.*--tokenizer bytes"):
+
+
+TOKENIZERS = [
+    ["tokenizer.json"], ["tokenizer.model"], ["tokenizer_config.json"], ["vocab.json", "merges.txt"], ["vocab.txt"],
+    ["spiece.model"], ["sentencepiece.bpe.model"], ["tekken.json"], ["qwen.tiktoken"], ["source.spm"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("files", TOKENIZERS, ids=lambda files: files[0])
+def test_a_tokenizer_that_cannot_be_read_is_never_replaced_by_bytes(files: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path)
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"tokenizer in {tmp_path} cannot be read.*--tokenizer bytes"):
         open_tokenizer(tmp_path, None)
 
 
