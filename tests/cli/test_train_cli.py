@@ -14,61 +14,17 @@ from safetensors.torch import save_file
 
 from pagoda.cli.main import main
 from pagoda.train.data import Batches
-from pagoda.train.metrics import StepMetrics, read_metrics
-from tests.tiny import LLAMA, write_model
+from pagoda.train.metrics import StepMetrics
+from tests.cli.workspace import STEPS, Workspace, curve
+from tests.tiny import LLAMA
 
 KEYS = [field.name for field in fields(StepMetrics)]
 LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update"}
-
-STEPS = 6
-
-
-class Workspace:
-    """A folder with a tiny model, a text, an SSD directory, and runs of `pagoda train` on them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.model = root / "model"
-        self.text = root / "text.txt"
-        self.ssd = root / "ssd"
-        self.ssd.mkdir()
-        write_model(self.model)
-        self.text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-
-    def args(self, out: str, /, *flags: str, **changes: object) -> list[str]:
-        """The command line of a run in `out`; `changes` replace flags of the same name."""
-        settings: dict[str, object] = {
-            "model": self.model,
-            "data": self.text,
-            "steps": STEPS,
-            "batch-size": 2,
-            "seq-len": 32,
-            "optim.lr": 3e-3,
-            "memory.host": "1MiB",
-            "memory.ssd": self.ssd,
-            "out": self.root / out,
-        }
-        settings |= {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
-        given = ((f"--{name}", str(value)) for name, value in settings.items() if value is not None)
-        return ["train", *(part for pair in given for part in pair), *flags]
-
-    def train(self, out: str, /, *flags: str, **changes: object) -> list[dict[str, object]]:
-        """Runs to the end and returns the metrics."""
-        assert main(self.args(out, *flags, **changes)) == 0
-        return self.metrics(out)
-
-    def metrics(self, out: str) -> list[dict[str, object]]:
-        return read_metrics(self.root / out / "metrics.jsonl")
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
-
-
-def curve(metrics: list[dict[str, object]]) -> list[tuple[object, ...]]:
-    """What must not differ by a bit between runs of the same arithmetic."""
-    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in metrics]
 
 
 def test_a_run_writes_metrics_and_configuration_and_its_loss_falls(
@@ -103,29 +59,6 @@ def test_a_run_saves_at_its_end_unless_told_not_to(work: Workspace, capsys: pyte
     work.train("dropped", "--no-save-at-end", steps=1)
     assert not (work.root / "dropped" / "checkpoints").exists()
     assert "--no-save-at-end" in capsys.readouterr().out
-
-
-def test_a_crashed_run_resumes_to_the_bits_of_an_unbroken_one(work: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"accumulation_steps": 2, "optim__warmup_steps": 2}
-    unbroken = work.train("unbroken", **flags)
-
-    batch = Batches.batch
-
-    def crashing(self: Batches, step: int, index: int = 0) -> object:
-        if step == 5:
-            raise RuntimeError("power cut")
-        return batch(self, step, index)
-
-    monkeypatch.setattr(Batches, "batch", crashing)
-    with pytest.raises(RuntimeError, match="power cut"):
-        main(work.args("broken", checkpoint_every=2, **flags))
-    monkeypatch.undo()
-    assert [line["step"] for line in work.metrics("broken")] == [1, 2, 3, 4, 5]
-    checkpoints = sorted(entry.name for entry in (work.root / "broken" / "checkpoints").iterdir())
-    assert checkpoints == ["step-000002", "step-000004"]
-
-    assert main(["train", "--resume", "--out", str(work.root / "broken")]) == 0
-    assert curve(work.metrics("broken")) == curve(unbroken)
 
 
 def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_checkpoint(work: Workspace) -> None:

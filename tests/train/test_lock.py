@@ -34,7 +34,7 @@ def test_the_end_of_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path)
     holding = locked(tmp_path)
     holding.__enter__()
     for work in (lambda: None, lambda: holding.__exit__(None, None, None)):
-        ended(fork(work))
+        assert ended(fork(work)) == 0
         assert (tmp_path / LOCK).exists()
         assert not is_free(tmp_path)
     holding.__exit__(None, None, None)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,29 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
     run_dir.create(replace(CONFIG, steps=40))
     assert run_dir.started_config().steps == 40
     assert done == rewritten
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.touch(),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{}"),
+    "nested deeply": lambda path: path.write_bytes(b'{"a":' * 100_000),
+    "a list": lambda path: path.write_text("[]"),
+    "a huge number": lambda path: path.write_text('{"steps": ' + "9" * 5000 + "}"),
+    "without its hash": lambda path: path.write_text('{"model": "gpt2", "steps": 4}'),
+    "a directory": lambda path: path.mkdir(),
+    "a FIFO": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_broken_configuration_is_refused(case: str, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(ConfigError, match="no run to resume"):
+        run_dir.started_config()
+    HOSTILE[case](run_dir.config)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        run_dir.started_config()
 
 
 def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
