@@ -1,4 +1,4 @@
-"""What a run reads: its data as tokens, cut into rows, in batches; and what is said about them."""
+"""The inputs of a run: its data as tokens, cut into rows, in batches."""
 
 import inspect
 from dataclasses import replace
@@ -109,7 +109,7 @@ def _check_vocabulary(config: TrainConfig, model: nn.Module, tokens: Tokens) -> 
 
 
 def _described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
-    """What was read, and what was not."""
+    """Messages about the files that were read and those that were left out."""
     about = tokens.about
     kind = "conversations" if about.chats else "documents"
     lines = [
@@ -127,7 +127,7 @@ def _described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
 
 
 def _sequences(rows: Rows, apart: bool) -> list[str]:
-    """How the tokens are cut."""
+    """Messages about how the tokens are cut into sequences."""
     about = rows.tokens.about
     ends = ", attention ends where a document does" if apart else ""
     padded = f", {rows.padding:.0%} padding" if about.chats else ""

@@ -150,7 +150,7 @@ def _conversation(row: Mapping[str, Any], column: str, where: str) -> Document:
 
 
 def _message(turn: Any, where: str) -> Message:
-    """A message with role and content, also of one in ShareGPT's words."""
+    """A message with role and content. ShareGPT's names are translated."""
     if not isinstance(turn, Mapping):
         raise ConfigError(f"{where} is a {type(turn).__name__}, not a message with role and content")
     message = {key: value for key, value in turn.items() if value is not None}
@@ -178,7 +178,7 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Document:
 
 
 def opened(path: Path) -> Any:
-    """A file opened to read bytes, unpacked if its name says that it is compressed."""
+    """Opens a file to read bytes. Unpacks it if its name says that it is compressed."""
     if path.suffix.lower() not in _COMPRESSED:
         return path.open("rb")
     import fsspec
@@ -190,7 +190,7 @@ def opened(path: Path) -> Any:
 
 
 def suffix(path: Path) -> str:
-    """What the name says of the content, compressed or not."""
+    """The suffix that names the format of a file, without that of its compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()

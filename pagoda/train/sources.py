@@ -1,4 +1,4 @@
-"""What `--data` names: text files, or files of records, as a stream of documents that needs little RAM."""
+"""The files that `--data` names, as a stream of documents that needs little RAM."""
 
 import glob
 import io
@@ -166,7 +166,7 @@ def _size(files: Collection[Path]) -> int:
 
 
 def _nearby(path: Path) -> str:
-    """What lies where a path was looked for."""
+    """Names the entries of the directory in which a path is missing."""
     parent = path.absolute().parent
     if not parent.is_dir():
         return f" (there is no directory {parent})"

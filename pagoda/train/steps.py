@@ -74,11 +74,11 @@ class Steps:
         self._console = console
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
         self._losses: list[tuple[int, float]] = []
-        """Of evaluations, with the steps done before."""
+        """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.rank else session.config.log, session.config)
         self._files: MetricsFiles | None = None
         self._first: Evaluation | None = None
-        """Of before the first step: kept until the run writes."""
+        """The evaluation before the first step, kept until the run creates its files."""
         self._saved: RunCheckpoint | None = None
 
     def run(self, beginning: Beginning) -> TrainResult:
@@ -194,7 +194,7 @@ class Steps:
             self._say(f"Sample after step {step}, {how}: {config.prompt}|{written}")
 
     def _write_timeline(self, step: int) -> None:
-        """What compute and lanes did in the step, for a report, and where it was asked for, for Perfetto."""
+        """Writes what compute and lanes did in the step: for a report and, if the user asked for it, for Perfetto."""
         timeline = self._session.optimizer.timeline
         assert timeline is not None, "a step that was traced has ended"
         with storage_errors(f"{self._run_dir.timeline} cannot be written"):

@@ -268,14 +268,15 @@ def test_a_tokenizer_that_cannot_be_read_is_never_replaced_by_bytes(files: list[
         open_tokenizer(tmp_path, None)
 
 
-def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path) -> None:
+def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is read in pieces has them once."""
+    monkeypatch.setattr("pagoda.train.sources._PIECE", 16)
     made = tokenizer(bos_token="<|im_start|>")
-
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
     )
     made.save_pretrained(tmp_path)
-    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "a.txt").write_text(text := "some text\nof several lines\nin pieces")
     (ids,) = documents_of(open_tokens(str(tmp_path / "a.txt"), ModelTokenizer(tmp_path)))
-    assert ids == [*AutoTokenizer.from_pretrained(tmp_path)("some text")["input_ids"], made.eos_token_id]
+    assert ids == [*AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"], made.eos_token_id]
     assert ids[0] == 1
