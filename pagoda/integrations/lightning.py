@@ -39,7 +39,7 @@ _Base: Any = object
 
 
 class _Pages(_Base):  # type: ignore[misc]
-    """What both precision plugins share: inputs in the dtype of the weights, a loss that is scaled, an exact clip."""
+    """Base of both precision plugins: inputs in the dtype of the weights, and a scaled loss."""
 
     def __init__(self, strategy: "PagodaStrategy | PagodaFabricStrategy", said: str) -> None:
         if said not in _PRECISIONS:
@@ -70,7 +70,7 @@ class _FabricPages(_Pages, FabricPrecision):  # type: ignore[misc]
 
 
 class _Strategy(_Base):  # type: ignore[misc]
-    """What both strategies share: their settings, the optimizer, and how both are saved."""
+    """Base of both strategies: their settings, and the optimizer and how it is saved."""
 
     def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
@@ -86,7 +86,7 @@ class _Strategy(_Base):  # type: ignore[misc]
 
     @contextmanager
     def _saved(self, directory: Path) -> Iterator[str]:
-        """Save all state in a directory; its name there. Once the block has written the rest, older state is
+        """Save all state in a directory, and give its name there. Once the block has written the rest, older state is
         deleted."""
         if directory.is_file():
             raise CheckpointError(

@@ -31,7 +31,7 @@ _REFUSED = {
     "use_vllm": "TRL would copy all weights into vLLM: the model generates from its pages",
     "sync_ref_model": "a reference model in pages does not change",
 }
-"""Arguments that a paged trainer has no use for, and what to do instead."""
+"""Arguments that a paged trainer refuses, and what to do instead."""
 
 
 _Trainer: Any = object
@@ -163,7 +163,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     # --- saving --------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model in pieces, and by the trainer what goes with it."""
+        """Write the model in pieces. The trainer writes the other files."""
         if self._paged is None or state_dict is not None:
             super()._save(output_dir, state_dict=state_dict)
             return
@@ -172,7 +172,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             super()._save(str(out), state_dict={})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write all state, in place of what an interrupted run has left there, and the scheduler's."""
+        """Write all state and the scheduler's. Replaces what an interrupted run has left there."""
         directory = Path(output_dir, STATE)
         if self.args.should_save and directory.exists():
             remove(directory)
@@ -193,7 +193,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """See that there is state to resume from; it is loaded once the model is wrapped."""
+        """Check that there is state to resume from. It is loaded once the model is wrapped."""
         try:
             read_manifest(Path(resume_from_checkpoint, STATE))
         except CheckpointError as error:

@@ -77,11 +77,13 @@ def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_che
 def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    handler = signal.getsignal(signal.SIGINT)
     batch = Batches.batch
 
     def interrupted(self: Batches, step: int, index: int = 0) -> object:
         if step == 2:
             signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is handler, "a second one would end the process at once"
         return batch(self, step, index)
 
     monkeypatch.setattr(Batches, "batch", interrupted)
