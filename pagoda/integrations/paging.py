@@ -32,8 +32,8 @@ class Paging:
     """
 
     memory: Memory = field(default_factory=Memory)
-    """Budgets of the tiers. By default, checkpoints copy state on SSD (`ssd_checkpoints=0`), because a framework deletes
-    the directories of its checkpoints without telling Pagoda."""
+    """Budgets of the tiers. By default, checkpoints copy state on SSD (`ssd_checkpoints=0`), because a framework
+    deletes the directories of its checkpoints without telling Pagoda."""
     optimizer: Rule | None = None
     """By default, the optimizer that the framework's configuration names."""
     precision: Precision | MixedPrecision | None = None
@@ -43,8 +43,8 @@ class Paging:
     tiles: Tiles | None = None
     mesh: Mesh | DeviceMesh | None = None
     reference: Memory | None = None
-    """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. One model at a
-    time uses an SSD directory, so give another one than in `memory`."""
+    """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. One model at
+    a time uses an SSD directory, so give another one than in `memory`."""
 
     def wrap_frozen(self, model: nn.Module) -> None:
         """Wrap a model that only computes. Raises as `pagoda.wrap`."""
