@@ -24,8 +24,8 @@ _DECLINED = 1
 def run(config: GcConfig, console: Console) -> int:
     """Lists what looks orphaned, asks, deletes it, and returns the exit code.
 
-    Raises ConfigError: a directory is missing, or nothing that is to be kept is where --keep says; StorageError: a
-    directory is in use, or something cannot be deleted.
+    Raises ConfigError: a directory is missing, or there is no checkpoint in a path of --keep; StorageError: a directory
+    is in use, or something cannot be deleted.
     """
     if not config.directories:
         raise ConfigError("name the directories to look in, as --memory.ssd named them: pagoda gc DIR")

@@ -1,4 +1,4 @@
-"""`pagoda generate`: what a trained model writes."""
+"""`pagoda generate`: continues a prompt with a trained model."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""`pagoda inspect`: what a directory keeps, page stores or checkpoints, and whether it is still what was written."""
+"""`pagoda inspect`: shows the page stores or checkpoints in a directory, and verifies that nothing is damaged."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,26 +93,28 @@ def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> i
     if stripe:
         say(console, f"  its page tables are in {record.folders[0]}")
         return 0
-    tables: dict[str, Commit] = {}
-    damaged = 0
     try:
         names = record.commit_ids()
     except StorageError as error:
         say(console, f"  {error}")
         return 1
+    damaged, kept = 0, []
     for name in names:
         try:
-            tables[name] = record.read_commit(name)
+            commit = record.read_commit(name)
         except StorageError as error:
             damaged += 1
             say(console, f"  {error}")
-    for name, commit in tables.items():
+            continue
+        kept.append(commit.table.written)
         gone = "" if why_orphaned(commit) is None else " (not there: see pagoda gc)"
         size = format_bytes(len(commit.table.written) * page)
         say(console, f"  commit {name}: {size} of {commit.checkpoint}{gone}")
         if verify:
             damaged += _verify(record, commit, console)
-    say(console, "  " + _space(tables, slots, page))
+    pinned = len(np.unique(np.concatenate(kept))) if kept else 0
+    free = f"{format_bytes((slots - pinned) * page)} free or in use by a running process"
+    say(console, f"  {format_bytes(pinned * page)} kept by commits, {free}")
     return damaged
 
 
@@ -132,12 +134,3 @@ def _report(console: Console, indent: str, found: Sequence[str], fine: str | Non
     if fine is not None:
         say(console, indent + (f"{len(found)} damaged" if found else fine))
     return len(found)
-
-
-def _space(tables: Mapping[str, Commit], slots: int, page: int) -> str:
-    kept = [commit.table.written for commit in tables.values()]
-    pinned = len(np.unique(np.concatenate(kept))) if kept else 0
-    return (
-        f"{format_bytes(pinned * page)} kept by commits, {format_bytes((slots - pinned) * page)} free or in use by a "
-        "running process"
-    )

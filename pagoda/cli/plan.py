@@ -69,7 +69,7 @@ def run(config: PlanConfig, console: Console) -> int:
 
 
 def _train_command(made: "Forecast", config: PlanConfig) -> str:
-    """What trains the model within the budgets of the forecast that `config` asked for."""
+    """The command that trains the model within the budgets of the forecast for `config`."""
     budgets = made.plan.budgets
     flags = [f"--model {made.described.name} --batch-size {config.batch_size} --seq-len {config.seq_len}"]
     flags.append(f"--memory.host {budgets.host}")

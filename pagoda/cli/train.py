@@ -24,8 +24,8 @@ def run(config: TrainRequest, console: Console) -> int:
 
 
 def defaults_of(args: Sequence[str]) -> TrainRequest | None:
-    """What stands in for every flag not given: with --resume, the configuration of the run in --out; with --config,
-    what that file says.
+    """The configuration that gives the flags that are left out: with --resume, that of the run in --out; with --config,
+    that of the file.
 
     Raises ConfigError: there is no run in --out, or the file cannot be used.
     """
@@ -39,7 +39,7 @@ def defaults_of(args: Sequence[str]) -> TrainRequest | None:
 
 
 def _value(args: Sequence[str], flag: str) -> str | None:
-    """What is given for a flag."""
+    """The value of a flag, or None."""
     for arg, after in zip(args, [*args[1:], ""], strict=bool(args)):
         name, _, value = arg.partition("=")
         if name == flag:

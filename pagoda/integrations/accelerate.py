@@ -22,7 +22,7 @@ _PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": 
 
 
 class LossScaling:
-    """What Accelerate takes for a `GradScaler`: it scales the loss, and Pagoda's step does all else."""
+    """Stands in for Accelerate's `GradScaler`: it scales the loss, and Pagoda's step does everything else."""
 
     def __init__(self, optimizer: PagedOptimizer) -> None:
         self._optimizer = optimizer
@@ -40,7 +40,7 @@ class LossScaling:
 
 
 def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None:
-    """Let an accelerator take a wrapped model as it is: neither moved, nor in DDP, nor with autocast."""
+    """Let an accelerator take a wrapped model as it is, without moving it, DDP or autocast."""
     model._is_accelerate_prepared = True  # type: ignore[assignment]
     if optimizer.scales_loss:
         accelerator.scaler = LossScaling(optimizer)
@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As Accelerate's. Where they are all of a paged model's parameters, on any number of ranks."""
+        """As Accelerate's. If these are all parameters of a paged model, the norm is that of all ranks."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         of_models = {id(param) for param in params if is_paged(param)}
         for _, optimizer in self._paged:
@@ -157,7 +157,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_paged(self) -> Iterator[None]:
-        """Let Accelerate save and load all but what is in pages."""
+        """Let Accelerate save and load everything that is not in pages."""
         mine: Any = self
         models, optimizers = mine._models, mine._optimizers
         paged = [thing for pair in self._paged for thing in pair]

@@ -34,8 +34,12 @@ _STATE = "pagoda"
 """In that file: the name of the directory with these two."""
 
 
-class _Pages:
-    """What both precision plugins share: inputs in the dtype of the weights, a loss that is scaled, an exact clip."""
+_Base: Any = object
+"""For mypy: what both kinds of classes share finds the attributes of Lightning's classes in `self`."""
+
+
+class _Pages(_Base):  # type: ignore[misc]
+    """Base of both precision plugins: inputs in the dtype of the weights, and a scaled loss."""
 
     def __init__(self, strategy: "PagodaStrategy | PagodaFabricStrategy", said: str) -> None:
         if said not in _PRECISIONS:
@@ -50,7 +54,7 @@ class _Pages:
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """The loss to call `backward` on."""
-        loss: torch.Tensor = super().pre_backward(tensor, module)  # type: ignore[misc]
+        loss = super().pre_backward(tensor, module)
         return self._strategy.optimizer_in_pages.scale(tensor if loss is None else loss)
 
 
@@ -65,8 +69,8 @@ class _FabricPages(_Pages, FabricPrecision):  # type: ignore[misc]
         return data if self.said is None else tree_map(lambda each: _cast(each, torch.get_default_dtype()), data)
 
 
-class _Strategy:
-    """What both strategies share: their settings, the optimizer, and how both are saved."""
+class _Strategy(_Base):  # type: ignore[misc]
+    """Base of both strategies: their settings, and the optimizer and how it is saved."""
 
     def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
@@ -82,17 +86,16 @@ class _Strategy:
 
     @contextmanager
     def _saved(self, directory: Path) -> Iterator[str]:
-        """Save all state in a directory; its name there. Once the block has written the rest, older state is
+        """Save all state in a directory, and give its name there. Once the block has written the rest, older state is
         deleted."""
-        mine: Any = self
         if directory.is_file():
             raise CheckpointError(
                 f"{directory} is a file, and a checkpoint in pages is a directory: save to another path."
             )
         states = States(directory, _STATE)
-        yield states.save(self.optimizer_in_pages, mine.broadcast)
-        mine.barrier()
-        if mine.is_global_zero:
+        yield states.save(self.optimizer_in_pages, self.broadcast)
+        self.barrier()
+        if self.is_global_zero:
             states.keep_newest()
 
 
@@ -199,8 +202,7 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's part of a checkpoint."""
-        path = Path(checkpoint_path)
-        self._restored = path
+        path = self._restored = Path(checkpoint_path)
         found: dict[str, Any] = super().load_checkpoint(path / _REST if path.is_dir() else path, weights_only)
         return found
 

@@ -1,4 +1,4 @@
-"""What a framework's trainer hands on to `wrap`."""
+"""The settings that a framework's trainer passes to `wrap`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -32,19 +32,19 @@ class Paging:
     """
 
     memory: Memory = field(default_factory=Memory)
-    """What state may take of each tier. Checkpoints copy what is on SSD, unless `ssd_checkpoints` says otherwise: a
-    framework deletes the directories of its checkpoints without telling Pagoda."""
+    """Budgets of the tiers. By default, checkpoints copy state on SSD (`ssd_checkpoints=0`), because a framework
+    deletes the directories of its checkpoints without telling Pagoda."""
     optimizer: Rule | None = None
-    """By default what the framework's configuration names."""
+    """By default, the optimizer that the framework's configuration names."""
     precision: Precision | MixedPrecision | None = None
-    """By default what the framework's configuration says, else the dtype of the model."""
+    """By default, the precision in the framework's configuration, else the dtype of the model."""
     update: UpdateMode | Updates = "sync"
     activations: ActivationMode | Activations = "keep"
     tiles: Tiles | None = None
     mesh: Mesh | DeviceMesh | None = None
     reference: Memory | None = None
-    """What a second, frozen model may take: the reference model of DPO, say. By default it is not paged. An SSD
-    directory is used by one model at a time, so this one needs another than `memory`."""
+    """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. One model at
+    a time uses an SSD directory, so give another one than in `memory`."""
 
     def wrap_frozen(self, model: nn.Module) -> None:
         """Wrap a model that only computes. Raises as `pagoda.wrap`."""
@@ -60,7 +60,7 @@ class Paging:
         clip_grad_norm: float | None = None,
         accumulation_steps: int | None = None,
     ) -> PagedOptimizer:
-        """Wrap a model with what the framework asks for; what is set here comes first. Raises as `pagoda.wrap`."""
+        """Wrap a model with the framework's settings. The settings here take precedence. Raises as `pagoda.wrap`."""
         memory = self.memory
         if memory.ssd_checkpoints is None:
             memory = replace(memory, ssd_checkpoints=0)
@@ -119,7 +119,7 @@ def precision_of(model: nn.Module) -> Precision:
 
 
 def rule_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> Rule:
-    """The rule that does what a class of torch, or of anyone else, does with these settings.
+    """The update rule of an optimizer class, of torch or any other library, with these settings.
 
     Raises ConfigError, as `pagoda.Optim`, for a class that cannot step one parameter at a time.
     """

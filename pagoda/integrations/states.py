@@ -1,4 +1,4 @@
-"""State and models inside directories that a framework overwrites."""
+"""Writes state and models into directories that a framework overwrites."""
 
 import os
 import re
@@ -25,15 +25,15 @@ class States:
         self._new = f"{name}-{{}}"
 
     def save(self, optimizer: PagedOptimizer, agree: Callable[[str], str] = lambda name: name) -> str:
-        """Save all state of an optimizer; its name in the directory. On several ranks each calls it, and `agree` gives
-        all of them what the first rank has. Raises as `save_checkpoint`."""
+        """Save all state of an optimizer, and return the checkpoint's name. Every rank calls it, and `agree` gives all
+        of them the first rank's name. Raises as `save_checkpoint`."""
         self._directory.mkdir(parents=True, exist_ok=True)
         name = agree(self._new.format(max(self._numbers(), default=0) + 1))
         optimizer.save_checkpoint(self._directory / name)
         return name
 
     def newest(self) -> Path:
-        """The last one. Raises CheckpointError where there is none."""
+        """The last checkpoint. Raises CheckpointError if there is none."""
         numbers = self._numbers()
         if not numbers:
             raise CheckpointError(f"{self._directory} has no state of Pagoda: it was saved without paging.")

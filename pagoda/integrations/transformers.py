@@ -31,10 +31,14 @@ _REFUSED = {
     "use_vllm": "TRL would copy all weights into vLLM: the model generates from its pages",
     "sync_ref_model": "a reference model in pages does not change",
 }
-"""Arguments that a paged trainer has no use for, and what to do instead."""
+"""Arguments that a paged trainer refuses, and what to do instead."""
 
 
-class PagedTrainerMixin:
+_Trainer: Any = object
+"""For mypy: the mixin finds the attributes of a trainer in `self`."""
+
+
+class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     """Put before a trainer class, it keeps the training state in pages::
 
         class PagedSFTTrainer(PagedTrainerMixin, trl.SFTTrainer): pass
@@ -55,6 +59,8 @@ class PagedTrainerMixin:
     Raises ConfigError for arguments that cannot be combined with it, BudgetError as `wrap`.
     """
 
+    optimizer: Any
+
     def __init__(self, *args: Any, paging: Paging | None = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
         self._paged: PagedOptimizer | None = None
@@ -63,7 +69,7 @@ class PagedTrainerMixin:
             if isinstance(given, transformers.TrainingArguments):
                 self.check_arguments(given)
         super().__init__(*args, **kwargs)
-        self.paging.check_device(self.args.device)  # type: ignore[attr-defined]
+        self.paging.check_device(self.args.device)
 
     @staticmethod
     def check_arguments(settings: Any) -> None:
@@ -78,27 +84,25 @@ class PagedTrainerMixin:
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Wrap the model; the optimizer is the one that steps it."""
-        trainer: Any = self
-        if trainer.optimizer is None:
+        if self.optimizer is None:
             if self._paged is not None:  # of a model that `model_init` has replaced
                 self._paged.close()
-            self._paged = self._wrap(trainer.model)
-            trainer.optimizer = self._paged
+            self._paged = self._wrap(self.model)
+            self.optimizer = self._paged
         elif self._paged is None:
-            self._paged, self._was_given = _given(trainer.optimizer), True
-        adopt(trainer.accelerator, trainer.model, self._paged)
+            self._paged, self._was_given = _given(self.optimizer), True
+        adopt(self.accelerator, self.model, self._paged)
         self._paged._is_accelerate_prepared = True  # type: ignore[attr-defined]
-        return trainer.optimizer
+        return self.optimizer
 
     def _wrap(self, model: nn.Module) -> PagedOptimizer:
-        trainer: Any = self
-        args = trainer.args
-        kind, settings = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, model)
+        args = self.args
+        kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)
         if self.paging.optimizer is None and not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(f"optim={args.optim} makes no torch.optim.Optimizer: give Paging(optimizer=...).")
         for block in find_blocks(model) if args.torch_compile else ():
             block.module.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-        decayed = set(trainer.get_decay_parameter_names(model))
+        decayed = set(self.get_decay_parameter_names(model))
         trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         groups = [
             {"params": [param for name, param in trained if name in decayed], "weight_decay": args.weight_decay},
@@ -116,23 +120,20 @@ class PagedTrainerMixin:
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """No autocast and no loss scaling by Accelerate: the weights have their dtype, and Pagoda scales the loss."""
-        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
-        return {**built, "mixed_precision": "no"}
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; a model that it gets for evaluation is the reference model of DPO and others."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        trainer: Any = self
-        prepare = trainer.accelerator.prepare_model
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
 
-        def prepare_model(model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> nn.Module:
-            if evaluation_mode and self.paging.reference is not None and model is not trainer.model:
+        def prepare_model(model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
+            if evaluation_mode and self.paging.reference is not None and model is not self.model:
                 self.paging.wrap_frozen(model)
                 model._is_accelerate_prepared = True  # type: ignore[assignment]
-            prepared: nn.Module = prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
-            return prepared
+            return prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
 
-        trainer.accelerator.prepare_model = prepare_model
+        self.accelerator.prepare_model = prepare_model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: `wrap` places the model."""
@@ -142,7 +143,7 @@ class PagedTrainerMixin:
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Clip, where a user has wrapped the model. Else `step` does, as `wrap` was told to."""
         if self._was_given and self._paged is not None:
-            self._paged.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[attr-defined]
+            self._paged.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Nothing: the norm is known once `step` has been called; `log` adds it."""
@@ -151,36 +152,34 @@ class PagedTrainerMixin:
         """Log, with the norm of the last step's gradient beside the loss of training."""
         if self._paged is not None and "loss" in logs and self._paged.stats.grad_norm is not None:
             logs = {"loss": logs["loss"], "grad_norm": self._paged.stats.grad_norm, **logs}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict, on the wrapped model even if nothing has been trained yet."""
         if self._paged is None:
             self.create_optimizer()
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        return super().evaluation_loop(*args, **kwargs)
 
     # --- saving --------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model in pieces, and by the trainer what goes with it."""
-        trainer: Any = self
+        """Write the model in pieces. The trainer writes the other files."""
         if self._paged is None or state_dict is not None:
-            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict=state_dict)
             return
-        out = Path(trainer.args.output_dir if output_dir is None else output_dir)
-        with exported_into(out, trainer.model):
-            super()._save(str(out), state_dict={})  # type: ignore[misc]
+        out = Path(self.args.output_dir if output_dir is None else output_dir)
+        with exported_into(out, self.model):
+            super()._save(str(out), state_dict={})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write all state, in place of what an interrupted run has left there, and the scheduler's."""
-        trainer: Any = self
+        """Write all state and the scheduler's. Replaces what an interrupted run has left there."""
         directory = Path(output_dir, STATE)
-        if trainer.args.should_save and directory.exists():
+        if self.args.should_save and directory.exists():
             remove(directory)
-        trainer.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
         self._paged.save_checkpoint(directory)  # type: ignore[union-attr]
-        if trainer.args.should_save:
-            torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _save_scaler(self, output_dir: str) -> None:
         """Nothing: the loss scale is in Pagoda's checkpoint."""
@@ -190,11 +189,11 @@ class PagedTrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train. `resume_from_checkpoint=True` takes the last checkpoint that is complete."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(_last_checkpoint(Path(self.args.output_dir)))  # type: ignore[attr-defined]
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            resume_from_checkpoint = str(_last_checkpoint(Path(self.args.output_dir)))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """See that there is state to resume from; it is loaded once the model is wrapped."""
+        """Check that there is state to resume from. It is loaded once the model is wrapped."""
         try:
             read_manifest(Path(resume_from_checkpoint, STATE))
         except CheckpointError as error:
@@ -204,22 +203,21 @@ class PagedTrainerMixin:
             ) from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        trainer: Any = self
         if checkpoint is None:
             return
         assert self._paged is not None, "the model is wrapped before its state is loaded"
         self._paged.load_checkpoint(Path(checkpoint, STATE))
-        trainer.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Nothing: the loss scale is in Pagoda's checkpoint."""
 
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+        best = Path(self.state.best_model_checkpoint)
         if self._paged is not None and (best / STATE).is_dir():
             self._paged.load_checkpoint(best / STATE)
         else:  # save_only_model
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
 
 
 def _last_checkpoint(run: Path) -> Path:

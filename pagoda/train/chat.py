@@ -25,7 +25,7 @@ _ASSISTANT = "assistant"
 
 
 def trl_version() -> str | None:
-    """Of the TRL that is installed, if any: other variants of templates give other tokens."""
+    """Version of the installed TRL, or None. Other versions may have other templates, which give other tokens."""
     try:
         return version("trl")
     except PackageNotFoundError:
@@ -42,7 +42,7 @@ class ChatTemplate:
         """Whether the template has generation markers; None until a conversation is seen."""
 
     def encode(self, document: Document) -> npt.NDArray[np.int32]:
-        """A conversation's tokens, int32 [N]: ids, and ~ids for all that no assistant has written.
+        """A conversation's tokens, int32 [N]: ids of what assistants have written, and ~ids of the rest.
 
         Raises ConfigError: there is no template, or it refuses the conversation, or does not say who wrote what.
         """
@@ -58,7 +58,7 @@ class ChatTemplate:
         return np.where(np.array(trained, dtype=bool), ids, np.invert(ids)).astype(np.int32)
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """The ids of a conversation that an assistant goes on with. Raises ConfigError where there is no template."""
+        """The ids of a conversation that an assistant will continue. Raises ConfigError if there is no template."""
         if self._marked is None:
             self._choose("the prompt")
         text = self._written(messages, None, prompt=True)

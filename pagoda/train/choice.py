@@ -51,11 +51,11 @@ def precision_hint(config: TrainConfig) -> str | None:
 
 
 def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """The configuration with what a search chooses for `wrap`, if there is to be one; prints the choices and why.
+    """Searches for the fastest plan, and prints the choices and their reasons.
 
-    Beside it, the record of the step that the search predicts; None where there is no search.
-
-    Of several ranks the first one searches, if that was asked for, and all take what it finds.
+    Returns the configuration with these choices, and a record of the step that the search predicts. Without a search,
+    returns the configuration as it is, and None. On several ranks, the first one searches, if the user asked for it,
+    and all take its choices.
 
     Raises BudgetError: the search finds that nothing fits; ConfigError: a setting that cannot be used; the search was
     asked for, and this machine has not been measured.
@@ -79,10 +79,10 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[Trai
 
 
 def _check_measured_for(mesh: Mesh) -> None:
-    """Raises ConfigError where it is not known how fast ranks like these talk to each other."""
+    """Raises ConfigError if nobody has measured how fast these ranks communicate."""
     world, again = mesh.world, "calibrate with as many processes: `torchrun ... -m pagoda calibrate`"
     if not hardware_file().exists():
-        return  # which is said otherwise
+        return  # `forecast` refuses that
     hardware = read_hardware(hardware_file())
     if world.local_size > 1 and hardware.intra_node_bytes_per_s is None:
         raise ConfigError(f"--plan search needs the speed of collectives among the processes of a node: {again}")
@@ -91,13 +91,13 @@ def _check_measured_for(mesh: Mesh) -> None:
 
 
 def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
-    """What `pagoda plan` is to be asked for the forecast of a run."""
+    """The settings with which `pagoda plan` forecasts a run."""
     world = mesh.world
     return PlanConfig(**config.shared(Run), nodes=world.nodes, gpus_per_node=world.local_size)
 
 
 def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]:
-    """The settings of the plan that `pagoda plan` forecasts, those of `Memory` apart; why; and its step's record."""
+    """Changed settings, with those of `Memory` under "memory"; the reasons; and a record of the predicted step."""
     if mesh.size > 1:
         _check_measured_for(mesh)
     asked = plan_config(config, mesh)
@@ -119,7 +119,7 @@ def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[st
 
 
 def _here(asked: PlanConfig) -> Machine:
-    """This machine as it was measured, less a GPU that the run does not use."""
+    """This machine as it was measured, without a GPU that the run does not use."""
     machine = find_machine_for(asked)
     if compute_device(asked.memory) == torch.device("cpu"):
         machine = replace(machine, hardware=replace(machine.hardware, device=None, link=None))

@@ -1,4 +1,4 @@
-"""What a run takes where its user leaves something open, each choice with its reason."""
+"""Chooses the settings that the user leaves open, each with its reason."""
 
 from dataclasses import replace
 from math import ceil
@@ -29,17 +29,17 @@ from pagoda.train.tokens import Tokens, open_tokens
 
 _SEQ_LEN, _MOST_SEQ_LEN = 1024, 4096
 _LEAST_SEQUENCES = 8
-"""Of a text: shorter sequences are better than fewer."""
+"""Fewest sequences of a text. With less text, sequences are shorter."""
 _EVAL_SHARE, _LEAST_TO_HOLD_OUT = 0.05, 40
 _DEVICE_SHARE = 0.5
-"""Of the free memory of a GPU, for pages; activations take the rest."""
+"""Share of a GPU's free memory for pages. Activations take the rest."""
 _LRS = {"random": 3e-4, "pretrained": 2e-5, "adapters": 2e-4}
 _LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2}
-"""Of those, for optimizers whose steps have another length."""
+"""Share of these rates for each optimizer. The steps of Lion are longer."""
 
 
 def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
-    """The configuration with nothing left open; says every choice. All ranks take what the first one finds.
+    """The configuration with every setting chosen; prints every choice. All ranks take the choices of the first one.
 
     Raises ConfigError: data, a model or a setting that cannot be used; StorageError: there is no room for tokens.
     """
@@ -65,7 +65,7 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
 
 
 def _chosen(asked: TrainRequest, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
-    """The configuration, and why."""
+    """The configuration, and the reasons."""
     reasons: list[str] = []
     lr, why = _learning_rate(asked)
     reasons += why
@@ -183,7 +183,7 @@ def _batch(asked: TrainRequest, seq_len: int, ranks: int) -> tuple[int, int, lis
 
 
 def _room(asked: TrainRequest) -> tuple[int, str]:
-    """Bytes for activations where compute runs, and of what."""
+    """Bytes for activations on the compute device, and where these come from."""
     memory = asked.memory
     if memory.activation_bytes is not None:
         return memory.activation_bytes, "--memory.activations"

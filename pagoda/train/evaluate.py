@@ -1,4 +1,4 @@
-"""The loss on data that is not trained on: measured every so often, and what follows from it."""
+"""Evaluations: the loss on data that is not trained on."""
 
 import math
 import time
@@ -17,13 +17,13 @@ from pagoda.train.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Entry):
-    """What one evaluation found; its fields are the keys of a line of `evals.jsonl`."""
+    """The result of one evaluation. Its fields are the keys of a line of `evals.jsonl`."""
 
     loss: float
     """Mean over the tokens that the loss counts, in nats."""
     perplexity: float
     bits_per_byte: float
-    """Bits that a byte of text takes: comparable between tokenizers."""
+    """The loss in bits per byte of text, which can be compared between tokenizers."""
     sequences: int
     tokens: int
     """Tokens that the loss counts."""

@@ -1,4 +1,4 @@
-"""Text that a model goes on with, its weights in pages or not."""
+"""Generates text with a model, whose weights may be in pages."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -12,11 +12,11 @@ from pagoda.train.tokenizer import Tokenizer
 def continued(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, *, chat: bool, tokens: int, seed: int | None = None
 ) -> str:
-    """What a model writes after a prompt: most likely tokens, or drawn ones if there is a seed.
+    """Continues a prompt with the most likely tokens, or with sampled ones if there is a seed.
 
-    `model` is a language model of transformers, wrapped or not. `chat` writes the prompt, what a user says, with the
-    tokenizer's chat template. At most so many `tokens` are written. Draws are at temperature 0.8, and change no random
-    number that training draws.
+    `model` is a language model of transformers, wrapped or not. With `chat`, the prompt is what a user says, and
+    the tokenizer's chat template writes it. `tokens` limits the length. Sampling is at temperature 0.8, and changes no
+    random number of training.
 
     Raises ConfigError: a chat, and the tokenizer has no chat template.
     """

@@ -1,5 +1,6 @@
-"""What a run reads: its data as tokens, cut into rows, in batches; and what is said about them."""
+"""The inputs of a run: its data as tokens, cut into rows, in batches."""
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from pagoda.errors import ConfigError
 from pagoda.models.build import is_encoder_decoder
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches, Rows
-from pagoda.train.model import check_vocabulary, takes_positions
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.tokenizer import Tokenizer
@@ -45,10 +45,12 @@ def batches_of(
 
     Raises ConfigError: there is not one sequence, or the model does not know all tokens.
     """
-    check_vocabulary(config, model, tokens)
+    _check_vocabulary(config, model, tokens)
     continued = is_encoder_decoder(config.model)
     rows = Rows.of(tokens, config.seq_len * (2 if continued else 1))
-    apart = tokens.about.separates and takes_positions(model) and not continued
+    # A model that takes positions keeps the attention of documents apart where positions begin again.
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    apart = tokens.about.separates and positions and not continued
     say(console, *_sequences(rows, apart))
     held_out = _held_out(config, rows, tokenizer, model, mesh, console)
     if config.eval_share:
@@ -72,7 +74,7 @@ def _held_out(
     """The rows to evaluate on, if any."""
     if config.eval_data is not None:
         other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
-        check_vocabulary(config, model, other)
+        _check_vocabulary(config, model, other)
         found = Rows.of(other, rows.length)
     elif config.eval_share:
         found = rows.held_out(_count(config, rows), config.seed)[1]
@@ -95,8 +97,19 @@ def _count(config: TrainConfig, rows: Rows) -> int:
     return count
 
 
+def _check_vocabulary(config: TrainConfig, model: nn.Module, tokens: Tokens) -> None:
+    """Raises ConfigError where the model does not know all tokens."""
+    known, about = model.get_input_embeddings().num_embeddings, tokens.about  # type: ignore[operator]
+    if known < about.most:
+        raise ConfigError(
+            f"model {config.model!r} has a vocabulary of {known}, and data {about.source!r} has tokens up to "
+            f"{about.most - 1} ({about.tokenizer}): give the model's own tokenizer with --tokenizer, or, to start from "
+            f"random weights, set vocab_size in config.json to {about.most} or more"
+        )
+
+
 def _described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
-    """What was read, and what was not."""
+    """Messages about the files that were read and those that were left out."""
     about = tokens.about
     kind = "conversations" if about.chats else "documents"
     lines = [
@@ -114,7 +127,7 @@ def _described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
 
 
 def _sequences(rows: Rows, apart: bool) -> list[str]:
-    """How the tokens are cut."""
+    """Messages about how the tokens are cut into sequences."""
     about = rows.tokens.about
     ends = ", attention ends where a document does" if apart else ""
     padded = f", {rows.padding:.0%} padding" if about.chats else ""

@@ -3,16 +3,21 @@
 import os
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
+from torch import nn
 
 from pagoda.api import plan_of, wrap
+from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
+from pagoda.construction.construct import init
 from pagoda.distributed.mesh import Mesh, open_mesh
 from pagoda.distributed.world import was_restarted
 from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
-from pagoda.models.build import model_directory
+from pagoda.memory.sizes import format_bytes
+from pagoda.models.build import build_model, model_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
@@ -20,7 +25,6 @@ from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.inputs import batches_of, opened_tokens
-from pagoda.train.model import built_model, give_weights, show_adapters
 from pagoda.train.progress import say
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
@@ -65,16 +69,18 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         say(console, hint)
     chosen, predicted = choose_plan(config, console, mesh)
     seed_all(config.seed)
-    built = built_model(config)
+    with init():
+        built = build_model(config.model, seq_len=config.seq_len)
     batches, evaluated = batches_of(config, tokens, tokenizer, built, mesh, console)
     if checkpoint is None:
-        give_weights(config, built, console)
+        _give_weights(config, built, console)
     if chunks_loss(config, built):
         chunked_loss(built)
         say(console, "Loss: in chunks, so that logits are never whole")
     if config.lora.rank is not None:
         built = add_adapters(built, config.lora)
-        show_adapters(console, built, config.lora)
+        trained = sum(param.numel() for param in built.parameters() if param.requires_grad)
+        say(console, f"Adapters: rank {config.lora.rank}, {trained:,} parameters train, and the model's own are frozen")
     kept = config.kept_on_ssd(mesh.world.nodes) and config.checkpoints_on_ssd
     matrices_only = config.optim.decay == "matrices"
     model, optimizer = wrap(
@@ -99,6 +105,38 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()
+
+
+def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
+    """Lets the model start from the weights beside its config.json, if there are any, and says what it starts from.
+
+    Raises ConfigError: the directory has not all of its files.
+    """
+    directory = model_directory(config.model)
+    files = weight_files(directory) if directory is not None else []
+    if directory is not None:
+        _check_download(directory, files)
+    if directory is None or not files:
+        say(console, f"Weights: random, seed {config.seed}")
+        return
+    found = attach_weights(model, directory)
+    line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
+    say(console, line, *found.warnings())
+
+
+def _check_download(directory: Path, files: list[Path]) -> None:
+    """Raises ConfigError for a directory that seems to be a part of what is to be downloaded."""
+    missing = [path.name for path in files if not path.exists()]
+    if missing:
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} of its {len(files)} files of weights ({missing[0]}), as if its download "
+            "had been interrupted: run hf download again, which fetches what is missing"
+        )
+    if not files and (directory / ".cache" / "huggingface").is_dir():
+        raise ConfigError(
+            f"{directory} was downloaded without weights: run hf download again (of a gated model, accept its terms "
+            "and run hf auth login first). To start from random weights, copy config.json alone to another directory"
+        )
 
 
 def _check_trace(config: TrainConfig, done: int) -> None:

@@ -22,7 +22,7 @@ DATA = "data"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a line says; its fields are the keys."""
+    """A line. Its fields are the keys."""
 
     step: int
     """Steps done."""
@@ -74,7 +74,7 @@ class StepMetrics(Entry):
 
     @classmethod
     def of(cls, stats: "StepStats", **own: Any) -> "StepMetrics":
-        """What an optimizer says of its last step, where the names are the same, and figures of the loop's own."""
+        """The statistics of an optimizer's last step that have the same names, and `own`, the figures of the loop."""
         said = {**asdict(stats), "faults": stats.faults, "prefetch_hit_rate": stats.prefetch_hit_rate, **own}
         return cls(**{field.name: said[field.name] for field in fields(cls)})
 
@@ -133,7 +133,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Every line that is a step, as it is in the file, and what it says."""
+    """Every line that is a step, as bytes and decoded."""
     for line in read_regular(path).split(b"\n"):
         try:
             metrics = json.loads(line)

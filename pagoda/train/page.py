@@ -6,7 +6,8 @@ The colours of drawings become variables of the page. What a drawing shows is al
 import html
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pagoda.errors import needed
@@ -51,42 +52,53 @@ def page(title: str, sections: Mapping[str, str]) -> str:
     )
 
 
-def figure_of(height: float) -> Any:
-    """An empty figure of matplotlib, as wide as the page. Raises ConfigError where matplotlib is missing."""
-    matplotlib = needed("matplotlib.figure", "pagoda report needs matplotlib: pip install 'pagoda-train[plot]'")
-    return matplotlib.Figure(figsize=(9, height), layout="constrained")
+@contextmanager
+def look() -> Iterator[None]:
+    """Lets matplotlib draw in the colours of the page. Raises ConfigError where matplotlib is missing."""
+    matplotlib = needed("matplotlib", "pagoda report needs matplotlib: pip install 'pagoda-train[plot]'")
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    settings = {
+        **dict.fromkeys(inked, INK),
+        "axes.prop_cycle": matplotlib.rcsetup.cycler(color=COLOURS),
+        "axes.facecolor": "none",
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "figure.constrained_layout.use": True,
+        "legend.frameon": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "pagoda",
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def figure_of(height: float, rows: int = 1) -> tuple[Any, Any]:
+    """A figure of matplotlib, as wide as the page, and the axes of its rows."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height))
+    return figure, figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
 
 
 def legend(figure: Any, colours: Mapping[str, str]) -> None:
-    """Says on the right of a figure what the colours of bars mean."""
+    """Explains the colours of bars, on the right of a figure."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=patches, loc="outside right upper", frameon=False, labelcolor=INK)
+    figure.legend(handles=patches, loc="outside right upper")
 
 
 def drawing(figure: Any, title: str, said: str) -> str:
-    """A figure as SVG in the colours of the page, with a sentence for who cannot see it."""
-    import matplotlib
-
-    for at, axes in enumerate(figure.axes):
-        for spine in axes.spines.values():
-            spine.set_color(INK)
-        axes.tick_params(colors=INK)
-        axes.xaxis.label.set_color(INK)
-        axes.yaxis.label.set_color(INK)
-        own = axes.get_title(loc="left") or (title if at == 0 else "")
-        axes.set_title(own, color=INK, fontsize=11, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.patch.set_alpha(0)
+    """A figure as SVG in the colours of the page, with a sentence for readers who cannot see it."""
     stream = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :].replace(INK, "var(--ink)")
     for number, colour in enumerate(COLOURS):
         text = text.replace(colour, f"var(--c{number})")
-    # Ids are unique in a page; titles of drawings are.
+    # Ids must be unique in a page. Titles of drawings are.
     text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{_anchor(title)}-", text)
     text = text.replace("<svg", f'<svg role="img" aria-label="{html.escape(said)}"', 1)
     return f"<figure>{text}</figure>"

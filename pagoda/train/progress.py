@@ -1,4 +1,4 @@
-"""What a run says: lines, and its progress, a live bar on a terminal and a plain line every few steps elsewhere."""
+"""Messages and progress of a run: a live bar on a terminal, elsewhere a plain line every few steps."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
@@ -52,7 +52,7 @@ class Progress(Bar):
 
 
 def _stalls(metrics: StepMetrics) -> str:
-    """Share of the step that compute waited, and the lane it waited for most."""
+    """The share of the step in which compute waited, and the lane for which it waited longest."""
     waited_s = sum(metrics.stall_s.values())
     if waited_s < 0.005 * metrics.step_s:
         return "no stalls"

@@ -1,4 +1,4 @@
-"""Every rank's figures of a step, and what they are together."""
+"""The metrics of a step from all ranks, and their files."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pagoda.train.run_dir import RunDir
 
 
 def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
-    """The step's figures of all ranks together, and the signal that has reached any of them, which stops all."""
+    """The merged metrics of all ranks, and the signal that has reached any of them, which stops all."""
     said = from_all(mesh, "the metrics of a step", (mine, stopped_by))
     if mesh.size == 1:
         return mine, stopped_by
@@ -19,7 +19,7 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
 
 
 def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
-    """Of losses the mean; of seconds, stalls and peaks the most; of bytes and counts the sum; of rates the least."""
+    """The mean of losses; the maximum of seconds, stalls and peaks; the sum of bytes and counts; the least of rates."""
     first = by_rank[0]
     aux_losses = [metrics.aux_loss for metrics in by_rank if metrics.aux_loss is not None]
     slowest = max(metrics.step_s for metrics in by_rank)

@@ -1,4 +1,4 @@
-"""What the ranks of a run find out together, before there is a model."""
+"""Results that the ranks of a run share."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 def from_first(mesh: Mesh, what: str, find: Callable[[], _T]) -> _T:
-    """What the first rank finds, on every rank; its refusal too. `what` names it in errors."""
+    """Returns the first rank's result on every rank, or raises its error there. `what` names the result in errors."""
     if mesh.size == 1:
         return find()
     found: list[Any] = [None]
@@ -29,7 +29,7 @@ def from_first(mesh: Mesh, what: str, find: Callable[[], _T]) -> _T:
 
 
 def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
-    """What every rank has found, by rank, on every rank. `what` names it in errors."""
+    """Returns the results of all ranks, by rank, on every rank. `what` names them in errors."""
     found: list[Any] = [mine] * mesh.size
     if mesh.size > 1:
         mesh.on_all_ranks(what, lambda: dist.all_gather_object(found, mine))

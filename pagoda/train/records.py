@@ -8,7 +8,7 @@ is refused with its file, its line and the reason.
 import csv
 import io
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,10 +44,6 @@ class Document:
     ends: bool = True
 
 
-Meaning: TypeAlias = Callable[[Mapping[str, Any], str], Document]
-"""Makes a document of a row, and of where it is."""
-
-
 def read_records(path: Path, column: str | None, read: Callable[[int], None]) -> Iterator[Document]:
     """The documents of a file of records. `column` holds the text or the conversation, by default the first that is
     known; `read` is told how many bytes have been read since it was called last.
@@ -56,14 +52,10 @@ def read_records(path: Path, column: str | None, read: Callable[[int], None]) ->
     """
     kind, size, done = (RECORDS | TABLES)[suffix(path)], path.stat().st_size, 0
     rows = _json_rows(path) if kind == "json" else _csv_rows(path) if kind == "csv" else _columnar_rows(path, kind)
-    meaning: Meaning | None = None
-    columns: Collection[str] = ()
     for where, row, position in rows:
         if not isinstance(row, Mapping):
             raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
-        if meaning is None or row.keys() != columns:
-            meaning, columns = _meaning(row, where, column), row.keys()
-        yield meaning(row, where)
+        yield _document(row, where, column)
         if done < position <= size:
             read(position - done)
             done = position
@@ -126,51 +118,39 @@ def _columnar_rows(path: Path, kind: str) -> Iterator[tuple[str, Any, int]]:
         raise ConfigError(f"{path} cannot be read as {kind}: {said[0]}") from error
 
 
-def _meaning(row: Mapping[str, Any], where: str, column: str | None) -> Meaning:
-    """What makes a document of a row with these columns. Raises ConfigError where it has none that is known."""
-    if column is not None:
-        if column not in row:
-            raise ConfigError(f"{where}: no column {column!r}; it has {_names(row)}. Correct --column")
-        return _conversation(column) if isinstance(row[column], list | tuple) else _text(column)
-    for name in _CONVERSATIONS:
-        if isinstance(row.get(name), list | tuple):
-            return _conversation(name)
-    for name in _TEXTS:
-        if name in row:
-            return _text(name)
+def _document(row: Mapping[str, Any], where: str, column: str | None) -> Document:
+    """What a row says. Raises ConfigError where no column is known, or where one holds neither text nor messages."""
+    if column is not None and column not in row:
+        raise ConfigError(f"{where}: no column {column!r}; it has {_names(row)}. Correct --column")
+    conversations = [name for name in _CONVERSATIONS if isinstance(row.get(name), list | tuple)]
+    known = [*([] if column is None else [column]), *conversations, *(name for name in _TEXTS if name in row)]
+    if known:
+        name, value = known[0], row[known[0]]
+        if name in _CONVERSATIONS or (name == column and isinstance(value, list | tuple)):
+            return _conversation(row, name, where)
+        if not isinstance(value, str | None):
+            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not text. Name another with --column")
+        return Document(where, value or "")
     if row.keys() >= _ALPACA:
-        return _alpaca
+        return _alpaca(row, where)
     raise ConfigError(
         f"{where}: none of its columns ({_names(row)}) is known to hold text ({', '.join(_TEXTS)}) or a conversation "
         f"({', '.join(_CONVERSATIONS)}; instruction and output). Name the column with --column"
     )
 
 
-def _text(column: str) -> Meaning:
-    def document(row: Mapping[str, Any], where: str) -> Document:
-        value = row[column]
-        if not isinstance(value, str | None):
-            raise ConfigError(f"{where}: {column} is a {type(value).__name__}, not text. Name another with --column")
-        return Document(where, value or "")
-
-    return document
-
-
-def _conversation(column: str) -> Meaning:
-    def document(row: Mapping[str, Any], where: str) -> Document:
-        turns = row[column]
-        if not isinstance(turns, list | tuple):
-            raise ConfigError(f"{where}: {column} is a {type(turns).__name__}, not a list of messages")
-        messages = [_message(turn, f"{where}: {column}[{number}]") for number, turn in enumerate(turns)]
-        if isinstance(row.get("system"), str) and row["system"] and messages and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": row["system"]})
-        return Document(where, messages=tuple(messages), tools=tuple(row.get("tools") or ()))
-
-    return document
+def _conversation(row: Mapping[str, Any], column: str, where: str) -> Document:
+    turns = row[column]
+    if not isinstance(turns, list | tuple):
+        raise ConfigError(f"{where}: {column} is a {type(turns).__name__}, not a list of messages")
+    messages = [_message(turn, f"{where}: {column}[{number}]") for number, turn in enumerate(turns)]
+    if isinstance(row.get("system"), str) and row["system"] and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return Document(where, messages=tuple(messages), tools=tuple(row.get("tools") or ()))
 
 
 def _message(turn: Any, where: str) -> Message:
-    """A message with role and content, also of one in ShareGPT's words."""
+    """A message with role and content. ShareGPT's names are translated."""
     if not isinstance(turn, Mapping):
         raise ConfigError(f"{where} is a {type(turn).__name__}, not a message with role and content")
     message = {key: value for key, value in turn.items() if value is not None}
@@ -198,7 +178,7 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Document:
 
 
 def opened(path: Path) -> Any:
-    """A file opened to read bytes, unpacked if its name says that it is compressed."""
+    """Opens a file to read bytes. Unpacks it if its name says that it is compressed."""
     if path.suffix.lower() not in _COMPRESSED:
         return path.open("rb")
     import fsspec
@@ -210,7 +190,7 @@ def opened(path: Path) -> Any:
 
 
 def suffix(path: Path) -> str:
-    """What the name says of the content, compressed or not."""
+    """The suffix that names the format of a file, without that of its compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()

@@ -3,6 +3,7 @@
 import html
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.simulate.timeline import COMPUTE
 from pagoda.train.config import flat
 from pagoda.train.metrics import read_metrics
-from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, page, pairs, table
+from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
 _MOST_POINTS = 1000
@@ -39,7 +40,8 @@ def report(source: Path) -> str:
 
     Raises ConfigError: there is no run or plan, or matplotlib is not installed.
     """
-    return _plan_page(source) if source.is_file() else _run_page(source)
+    with look():
+        return _plan_page(source) if source.is_file() else _run_page(source)
 
 
 def _run_page(directory: Path) -> str:
@@ -104,34 +106,31 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
     """What compute and every lane do in a step: predicted above measured, in the same seconds."""
-    step = f"step {measured['step']}" if measured and "step" in measured else "a step"
-    named = (("predicted", "Predicted", predicted), ("measured", f"Measured, {step}", measured))
-    known = [(name, title, timeline) for name, title, timeline in named if timeline]
-    drawn = [(title, timeline) for _, title, timeline in known]
+    drawn = [("Predicted", predicted)] if predicted else []
+    if measured:
+        drawn.append((f"Measured, step {measured['step']}" if "step" in measured else "Measured, a step", measured))
     order = (COMPUTE, *LANES, COLLECTIVE)
     lanes = [lane for lane in order if any(lane in timeline["busy_s"] for _, timeline in drawn)]
-    figure = figure_of(0.7 + len(drawn) * (0.5 + 0.28 * len(lanes)))
-    axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+    figure, axes = figure_of(0.7 + len(drawn) * (0.5 + 0.28 * len(lanes)), rows=len(drawn))
     kinds: set[str] = set()
     for axis, (title, timeline) in zip(axes, drawn, strict=True):
         kinds |= _draw_lanes(axis, timeline, lanes)
-        axis.set_title(f"{title}: {format_seconds(timeline['step_s'])}", loc="left")
+        axis.set_title(f"{title}: {format_seconds(timeline['step_s'])}")
     axes[-1].set_xlabel("seconds from the start of the step")
     axes[-1].set_xlim(0, max(timeline["step_s"] for _, timeline in drawn))
     legend(figure, {kind: colour for kind, colour in zip(_WORK, COLOURS, strict=True) if kind in kinds})
     head, rows = ["lane"], [[lane] for lane in lanes]
-    for name, _, timeline in known:
+    for title, timeline in drawn:
+        name = title.partition(",")[0].lower()
         head += [f"{name}: works", f"{name}: compute waits"]
         for row, lane in zip(rows, lanes, strict=True):
             waits = "" if lane == COMPUTE else format_seconds(timeline["stall_s"].get(lane, 0.0))
             row += [format_seconds(timeline["busy_s"].get(lane, 0.0)), waits]
     said = "What compute and every lane do in a step; the table below has the seconds"
-    missing = (
-        ""
-        if predicted
-        else ("<p>Nothing was predicted: that takes a machine measured by pagoda calibrate, and --plan search.</p>")
-    )
-    return drawing(figure, "One step", said) + table(head, rows) + missing
+    page = drawing(figure, "One step", said) + table(head, rows)
+    if not predicted:
+        page += "<p>Nothing was predicted: that takes a machine measured by pagoda calibrate, and --plan search.</p>"
+    return page
 
 
 def _draw_lanes(axis: Any, timeline: _Record, lanes: Sequence[str]) -> set[str]:
@@ -171,14 +170,14 @@ def _curves(steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
     lines = {"training": _points(steps, "loss")}
     if evals:
         lines["evaluation"] = _points(evals, "loss")
-    drawn = [_drawing("Loss", "step", lines)]
-    drawn.append(_drawing("Gradient norm, before clipping", "step", {"norm": _points(steps, "grad_norm")}))
-    drawn.append(_drawing("Learning rate", "step", {"rate": _points(steps, "lr")}))
+    page = _drawing("Loss", lines)
+    page += _drawing("Gradient norm, before clipping", {"norm": _points(steps, "grad_norm")})
+    page += _drawing("Learning rate", {"rate": _points(steps, "lr")})
     rows = [(e["step"], *(_figure(e[key]) for key in ("loss", "perplexity", "bits_per_byte"))) for e in evals]
     if rows:
         head = ("after step", "loss", "perplexity", "bits per byte")
-        drawn.append(folded("Evaluations", table(head, rows), shown=True))
-    return "".join(drawn)
+        page += folded("Evaluations", table(head, rows), shown=True)
+    return page
 
 
 def _speed(steps: Sequence[_Record]) -> str:
@@ -191,7 +190,7 @@ def _speed(steps: Sequence[_Record]) -> str:
         for lane in sorted(lanes, key=lambda lane: -waited[lane])
     ]
     return (
-        _drawing("Tokens per second", "step", {"tokens/s": _points(steps, "tokens_per_s")})
+        _drawing("Tokens per second", {"tokens/s": _points(steps, "tokens_per_s")})
         + "<p>Share of the steps' time that compute waited for a lane or for data, and bytes a step moved:</p>"
         + table(("lane", "waited", "bytes a step"), rows)
     )
@@ -246,32 +245,30 @@ def _points(lines: Sequence[_Record], key: str) -> list[tuple[int, float]]:
     return kept
 
 
-def _drawing(title: str, across: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Curves as SVG, with a sentence for who cannot see them."""
-    figure = figure_of(2.8)
-    axes = figure.subplots()
-    for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
+def _drawing(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Curves over steps as SVG, with a sentence for readers who cannot see them."""
+    figure, (axes,) = figure_of(2.8)
+    for name, points in lines.items():
         marker = "o" if len(points) < 30 else None
-        axes.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, markersize=3, linewidth=1.2)
-    axes.set_xlabel(across)
+        axes.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=3, linewidth=1.2)
+    axes.set_title(title)
+    axes.set_xlabel("step")
     if len(lines) > 1:
-        axes.legend(frameon=False, labelcolor=INK)
+        axes.legend()
     said = "; ".join(
         f"{name} from {_figure(points[0][1])} to {_figure(points[-1][1])}" for name, points in lines.items() if points
     )
-    return drawing(figure, title, f"{title} by {across}: {said}")
+    return drawing(figure, title, f"{title} by step: {said}")
 
 
 def _bars(plan: _Record) -> str:
     """What each tier holds, state by state, as a share of its budget; the largest states have a colour each."""
     tiers = [tier for tier, lines in plan["bytes"].items() if lines]
-    figure = figure_of(1.0 + 0.5 * len(tiers))
-    axes = figure.subplots()
-    total: dict[str, int] = {}
-    for tier in tiers:
-        for state, nbytes in plan["bytes"][tier].items():
-            total[state] = total.get(state, 0) + nbytes
-    states = sorted(total, key=lambda state: -total[state])
+    figure, (axes,) = figure_of(1.0 + 0.5 * len(tiers))
+    total: Counter[str] = Counter()
+    for lines in plan["bytes"].values():
+        total.update(lines)
+    states = [state for state, _ in total.most_common()]
     named = dict(zip(states[: len(COLOURS) - 1], COLOURS, strict=False))
     for at, tier in enumerate(tiers):
         left = 0.0
@@ -282,6 +279,7 @@ def _bars(plan: _Record) -> str:
             axes.barh(at, share, left=left, color=colour, edgecolor=INK, linewidth=0.4 * (share > 0))
             left += share
     axes.set_yticks(range(len(tiers)), tiers)
+    axes.set_title("Memory by tier and state")
     axes.set_xlabel("percent of the budget")
     legend(figure, {**named, **({"other": COLOURS[-1]} if len(states) > len(named) else {})})
     return drawing(figure, "Memory by tier and state", "What the table below says, as bars")

@@ -24,26 +24,26 @@ _KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int}
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a run goes on from."""
+    """Where a run continues."""
 
     checkpoint: RunCheckpoint | None = None
     """None: it begins with the first step."""
     later: tuple[tuple[RunCheckpoint, Path], ...] = ()
-    """Later checkpoints, and the names that they get once the run writes: they are damaged, or were gone back from."""
+    """Later checkpoints, which are damaged or which the user left behind, and their new names once the run writes."""
 
     @property
     def done(self) -> int:
-        """Steps that need not be run again."""
+        """Number of steps that do not run again."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
 def begin(
     config: TrainConfig, run_dir: RunDir, again: bool, mesh: Mesh, console: Console, held: ExitStack
 ) -> Beginning:
-    """Takes the run's directory, until `held` is closed, and finds what the run goes on from, the same on all ranks.
+    """Locks the run's directory until `held` is closed, and finds where the run continues, the same on all ranks.
 
-    Every bit of a checkpoint is read before it is chosen: of one that is adopted in place, damage would else be found
-    in the middle of a step. What is damaged, or has lost its pages, is named on the console.
+    Every bit of a checkpoint is read before it is chosen. Otherwise damage in adopted pages would show in the middle
+    of a step. Damaged checkpoints, and those that have lost their pages, are named on the console.
 
     Args:
         again: whether torchrun has started this run anew, which then resumes if it had come to write anything.

@@ -19,13 +19,13 @@ from pagoda.train.request import settings_as_yaml
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 LAST = "last"
-"""Instead of a checkpoint's name."""
+"""May stand for a checkpoint's name."""
 DAMAGED, GONE_BACK = ".damaged", ".later"
-"""Ends of the names of checkpoints that are kept, but are none of the run's: nobody can use them, or the run has gone
-back to an earlier one."""
+"""Suffixes of checkpoints that are kept but no longer belong to the run: they are damaged, or the run went back to an
+earlier one."""
 _MOST_CONFIG_BYTES = 1 << 20
 _HASH = "hash"
-"""In config.json: of its settings."""
+"""Key in config.json: the hash of its settings."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ class RunDir:
         raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names_of(found)}")
 
     def aside(self, checkpoint: RunCheckpoint, why: str) -> Path:
-        """The name under which a checkpoint is kept, out of the way of the one that will replace it."""
+        """A free name for a checkpoint that another one will replace."""
         names = (f"{checkpoint.path.name}{why}{number}" for number in ("", *range(2, 10**6)))
         return next(path for name in names if not (path := self.checkpoints / name).exists())
 
     def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
-        """Renames a checkpoint, so that it is kept, and none of the run's.
+        """Renames a checkpoint, so that it is kept but no longer belongs to the run.
 
         Raises ConfigError: the directory cannot be written.
         """

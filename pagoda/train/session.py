@@ -76,7 +76,7 @@ class Session:
             )
 
     def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """To where compute runs. From pinned memory, so that what was queued before goes on meanwhile."""
+        """The batch on the compute device. It is copied from pinned memory, so that queued work goes on meanwhile."""
         if self._device.type != "cuda":
             return batch
         return {name: tensor.pin_memory().to(self._device, non_blocking=True) for name, tensor in batch.items()}
@@ -121,7 +121,7 @@ class Session:
         )
 
     def _forward(self, batch: dict[str, torch.Tensor], **asked: bool) -> Any:
-        """What the model says. Raises ConfigError where one from a directory cannot work as its config.json says."""
+        """Calls the model. Raises ConfigError if it comes from a directory and fails in its first forward pass."""
         try:
             return self.model(**batch, **asked)
         except (PagodaError, torch.OutOfMemoryError):
@@ -137,7 +137,7 @@ class Session:
             self._ran = True
 
     def loss(self, batch: dict[str, torch.Tensor]) -> float:
-        """The loss of a batch, in evaluation mode, without a gradient; that of a router is no part of it."""
+        """The loss of a batch, in evaluation mode, without a gradient and without the loss of a router."""
         asked = {"output_router_logits": False} if getattr(self.model.config, "output_router_logits", False) else {}
         self.model.eval()
         try:
@@ -156,7 +156,7 @@ def seed_all(seed: int) -> None:
 
 
 def _balance_of(output: Any) -> torch.Tensor | None:
-    """The load-balancing loss in what a model gives, without its weight; None where it gives none."""
+    """The load-balancing loss in a model's output, without its weight, or None."""
     names = ("aux_loss", "encoder_aux_loss", "decoder_aux_loss")
     found = [figure for name in names if isinstance(figure := getattr(output, name, None), torch.Tensor)]
     return torch.stack(found).detach().float().mean() if found else None

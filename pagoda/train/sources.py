@@ -1,7 +1,8 @@
-"""What `--data` names: text files, or files of records, as a stream of documents that needs little RAM."""
+"""The files that `--data` names, as a stream of documents that needs little RAM."""
 
 import glob
 import io
+import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", 
 _OTHER_SPLITS = ("test", "valid", "eval", "dev")
 _PIECE = 1 << 17
 """Longer texts are read in pieces of so many characters, up to the end of the line there."""
+_NO_TEXT = re.compile("[\0\udc80-\udcff]")
 _MOST_WHOLE_BYTES = 64 << 20
 """A file of a folder up to this size is read whole first, so that it can be left out if it is not text."""
 
@@ -131,25 +133,20 @@ def _texts(path: Path, alone: bool, read: Callable[[int], None], skip: Callable[
 
 
 def _pieces(path: Path) -> Iterator[Document]:
-    """A text file in pieces that end where a line does, if lines are no longer than pieces."""
-    line = 1
+    """A text file in pieces that end where a line does, unless a line is longer than a piece."""
+    line, begins = 1, True
     with opened(path) as file:
-        reader = io.TextIOWrapper(file, encoding="utf-8", newline="")
-
-        def next_piece() -> str:
-            try:
-                return reader.read(_PIECE) + reader.readline(_PIECE)
-            except UnicodeDecodeError:
-                raise _NotTextError(path, _line_not_utf8(path), "not UTF-8") from None
-
-        piece, begins = next_piece(), True
-        while piece:
-            if "\0" in piece:
-                raise _NotTextError(path, line + piece[: piece.index("\0")].count("\n"), "binary (holds NUL bytes)")
+        # Bytes that are not UTF-8 become surrogates, which UTF-8 text cannot have.
+        reader = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+        after = reader.read(_PIECE) + reader.readline(_PIECE)
+        while piece := after:
+            if bad := _NO_TEXT.search(piece):
+                reason = "binary (holds NUL bytes)" if bad[0] == "\0" else "not UTF-8"
+                raise _NotTextError(path, line + piece.count("\n", 0, bad.start()), reason)
             line += piece.count("\n")
-            after = next_piece()
+            after = reader.read(_PIECE) + reader.readline(_PIECE)
             yield Document(str(path), piece, begins=begins, ends=not after)
-            piece, begins = after, False
+            begins = False
 
 
 class _NotTextError(ConfigError):
@@ -158,16 +155,6 @@ class _NotTextError(ConfigError):
     def __init__(self, path: Path, line: int, reason: str) -> None:
         super().__init__(f"{path}, line {line}: {reason}: give a file or folder with UTF-8 text")
         self.reason = reason
-
-
-def _line_not_utf8(path: Path) -> int:
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
 
 
 def _sorted(root: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
@@ -179,7 +166,7 @@ def _size(files: Collection[Path]) -> int:
 
 
 def _nearby(path: Path) -> str:
-    """What lies where a path was looked for."""
+    """Names the entries of the directory in which a path is missing."""
     parent = path.absolute().parent
     if not parent.is_dir():
         return f" (there is no directory {parent})"

@@ -1,7 +1,12 @@
 """The steps of a run, with all that is due between them: metrics, evaluations, samples, checkpoints, the end."""
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +27,6 @@ from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 from pagoda.train.session import Session
-from pagoda.train.stop_signal import StopSignal
 from pagoda.train.tokenizer import Tokenizer
 
 
@@ -70,11 +74,11 @@ class Steps:
         self._console = console
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
         self._losses: list[tuple[int, float]] = []
-        """Of evaluations, with the steps done before."""
+        """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.rank else session.config.log, session.config)
         self._files: MetricsFiles | None = None
         self._first: Evaluation | None = None
-        """Of before the first step: kept until the run writes."""
+        """The evaluation before the first step, kept until the run creates its files."""
         self._saved: RunCheckpoint | None = None
 
     def run(self, beginning: Beginning) -> TrainResult:
@@ -88,7 +92,7 @@ class Steps:
             if not done:
                 self._first = self._evaluate(0)
         try:
-            with StopSignal() as stop, Progress(self._console, config.steps, done) as progress:
+            with _first_signal() as received, Progress(self._console, config.steps, done) as progress:
                 over = False
                 while not over:
                     traced = step == done + min(config.trace_step, config.steps - done) - 1
@@ -99,7 +103,7 @@ class Steps:
                         # Before any rank goes on and may take their names.
                         for checkpoint, name in beginning.later:
                             self._run_dir.put_aside(checkpoint, name)
-                    metrics, stopped_by = share_metrics(self._mesh, mine, stop.received)
+                    metrics, stopped_by = share_metrics(self._mesh, mine, received[0] if received else None)
                     step += 1
                     losses.append(metrics.loss)
                     seconds += metrics.step_s
@@ -190,7 +194,7 @@ class Steps:
             self._say(f"Sample after step {step}, {how}: {config.prompt}|{written}")
 
     def _write_timeline(self, step: int) -> None:
-        """What compute and lanes did in the step, for a report, and where it was asked for, for Perfetto."""
+        """Writes what compute and lanes did in the step: for a report and, if the user asked for it, for Perfetto."""
         timeline = self._session.optimizer.timeline
         assert timeline is not None, "a step that was traced has ended"
         with storage_errors(f"{self._run_dir.timeline} cannot be written"):
@@ -247,3 +251,29 @@ class Steps:
 
     def _say(self, *lines: str) -> None:
         say(self._console, *lines)
+
+
+@contextmanager
+def _first_signal() -> Iterator[list[int]]:
+    """A list that gets the first SIGINT or SIGTERM within the block, which ends the loop; the next one acts as usual.
+
+    In a thread that is not the main one, where Python delivers no signals, it stays empty.
+    """
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def restore() -> None:
+        while before:
+            signal.signal(*before.popitem())
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        restore()

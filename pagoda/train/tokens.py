@@ -35,7 +35,7 @@ _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
 
 @dataclass(kw_only=True)
 class About:
-    """What is known of a data set's tokens: all of it once they are written."""
+    """Describes the tokens of a data set. Complete once they are written."""
 
     source: str
     tokenizer: str
@@ -45,7 +45,7 @@ class About:
     targets: int = 0
     """Tokens that the loss counts."""
     target_bytes: int = 0
-    """Bytes of UTF-8 of the text that these are of."""
+    """Bytes of UTF-8 in the text of these tokens."""
     documents: int = 0
     files: int
     chats: bool = False
@@ -57,7 +57,7 @@ class About:
     untrained: int = 0
     """Conversations that were left out, as no assistant says anything in them."""
     fingerprint: str = ""
-    """Of tokens and ends: a resumed run checks that it reads the data it started with."""
+    """Hash of tokens and ends. A resumed run checks that it reads the same data."""
     skipped: Sequence[Sequence[str]]
     """Files that were left out, and why."""
 
@@ -121,7 +121,7 @@ def _opened(place: Path) -> Tokens:
 
 
 def _key(source: Source, tokenizer: Tokenizer) -> str:
-    """What tells the tokens of one data set from those of another, without reading it."""
+    """Identifies the tokens of a data set without reading it."""
     files = [(os.path.realpath(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in source.files]
     said = json.dumps([_FORMAT, files, source.records, source.column, tokenizer.key, np.little_endian])
     return xxhash.xxh3_128_hexdigest(said.encode())
@@ -219,6 +219,6 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _text_bytes(document: Document) -> int:
-    """Bytes of the text that is learned."""
+    """Bytes of the text that the loss counts."""
     spoken = (m["content"] for m in document.messages if m["role"] == "assistant" and isinstance(m["content"], str))
     return sum(len(text.encode()) for text in (document.text, *spoken))

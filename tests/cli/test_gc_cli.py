@@ -63,14 +63,6 @@ def answer(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return questions
 
 
-def test_nothing_is_deleted_while_checkpoints_are_where_they_were_saved(
-    saved: Saved, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["gc", str(saved.ssd), "--yes"]) == 0
-    assert capsys.readouterr().out == f"nothing looks orphaned in {saved.ssd}\n"
-    assert saved.there() == [True, True]
-
-
 def test_what_looks_orphaned_is_listed_with_the_reason_and_deleted_on_yes(
     saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,34 +79,31 @@ def test_what_looks_orphaned_is_listed_with_the_reason_and_deleted_on_yes(
     assert saved.there() == [False, True]
 
 
-@pytest.mark.parametrize("says", ["", "n", "yess"])
-def test_without_a_yes_nothing_is_deleted(
-    says: str, saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_without_a_yes_or_an_orphan_nothing_is_deleted(
+    saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert main(["gc", str(saved.ssd), "--yes"]) == 0
+    assert capsys.readouterr().out == f"nothing looks orphaned in {saved.ssd}\n"
     shutil.rmtree(saved.run)
-    answer(says, monkeypatch)
-    assert main(["gc", str(saved.ssd)]) == 1
-    assert "nothing was deleted" in capsys.readouterr().out
-    assert saved.there() == [True, True]
+    for says in ("", "n", "yess"):
+        answer(says, monkeypatch)
+        assert main(["gc", str(saved.ssd)]) == 1
+        assert "nothing was deleted" in capsys.readouterr().out
+        assert saved.there() == [True, True]
 
 
-@pytest.mark.parametrize("where", ["renamed", "archive/runs/renamed"])
-def test_a_moved_run_is_kept_where_the_user_says_it_is(saved: Saved, where: str, tmp_path: Path) -> None:
-    make_directory((tmp_path / where).parent)
-    saved.run.rename(tmp_path / where)
-    assert main(["gc", str(saved.ssd), "--yes", "--keep", str(tmp_path / where.partition("/")[0])]) == 0
-    assert saved.there() == [True, True]
-    assert main(["gc", str(saved.ssd), "--yes", "--keep", str(tmp_path / where / "checkpoints" / "step-2")]) == 0
-    assert saved.there() == [False, True]
-
-
-def test_a_path_to_keep_without_a_checkpoint_deletes_nothing(
+def test_a_moved_run_is_kept_where_the_user_says_it_is(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved.run.rename(tmp_path / "renamed")
+    moved = make_directory(tmp_path / "archive" / "runs") / "renamed"
+    saved.run.rename(moved)
     assert main(["gc", str(saved.ssd), "--yes", "--keep", str(tmp_path / "renmaed")]) == 2
     assert "renmaed: there is no checkpoint there" in capsys.readouterr().err
-    assert saved.there() == [True, True]
+    for kept in (moved, tmp_path / "archive"):
+        assert main(["gc", str(saved.ssd), "--yes", "--keep", str(kept)]) == 0
+        assert saved.there() == [True, True]
+    assert main(["gc", str(saved.ssd), "--yes", "--keep", str(moved / "checkpoints" / "step-2")]) == 0
+    assert saved.there() == [False, True]
 
 
 def test_another_checkpoint_at_the_path_does_not_stand_in(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,17 +113,15 @@ def test_another_checkpoint_at_the_path_does_not_stand_in(saved: Saved, capsys: 
     assert saved.there() == [False, True]
 
 
-def test_a_directory_in_use_is_refused(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_in_use_a_missing_one_and_none_are_refused(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(saved.run)
     with Tier({saved.ssd: None}, 4, PAGE, 8):
         assert main(["gc", str(saved.ssd), "--yes"]) == 2
     assert "is in use by" in capsys.readouterr().err
     assert saved.there() == [True, True]
-
-
-def test_a_missing_directory_and_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gc", str(tmp_path / "none"), "--yes"]) == 2
-    assert main(["gc", "--yes"]) == 2
+    assert main(["gc", str(tmp_path / "none"), "--yes"]) == main(["gc", "--yes"]) == 2
     assert capsys.readouterr().err.count("pagoda: ") == 2
 
 

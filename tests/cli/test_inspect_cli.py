@@ -32,6 +32,9 @@ def ssd(tmp_path: Path) -> Path:
 def test_stores_commits_checkpoints_and_space_are_shown(
     ssd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert "no page store" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "none")]) == 2
     shutil.rmtree(tmp_path / "run" / "step-1")
     assert main(["inspect", str(ssd)]) == 0
     shown = capsys.readouterr().out
@@ -54,17 +57,6 @@ def test_verify_reads_every_committed_page_and_names_the_damaged_ones(
     shown = capsys.readouterr().out
     assert shown.count(f"page 2: {pages} at offset {2 * PAGE}") == 2
     assert shown.count("1 damaged") == 2
-
-
-def test_a_damaged_page_table_is_reported(ssd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     next(ssd.glob("*/commits/*")).write_bytes(b"no table")
     assert main(["inspect", str(ssd)]) == 1
     assert "truncated or damaged" in capsys.readouterr().out
-
-
-def test_a_directory_without_stores_says_so_and_a_missing_one_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "no page store" in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path / "none")]) == 2

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from pagoda.checkpoint.reader import Checkpoint
 from pagoda.cli.main import main
 from pagoda.memory.sizes import parse_bytes
 from pagoda.train.metrics import read_metrics
+from tests.cli.workspace import Workspace, curve
 from tests.tiny import write_model
 
 HOST = "768KiB"
@@ -30,40 +30,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def args(model: Path, root: Path, out: str, *flags: str, lora: bool = True) -> list[str]:
-    (root / "ssd").mkdir(exist_ok=True)
-    (root / "text").write_text("the quick brown fox jumps over the lazy dog. " * 100)
-    settings = {
-        "model": model,
-        "data": root / "text",
-        "steps": 4,
-        "batch-size": 2,
-        "seq-len": 16,
-        "precision": "fp32",
-        "optim.lr": 1e-2,
-        "optim.schedule": "constant",
-        "memory.host": HOST,
-        "memory.ssd": root / "ssd",
-        "checkpoint-every": 2,
-        "eval-share": 0.0,
-        "out": root / out,
-    }
-    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    if lora:
-        given += ["--lora.rank", "4", "--lora.dropout", "0.1", "--lora.targets", *TARGETS]
-    return ["train", *given, *flags]
+ADAPTED = ("--lora.rank", "4", "--lora.dropout", "0.1", "--lora.targets", *TARGETS)
+
+
+def workspace(root: Path, model: Path) -> Workspace:
+    usual = {"steps": 4, "seq_len": 16, "precision": "fp32", "optim__lr": 1e-2, "optim__schedule": "constant"}
+    return Workspace(root, model, **usual, memory__host=HOST, checkpoint_every=2, eval_share=0.0)
+
+
+@pytest.fixture
+def work(model: Path, tmp_path: Path) -> Workspace:
+    return workspace(tmp_path, model)
 
 
 @pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, in `run`."""
     root = tmp_path_factory.mktemp("trained")
-    assert main(args(model, root, "run")) == 0
+    workspace(root, model).train("run", *ADAPTED)
     return root
-
-
-def curve(run: Path) -> list[Any]:
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(run / "metrics.jsonl")]
 
 
 def last_checkpoint(root: Path) -> Path:
@@ -86,15 +71,15 @@ def test_adapters_train_over_weights_that_exceed_ram(trained: Path) -> None:
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(
-    model: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    work: Workspace, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(args(model, tmp_path, "run", "--steps", "2")) == 0
-    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--steps", "4"]) == 0
-    assert curve(tmp_path / "run") == curve(trained / "run")
-    mine, other = adapters(last_checkpoint(tmp_path)), adapters(last_checkpoint(trained))
+    work.train("run", *ADAPTED, steps=2)
+    resume = ["train", "--resume", "--out", str(work.root / "run")]
+    assert main([*resume, "--steps", "4"]) == 0
+    assert curve(work.metrics("run")) == curve(read_metrics(trained / "run" / "metrics.jsonl"))
+    mine, other = adapters(last_checkpoint(work.root)), adapters(last_checkpoint(trained))
     assert all(torch.equal(value, other[name]) for name, value in mine.items())
-    again = ["train", "--resume", "--out", str(tmp_path / "run"), "--steps", "6", "--lora.rank", "8"]
-    assert main(again) == 2
+    assert main([*resume, "--steps", "6", "--lora.rank", "8"]) == 2
     assert "--lora.rank 8 (the run has 4)" in capsys.readouterr().err
 
 
@@ -120,15 +105,6 @@ def test_the_adapter_is_exported_for_peft_and_merged_for_transformers(
     assert changed == {name for name in before if any(target in name for target in TARGETS)}
 
 
-def test_a_run_of_a_whole_model_has_nothing_to_merge(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = ["--memory.host", "64MiB", "--steps", "1", "--checkpoint-every", "1"]
-    assert main(args(model, tmp_path, "run", *whole, lora=False)) == 0
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]) == 2
-    assert "no adapter to merge" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -145,20 +121,23 @@ def test_a_run_of_a_whole_model_has_nothing_to_merge(
     ],
 )
 def test_what_cannot_be_adapted_is_refused(
-    flags: tuple[str, ...], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], words: str, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = main(args(model, tmp_path, "run", *flags))
+        code = main(work.args("run", *ADAPTED, *flags))
     except SystemExit as stopped:  # a flag that cannot be read
         code = stopped.code
     assert code == 2
     assert words in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "run").exists()
+    assert not (work.root / "run").exists()
 
 
-def test_without_peft_the_message_says_how_to_get_it(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_peft_the_message_says_how_to_get_it_and_a_whole_model_has_nothing_to_merge(
+    work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    work.train("whole", steps=1, memory__host="64MiB")
+    assert main(["export", str(work.root / "whole"), str(work.root / "out"), "--merge"]) == 2
+    assert "no adapter to merge" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert main(args(model, tmp_path, "run")) == 2
+    assert main(work.args("run", *ADAPTED)) == 2
     assert "pip install 'pagoda-train[peft]'" in capsys.readouterr().err

@@ -14,61 +14,17 @@ from safetensors.torch import save_file
 
 from pagoda.cli.main import main
 from pagoda.train.data import Batches
-from pagoda.train.metrics import StepMetrics, read_metrics
-from tests.tiny import LLAMA, write_model
+from pagoda.train.metrics import StepMetrics
+from tests.cli.workspace import STEPS, Workspace, curve
+from tests.tiny import LLAMA
 
 KEYS = [field.name for field in fields(StepMetrics)]
 LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update"}
-
-STEPS = 6
-
-
-class Workspace:
-    """A folder with a tiny model, a text, an SSD directory, and runs of `pagoda train` on them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.model = root / "model"
-        self.text = root / "text.txt"
-        self.ssd = root / "ssd"
-        self.ssd.mkdir()
-        write_model(self.model)
-        self.text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-
-    def args(self, out: str, /, *flags: str, **changes: object) -> list[str]:
-        """The command line of a run in `out`; `changes` replace flags of the same name."""
-        settings: dict[str, object] = {
-            "model": self.model,
-            "data": self.text,
-            "steps": STEPS,
-            "batch-size": 2,
-            "seq-len": 32,
-            "optim.lr": 3e-3,
-            "memory.host": "1MiB",
-            "memory.ssd": self.ssd,
-            "out": self.root / out,
-        }
-        settings |= {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
-        given = ((f"--{name}", str(value)) for name, value in settings.items() if value is not None)
-        return ["train", *(part for pair in given for part in pair), *flags]
-
-    def train(self, out: str, /, *flags: str, **changes: object) -> list[dict[str, object]]:
-        """Runs to the end and returns the metrics."""
-        assert main(self.args(out, *flags, **changes)) == 0
-        return self.metrics(out)
-
-    def metrics(self, out: str) -> list[dict[str, object]]:
-        return read_metrics(self.root / out / "metrics.jsonl")
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
-
-
-def curve(metrics: list[dict[str, object]]) -> list[tuple[object, ...]]:
-    """What must not differ by a bit between runs of the same arithmetic."""
-    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in metrics]
 
 
 def test_a_run_writes_metrics_and_configuration_and_its_loss_falls(
@@ -97,38 +53,12 @@ def test_a_run_writes_metrics_and_configuration_and_its_loss_falls(
 
 
 def test_a_run_saves_at_its_end_unless_told_not_to(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    work.train("kept", steps=3)
-    assert [path.name for path in (work.root / "kept" / "checkpoints").iterdir()] == ["step-000003"]
     work.train("often", steps=3, checkpoint_every=2)
     names = sorted(path.name for path in (work.root / "often" / "checkpoints").iterdir())
     assert names == ["step-000002", "step-000003"]
-    capsys.readouterr()
-    work.train("dropped", "--no-save-at-end", steps=3)
+    work.train("dropped", "--no-save-at-end", steps=1)
     assert not (work.root / "dropped" / "checkpoints").exists()
     assert "--no-save-at-end" in capsys.readouterr().out
-
-
-def test_a_crashed_run_resumes_to_the_bits_of_an_unbroken_one(work: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"accumulation_steps": 2, "optim__warmup_steps": 2}
-    unbroken = work.train("unbroken", **flags)
-
-    batch = Batches.batch
-
-    def crashing(self: Batches, step: int, index: int = 0) -> object:
-        if step == 5:
-            raise RuntimeError("power cut")
-        return batch(self, step, index)
-
-    monkeypatch.setattr(Batches, "batch", crashing)
-    with pytest.raises(RuntimeError, match="power cut"):
-        main(work.args("broken", checkpoint_every=2, **flags))
-    monkeypatch.undo()
-    assert [line["step"] for line in work.metrics("broken")] == [1, 2, 3, 4, 5]
-    checkpoints = sorted(entry.name for entry in (work.root / "broken" / "checkpoints").iterdir())
-    assert checkpoints == ["step-000002", "step-000004"]
-
-    assert main(["train", "--resume", "--out", str(work.root / "broken")]) == 0
-    assert curve(work.metrics("broken")) == curve(unbroken)
 
 
 def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_checkpoint(work: Workspace) -> None:
@@ -147,11 +77,13 @@ def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_che
 def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    handler = signal.getsignal(signal.SIGINT)
     batch = Batches.batch
 
     def interrupted(self: Batches, step: int, index: int = 0) -> object:
         if step == 2:
             signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is handler, "a second one would end the process at once"
         return batch(self, step, index)
 
     monkeypatch.setattr(Batches, "batch", interrupted)
@@ -180,6 +112,8 @@ BAD_INPUT = {
     "SSD limit too small": ({"memory__ssd": "{root}/ssd:64KiB"}, "memory.ssd"),
     "optimizer that needs a closure": ({"optimizer": "LBFGS"}, "closure"),
     "run directory is a file": ({"out": "{root}/text.txt"}, "is a file"),
+    "trace of a step that is not run": ({"trace": "t.json", "trace_step": STEPS + 1}, "--trace-step is 7"),
+    "trace in a directory that is missing": ({"trace": "no/such/t.json"}, "--trace no"),
 }
 
 
@@ -201,23 +135,6 @@ def test_bad_input_is_explained_and_leaves_nothing_behind(
     assert sorted(work.root.rglob("*")) == before
 
 
-TOKENIZERS = [
-    ["tokenizer.json"], ["tokenizer.model"], ["tokenizer_config.json"], ["vocab.json", "merges.txt"], ["vocab.txt"],
-    ["spiece.model"], ["sentencepiece.bpe.model"], ["tekken.json"], ["qwen.tiktoken"], ["source.spm"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("files", TOKENIZERS, ids=lambda files: files[0])
-def test_a_tokenizer_that_cannot_be_read_is_never_replaced_by_bytes(
-    files: list[str], work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in files:
-        (work.model / name).touch()
-    assert main(work.args("run")) == 2
-    assert f"the tokenizer in {work.model} cannot be read" in capsys.readouterr().err
-    assert not (work.root / "run").exists()
-
-
 def test_bytes_are_tokens_where_there_is_no_tokenizer_or_they_are_asked_for(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,24 +146,21 @@ def test_bytes_are_tokens_where_there_is_no_tokenizer_or_they_are_asked_for(
     assert first[0]["loss"] != again[0]["loss"]
 
 
-BROKEN_MODELS = {
+BROKEN_MODELS: dict[str, bytes | dict[str, object]] = {
     "not UTF-8": b"\xff\xfe{}",
     "nested deeply": b"[" * 100_000,
     "a list": b"[]",
     "a huge number": b'{"model_type": "llama", "vocab_size": ' + b"9" * 5000 + b"}",
     "no layers": {"num_hidden_layers": 0},
     "layers without end": {"num_hidden_layers": 10**9},
-    "a size above any": {"hidden_size": 10**30},
     "a negative size": {"vocab_size": -1},
     "a wrong type": {"rope_theta": "x"},
-    "a text_config that is none": {"text_config": "x"},
     "an activation that is none": {"hidden_act": "x"},
     "heads that do not fit": {"num_key_value_heads": 3},
-    "NaN": {"rope_theta": math.nan},
 }
 
 
-@pytest.mark.parametrize("case", [*BROKEN_MODELS, "a directory", "a FIFO", "no generation_config"])
+@pytest.mark.parametrize("case", [*BROKEN_MODELS, "a FIFO", "no generation_config"])
 def test_a_broken_model_directory_is_one_message(
     case: str, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,21 +168,14 @@ def test_a_broken_model_directory_is_one_message(
     if case == "no generation_config":
         save_file({"model.norm.weight": torch.ones(64)}, work.model / "model.safetensors")
         (work.model / "generation_config.json").write_text("[")
-    elif case in BROKEN_MODELS:
+    elif case == "a FIFO":
+        path.unlink()
+        os.mkfifo(path)
+    else:
         broken = BROKEN_MODELS[case]
         path.write_bytes(broken if isinstance(broken, bytes) else json.dumps({**LLAMA, **broken}).encode())
-    else:
-        path.unlink()
-        path.mkdir() if case == "a directory" else os.mkfifo(path)
     assert main(work.args("run", memory__ssd=None, memory__host="64MiB")) == 2
     assert capsys.readouterr().err.count("pagoda: ") == 1
-    assert not (work.root / "run").exists()
-
-
-def test_a_vocabulary_too_small_for_the_data_is_explained(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(work.model, vocab_size=100)
-    assert main(work.args("run")) == 2
-    assert "vocab_size" in capsys.readouterr().err
     assert not (work.root / "run").exists()
 
 
@@ -278,73 +185,43 @@ def test_a_gradient_that_is_not_finite_stops_the_run(work: Workspace, capsys: py
     assert all(math.isfinite(line["loss"]) for line in work.metrics("run"))
 
 
-def test_a_finished_run_is_not_overwritten_and_resuming_it_says_that_it_has_finished(
+def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_not_overwritten(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work.train("run", steps=2)
+    work.train("run", steps=2, checkpoint_every=1)
     before = content_of(work.root / "run")
-    assert main(work.args("run", steps=2)) == 2
-    assert "--resume" in capsys.readouterr().err
+    (work.root / "other.txt").write_text("another text, as long as it takes. " * 20)
+    for args, message in (
+        (work.args("run", steps=2), "--resume"),
+        (work.args("run", "--resume", steps=4, batch_size=3), "--batch-size 3 (the run has 2)"),
+        (work.args("run", "--resume", steps=4, data=work.root / "other.txt"), "another text"),
+        (work.args("elsewhere", "--resume"), "no run to resume"),
+    ):
+        assert main(args) == 2
+        assert message in capsys.readouterr().err
     assert main(work.args("run", "--resume", steps=2)) == 0
     assert "has finished: 2 of 2 steps" in capsys.readouterr().out
     assert content_of(work.root / "run") == before
 
 
-def test_resuming_names_what_does_not_belong_to_the_run(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    work.train("run", steps=2, checkpoint_every=1)
-    assert main(work.args("run", "--resume", steps=4, batch_size=3)) == 2
-    assert "--batch-size 3 (the run has 2)" in capsys.readouterr().err
-    (work.root / "other.txt").write_text("another text, as long as it takes. " * 20)
-    assert main(work.args("run", "--resume", steps=4, data=work.root / "other.txt")) == 2
-    assert "another text" in capsys.readouterr().err
-    assert main(work.args("elsewhere", "--resume")) == 2
-    assert "no run to resume" in capsys.readouterr().err
-    assert len(work.metrics("run")) == 2
-
-
 def test_a_traced_step_is_written_as_a_plans_is(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     trace = work.root / "traced" / "trace.json"
-    plain = work.train("plain")
-    assert curve(work.train("traced", trace=trace)) == curve(plain), "recording changes nothing"
+    plain = work.train("plain", steps=4)
+    assert curve(work.train("traced", steps=4, trace=trace)) == curve(plain), "recording changes nothing"
     assert str(trace) in capsys.readouterr().out.replace("\n", "")
     written = json.loads(trace.read_text())
     spans = [event for event in written["traceEvents"] if event["ph"] == "X"]
-    assert (
-        {"compute", "d2h", "ssd_read", "ssd_write", "update"} <= {span["cat"] for span in spans} <= LANES | {"compute"}
-    )
+    lanes = {span["cat"] for span in spans}
+    assert {"compute", "d2h", "ssd_read", "ssd_write", "update"} <= lanes <= LANES | {"compute"}
     step_us = written["otherData"]["step_s"] * 1e6
     assert all(0 <= s["ts"] <= s["ts"] + s["dur"] <= step_us * (1 + 1e-9) for s in spans)
     assert written["otherData"]["step_s"] == pytest.approx(work.metrics("traced")[2]["step_s"], rel=0.5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [({"trace": "t.json", "trace_step": STEPS + 1}, "--trace-step is 7"), ({"trace": "no/such/t.json"}, "--trace no")],
-)
-def test_a_trace_that_cannot_be_made_is_refused_before_anything_is_written(
-    work: Workspace, changes: dict[str, object], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(work.args("run", **changes)) == 2
-    assert complaint in capsys.readouterr().err
-    assert not (work.root / "run").exists()
-
-
-def test_a_run_in_fp16_scales_its_loss_and_resumes_to_the_same_bits(work: Workspace) -> None:
-    """From a scale that overflows at first: random weights have large gradients with so few tokens."""
-    settings = {"precision": "fp16", "gradients": "fp32", "optim__decay": "matrices", "optim__schedule": "constant"}
-    whole = work.train("whole", **settings)
-    assert {line["loss_scale"] for line in whole} <= {2.0**power for power in range(17)}
-    assert [line["grad_norm"] is None for line in whole] == [line["skipped"] for line in whole]
-    assert not whole[-1]["skipped"]
-    assert curve(whole) != curve(work.train("bf16", optim__schedule="constant"))
-    work.train("parts", steps=3, checkpoint_every=3, memory__host="1GiB", memory__ssd=None, **settings)
-    assert main(["train", "--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS)]) == 0
-    assert curve(work.metrics("parts")) == curve(whole)
-
-
+FP16 = {"precision": "fp16", "gradients": "fp32", "optim__decay": "matrices"}
 RESUMED: dict[str, tuple[dict[str, str], str]] = {
-    "AdamW": ({}, "exp_avg_sq"),
     "8-bit moments": ({"optim__moments": "8bit"}, "exp_avg_sq_8bit"),
+    "fp16": (FP16, "exp_avg_sq"),
     "a rule of Pagoda's own": ({"optimizer": "sgd", "optim__options": "momentum=0.9"}, "momentum_buffer"),
     "a class of torch": ({"optimizer": "Adagrad"}, "sum"),
 }
@@ -358,6 +235,10 @@ def test_a_run_resumes_in_another_memory_split_to_the_same_bits(
     settings = {**settings, "optim__schedule": "constant"}
     whole = work.train("whole", **settings)
     assert said in capsys.readouterr().out
+    if case == "fp16":  # from a scale that overflows at first: random weights have large gradients with so few tokens
+        assert {line["loss_scale"] for line in whole} <= {2.0**power for power in range(17)}
+        assert [line["grad_norm"] is None for line in whole] == [line["skipped"] for line in whole]
+        assert not whole[-1]["skipped"]
     work.train("parts", steps=3, checkpoint_every=3, memory__host="1GiB", memory__ssd=None, **settings)
     resumed = ["--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS), "--memory.unit-limit", "64KiB"]
     assert main(["train", *resumed, "--memory.host", "1MiB", "--memory.ssd", str(work.ssd)]) == 0

@@ -15,6 +15,7 @@ import pagoda
 from integrations.tiny_text import memory, model, samples
 from pagoda.integrations import Paging
 from pagoda.integrations.accelerate import Accelerator
+from pagoda.integrations.paging import rule_of
 
 Make = Callable[..., Any]
 
@@ -90,27 +91,22 @@ def test_losses_have_the_bits_of_the_stock_accelerator(accumulation: int, paged:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_clipped_and_in_16_bits_it_is_near_the_stock_accelerator(precision: str, paged: Make) -> None:
+def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, tmp_path: Path) -> None:
+    """Of losses that are near those of the stock accelerator, clipped and in 16 bits."""
     settings = {"kind": torch.optim.AdamW, "lr": 1e-2, "weight_decay": 0.1, "clip": 0.1}
     torch.manual_seed(1)
-    found = Run(paged(mixed_precision=precision), **settings).steps(6)
+    scaled = Run(stock(mixed_precision=precision if precision == "bf16" else "no"), **settings).steps(6)
     torch.manual_seed(1)
-    scaled = stock(mixed_precision=precision if precision == "bf16" else "no")
-    assert found == pytest.approx(Run(scaled, **settings).steps(6), rel=1e-5 if precision == "no" else 0.1)
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, tmp_path: Path) -> None:
-    settings = {"kind": torch.optim.AdamW, "lr": 1e-2, "clip": 0.1}
     whole = Run(paged(mixed_precision=precision), **settings)
-    whole.steps(3)
+    begun = whole.steps(3)
     for _ in range(2):  # a script may save to the same directory each time
         whole.accelerator.save_state(str(tmp_path / "state"))
-    expected = whole.steps(3)
+    rest = whole.steps(3)
+    assert begun + rest == pytest.approx(scaled, rel=1e-5 if precision == "no" else 0.1)
     again = Run(paged(mixed_precision=precision), **settings)
     again.skip(3)
     again.accelerator.load_state(str(tmp_path / "state"))
-    assert again.steps(3) == expected
+    assert again.steps(3) == rest
     names = {path.name for path in (tmp_path / "state").iterdir()}
     assert {name for name in names if "pagoda" in name} == {"pagoda-2"}
     assert not names & {"model.safetensors", "optimizer.bin"}, "state is written once"
@@ -154,18 +150,22 @@ def test_several_models_have_state_of_their_own(paged: Make, tmp_path: Path) -> 
     assert {path.name for path in (tmp_path / "state").iterdir()} >= {"pagoda-1", "pagoda_1-1"}
 
 
-REFUSED: dict[str, tuple[Callable[[Make], Any], str]] = {
-    "an optimizer alone": (
-        lambda paged: paged().prepare(torch.optim.SGD(model().parameters())),
-        "together with the one model",
-    ),
-    "a precision": (lambda paged: paged(mixed_precision="fp8"), "one of no, bf16, fp16"),
-    "compiling": (lambda paged: paged(dynamo_backend="eager"), "compile blocks before"),
-}
+def test_what_cannot_be_combined_is_refused_in_words(paged: Make) -> None:
+    with pytest.raises(pagoda.ConfigError, match="together with the one model"):
+        paged().prepare(torch.optim.SGD(model().parameters()))
+    for settings, message in (
+        ({"mixed_precision": "fp8"}, "one of no, bf16, fp16"),
+        ({"dynamo_backend": "eager"}, "compile blocks before"),
+    ):
+        with pytest.raises(pagoda.ConfigError, match=message):
+            paged(**settings)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_combined_is_refused_in_words(case: str, paged: Make) -> None:
-    use, message = REFUSED[case]
-    with pytest.raises(pagoda.ConfigError, match=message):
-        use(paged)
+def test_an_optimizer_becomes_a_rule_that_does_the_same() -> None:
+    settings = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1, weight_decay=0.2).defaults
+    rule = rule_of(torch.optim.AdamW, settings)
+    assert isinstance(rule, pagoda.AdamW)
+    assert (rule.defaults()["lr"], rule.defaults()["weight_decay"]) == (0.1, 0.2)
+    rule = rule_of(torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "maximize": False, "fused": True})
+    assert isinstance(rule, pagoda.Optim)
+    assert rule.defaults()["amsgrad"] is True

@@ -46,15 +46,20 @@ def stock(out: Path, **settings: Any) -> Any:
 
 
 SAME: dict[str, dict[str, Any]] = {
-    "sgd": {"optim": "sgd"},
     "adafactor, checkpointing": {"optim": "adafactor", "activation_checkpointing": True},
-    "adamw, groups, schedule": {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-    "accumulation, the last step of an epoch is shorter": {
+    "adamw, groups, schedule, evaluation": {
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    },
+    "sgd, accumulation, the last step of an epoch is shorter": {
+        "optim": "sgd",
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 3,
         "max_steps": 5,
     },
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
 }
 
 
@@ -74,8 +79,8 @@ def test_losses_have_the_bits_of_the_stock_trainer(case: str, paged: Make, tmp_p
 
 @pytest.mark.parametrize(
     ("settings", "near"),
-    [({}, 1e-5), ({"max_grad_norm": 0.1}, 1e-5), ({"bf16": True}, 3e-2), ({"fp16": True, "max_grad_norm": 0.5}, 3e-2)],
-    ids=["AdamW of Pagoda", "clipping", "bf16", "fp16"],
+    [({"max_grad_norm": 0.1}, 1e-5), ({"bf16": True}, 3e-2), ({"fp16": True, "max_grad_norm": 0.5}, 3e-2)],
+    ids=["AdamW of Pagoda, clipping", "bf16", "fp16"],
 )
 def test_losses_are_near_the_stock_trainers(settings: dict[str, Any], near: float, paged: Make, tmp_path: Path) -> None:
     trainer = paged(**settings)
@@ -97,7 +102,7 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     precision: str, paged: Make, tmp_path: Path
 ) -> None:
@@ -120,18 +125,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 def test_the_best_model_comes_back(paged: Make, tmp_path: Path) -> None:
     """With a learning rate that ruins the model after the first evaluation."""
-    trainer = paged(
-        max_steps=5,
-        learning_rate=0.3,
-        lr_scheduler_type="constant",
-        eval_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-        save_strategy="steps",
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        given={"eval_dataset": samples(4)},
-    )
+    settings = {"max_steps": 5, "learning_rate": 0.3, "lr_scheduler_type": "constant"}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps"}
+    given = {"eval_dataset": samples(4)}
+    trainer = paged(**settings, save_total_limit=1, load_best_model_at_end=True, given=given)
     trainer.train()
     losses = logged(trainer, "eval_loss")
     assert min(losses) < losses[-1]
@@ -139,22 +136,21 @@ def test_the_best_model_comes_back(paged: Make, tmp_path: Path) -> None:
     assert len([*(tmp_path / "paged").glob("checkpoint-*")]) <= 2
 
 
-@pytest.mark.parametrize("where", ["save_model", "checkpoint", "save_only_model"])
-def test_what_is_saved_is_what_from_pretrained_loads(where: str, paged: Make, tmp_path: Path) -> None:
-    trainer = paged(save_strategy="steps", save_steps=6, save_only_model=where == "save_only_model")
+@pytest.mark.parametrize("only_model", [False, True])
+def test_what_is_saved_is_what_from_pretrained_loads(only_model: bool, paged: Make, tmp_path: Path) -> None:
+    trainer = paged(save_strategy="steps", save_steps=6, save_only_model=only_model)
     trainer.train()
-    out = tmp_path / "paged" / "checkpoint-6"
-    if where == "save_model":
-        trainer.save_model(out := str(tmp_path / "saved"))
+    trainer.save_model(str(tmp_path / "saved"))
     with pagoda.gathered(trainer.model):
         expected = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    loaded = LlamaForCausalLM.from_pretrained(out).state_dict()
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    names = {path.name for path in Path(out).iterdir()}
-    assert "training_args.bin" in names
-    assert (STATE in names) == (where == "checkpoint")
-    assert not [name for name in names if name.startswith(".pagoda")], "nothing temporary is left"
+    for out, has_state in ((tmp_path / "saved", False), (tmp_path / "paged" / "checkpoint-6", not only_model)):
+        loaded = LlamaForCausalLM.from_pretrained(out).state_dict()
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+        names = {path.name for path in out.iterdir()}
+        assert "training_args.bin" in names
+        assert (STATE in names) == has_state
+        assert not [name for name in names if name.startswith(".pagoda")], "nothing temporary is left"
 
 
 def test_layers_are_compiled(paged: Make, tmp_path: Path) -> None:
@@ -179,22 +175,19 @@ def test_it_evaluates_before_it_trains(paged: Make, tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] < before
 
 
-def test_a_model_that_is_made_in_pages_never_is_in_ram(paged: Make) -> None:
-    with pagoda.init():
-        made = model()
-    trainer = paged(given={"model": made})
-    trainer.train()
-    assert trainer._paged.stats.peak_bytes["host"] <= 300 << 10
-    assert logged(trainer, "loss")[-1] < logged(trainer, "loss")[0]
+def test_each_model_of_model_init_is_wrapped_anew_and_made_in_pages(paged: Make) -> None:
+    def make() -> Any:
+        with pagoda.init():
+            return model()
 
-
-def test_each_model_of_model_init_is_wrapped_anew(paged: Make) -> None:
-    trainer = paged(given={"model": None, "model_init": lambda: model()})
+    trainer = paged(given={"model": None, "model_init": make})
     trainer.train()
     first, losses = trainer._paged, logged(trainer, "loss")
+    assert losses[-1] < losses[0]
     trainer.train()
     assert trainer._paged is not first
     assert logged(trainer, "loss") == losses
+    assert trainer._paged.stats.peak_bytes["host"] <= 300 << 10
 
 
 def test_a_model_that_a_user_has_wrapped_is_clipped_as_the_arguments_say(paged: Make, tmp_path: Path) -> None:
@@ -224,24 +217,17 @@ def test_a_module_of_ones_own_trains_and_is_saved(paged: Make, tmp_path: Path) -
 
 
 def test_seq2seq_trains_resumes_and_generates_as_the_stock_trainer(paged: Make, tmp_path: Path) -> None:
+    shape = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+
     def t5() -> Any:
         torch.manual_seed(0)
-        return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
-            )
-        )
+        config = transformers.T5Config(**shape, decoder_start_token_id=0)
+        return transformers.T5ForConditionalGeneration(config)
 
     def run(kind: type, **more: Any) -> Any:
-        args = arguments(
-            tmp_path / "t5",
-            transformers.Seq2SeqTrainingArguments,
-            predict_with_generate=True,
-            generation_max_length=6,
-            optim="sgd",
-            save_strategy="steps",
-            save_steps=3,
-        )
+        settings = {"predict_with_generate": True, "generation_max_length": 6, "optim": "sgd"}
+        settings |= {"save_strategy": "steps", "save_steps": 3}
+        args = arguments(tmp_path / "t5", transformers.Seq2SeqTrainingArguments, **settings)
         given = {"model": t5(), "train_dataset": samples(), "eval_dataset": samples(4)}
         trainer = paged(kind=kind, given=given, args=args) if kind is Seq2SeqTrainer else kind(args=args, **given)
         trainer.train(**more)
@@ -256,26 +242,13 @@ def test_seq2seq_trains_resumes_and_generates_as_the_stock_trainer(paged: Make, 
         assert found.metrics["test_loss"] == expected.metrics["test_loss"]
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "auto_find_batch_size": ({"auto_find_batch_size": True}, "choose the batch size"),
-    "bf16_full_eval": ({"bf16_full_eval": True}, "set bf16"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_arguments_that_have_no_meaning_in_pages_are_refused(case: str, paged: Make) -> None:
-    settings, advice = REFUSED[case]
-    with pytest.raises(pagoda.ConfigError, match=f"{case}.*{advice}"):
-        paged(**settings)
-
-
-def test_a_checkpoint_of_the_stock_trainer_is_refused(paged: Make, tmp_path: Path) -> None:
+def test_what_has_no_meaning_in_pages_is_refused_in_words(paged: Make, tmp_path: Path) -> None:
+    for name, advice in (("auto_find_batch_size", "choose the batch size"), ("bf16_full_eval", "set bf16")):
+        with pytest.raises(pagoda.ConfigError, match=f"{name}.*{advice}"):
+            paged(**{name: True})
     stock(tmp_path / "stock", save_strategy="steps", save_steps=6)
     with pytest.raises(pagoda.CheckpointError, match="load the model from it"):
         paged().train(resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-6"))
-
-
-def test_an_optimizer_of_a_model_in_ram_is_refused(paged: Make) -> None:
     mine = model()
     given = {"model": mine, "optimizers": (torch.optim.SGD(mine.parameters()), None)}
     with pytest.raises(pagoda.ConfigError, match="Paging\\(optimizer="):

@@ -114,7 +114,10 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c == "GRPO" else ()) for c in CASES])
+SLOW = {"GRPO", "SFT, DoRA", "DPO, LoRA", "GRPO, LoRA"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
 def test_losses_have_the_bits_of_trls_own_trainer(case: str, paging: Paging, tmp_path: Path) -> None:
     kind, given = case.partition(",")[0], CASES[case]
     where = tmp_path / "model"

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -13,7 +12,7 @@ from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import find_machine_for
 from pagoda.simulate.hardware import hardware_file, write_hardware
 from pagoda.train import TrainConfig
-from pagoda.train.choice import plan_config
+from pagoda.train.choice import plan_config, precision_hint
 from pagoda.train.metrics import read_metrics
 from tests.forecast.machines import SMALL
 from tests.tiny import tiny_run, trained, write_model
@@ -51,11 +50,8 @@ def test_a_machine_that_has_not_been_measured_takes_the_usual_plan(config: Train
     assert "search" not in shown
     with pytest.raises(ConfigError, match="pagoda calibrate"):
         trained(replace(config, plan="search", out=config.out / "other"))
-
-
-def test_a_machine_measured_without_its_drive_takes_the_usual_plan_and_says_why(config: TrainConfig) -> None:
     write_hardware(replace(SMALL, ssd=None), hardware_file())
-    result, shown = trained(config)
+    result, shown = trained(replace(config, out=config.out.with_name("without a drive")))
     assert "no search" in shown
     assert "calibrate with --ssd" in shown
     assert result.plan.options.unit_limit is None
@@ -68,20 +64,12 @@ def test_what_no_plan_can_hold_is_refused_before_anything_is_written(config: Tra
     assert not config.out.exists()
 
 
-@pytest.mark.parametrize(("precision", "slowdown"), [("bf16", 1.1), ("fp32", 7.4)])
-def test_a_cpu_that_is_fast_enough_is_not_told_of_fp32(
-    precision: Literal["bf16", "fp32"], slowdown: float, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pagoda.train.choice.cpu_slowdown", lambda dtype: slowdown)
-    _, shown = trained(replace(config, precision=precision))
-    assert "times slower" not in shown
-    assert "--precision" not in shown
-
-
 def test_a_cpu_that_is_slow_in_16_bits_is_told_of_fp32_unless_the_run_is_resumed(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.train.choice.cpu_slowdown", lambda dtype: 7.4)
+    for slowdown, precision, told in ((1.1, "bf16", False), (7.4, "fp32", False), (7.4, "bf16", True)):
+        monkeypatch.setattr("pagoda.train.choice.cpu_slowdown", lambda dtype, slowdown=slowdown: slowdown)
+        assert (precision_hint(replace(config, precision=precision)) is not None) == told
     _, shown = trained(config)
     assert "multiplies bf16 matrices 7 times slower" in shown
     assert "--precision fp32" in shown
@@ -89,9 +77,7 @@ def test_a_cpu_that_is_slow_in_16_bits_is_told_of_fp32_unless_the_run_is_resumed
     assert "--precision" not in shown
 
 
-def test_a_measured_machine_runs_what_is_forecast_and_says_so(
-    config: TrainConfig,
-) -> None:
+def test_a_measured_machine_runs_what_is_forecast_and_says_so(config: TrainConfig) -> None:
     write_hardware(SMALL, hardware_file())
     open_config = replace(config, batch_size=2, activations="auto", batch_tiles="auto", tile_limit="8KiB")
     result, shown = trained(open_config)
@@ -99,10 +85,8 @@ def test_a_measured_machine_runs_what_is_forecast_and_says_so(
     predicted = forecast(asked, find_machine_for(asked), measure=False)
     assert predicted.choice is not None
     assert predicted.choice.best.options != predicted.choice.usual().best.options
-    assert "chosen by a search, which took" in shown
-    assert "fastest other" in shown
     assert result.plan.options.activations == predicted.config.activations != "auto"
     assert (result.plan.layout, result.plan.placement) == (predicted.plan.layout, predicted.plan.placement)
     assert any(slot.param.part is not None for unit in result.plan.units for slot in unit.slots)
-    assert f"activations: {predicted.config.activations}" in shown
-    assert "batch tiles: 1" in shown
+    said = ("chosen by a search, which took", "fastest other", f"activations: {predicted.config.activations}")
+    assert all(words in shown for words in (*said, "batch tiles: 1"))

@@ -1,12 +1,17 @@
-"""`pagoda train` on a directory with weights and a tokenizer: texts and conversations, as transformers trains them."""
+"""`pagoda train` on a directory with weights and a tokenizer: texts and conversations, as transformers trains them, and
+evaluations, which change nothing of the training."""
 
 import io
+import json
+import math
 import re
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -17,6 +22,7 @@ from pagoda.config.memory import Memory
 from pagoda.train import OptimConfig, TrainConfig, run
 from pagoda.train.data import Batches, Rows
 from pagoda.train.metrics import read_metrics
+from pagoda.train.run_dir import RunDir
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import open_tokens
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
@@ -30,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pretrained(folder / "model")
     lengths = (700, 150, 1400, 30, 2500, 400)
     write_lines(folder / "texts.jsonl", [{"text": TEXT[at * 3000 : at * 3000 + n]} for at, n in enumerate(lengths * 3)])
+    write_lines(folder / "other.jsonl", [{"text": TEXT[40_000 + at * 700 :][:700]} for at in range(5)])
     write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats()])
     return folder
 
@@ -42,58 +49,81 @@ def config_of(folder: Path, data: str, out: Path, **changes: Any) -> TrainConfig
     return TrainConfig(model=str(folder / "model"), data=str(folder / data), out=out, **{**settings, **changes})
 
 
-def trained(config: TrainConfig) -> tuple[list[float], str]:
-    """The loss of every step, and what was said."""
+def on_ssd(folder: Path) -> Memory:
+    (folder / "ssd").mkdir()
+    return Memory(host="600KiB", ssd=str(folder / "ssd"), page_size="4KiB", unit_limit="64KiB")
+
+
+def trained(config: TrainConfig) -> tuple[list[float], list[dict[str, Any]], str]:
+    """The loss of every step, the evaluations, and what was said."""
     shown = io.StringIO()
     run(config, Console(file=shown, width=200))
-    return [line["loss"] for line in read_metrics(config.out / "metrics.jsonl")], shown.getvalue()
+    evals = config.out / "evals.jsonl"
+    losses = [line["loss"] for line in read_metrics(config.out / "metrics.jsonl")]
+    return losses, read_metrics(evals) if evals.exists() else [], shown.getvalue()
 
 
-def batches_of(config: TrainConfig) -> Batches:
-    tokens = open_tokens(config.data, open_tokenizer(Path(config.model), None))
+def batches_of(config: TrainConfig, data: str) -> Batches:
+    tokens = open_tokens(data, open_tokenizer(Path(config.model), None))
     return Batches(
         rows=Rows.of(tokens, config.seq_len), batch_size=config.batch_size,
         accumulation_steps=config.accumulation_steps, positions=True,
     )  # fmt: skip
 
 
+def loss_in_transformers(model: Any, *batches: dict[str, torch.Tensor]) -> tuple[float, int]:
+    """The mean loss of every document by itself, and the number of tokens that it counts."""
+    total, counted = 0.0, 0
+    for ids, labels, positions in (row for batch in batches for row in zip(*batch.values(), strict=True)):
+        for start, stop in pairwise([*(positions == 0).nonzero().flatten().tolist(), len(ids)]):
+            kept = labels[start:stop][None].clone()
+            count = int((kept[:, 1:] != -100).sum())
+            if count:
+                with torch.no_grad():
+                    total += model(input_ids=ids[start:stop][None], labels=kept).loss.item() * count
+                counted += count
+    return total / counted, counted
+
+
 DATA = pytest.mark.parametrize("data", ["texts.jsonl", "chats.jsonl"])
 
 
 @DATA
-def test_the_first_loss_is_that_of_transformers_on_the_same_documents(data: str, folder: Path, tmp_path: Path) -> None:
-    """Of every document by itself: packing changes nothing but the speed."""
-    config = config_of(folder, data, tmp_path / "run", steps=1)
-    (loss,), _ = trained(config)
+def test_the_first_losses_are_those_of_transformers_on_the_same_documents(
+    data: str, folder: Path, tmp_path: Path
+) -> None:
+    """Of every document by itself: packing changes nothing but the speed. Bits per byte are those of the text."""
+    other = str(folder / data.replace("texts", "other"))
+    config = config_of(folder, data, tmp_path / "run", steps=1, eval_data=other)
+    (loss,), (first, _), shown = trained(config)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    batches = batches_of(config)
-    total = counted = 0.0
-    for index in range(2):
-        batch = batches.batch(0, index)
-        for ids, labels, positions in zip(*batch.values(), strict=True):
-            beginnings = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-            for start, stop in pairwise(beginnings):
-                kept = labels[start:stop][None].clone()
-                if (kept[:, 1:] != -100).any():
-                    count = int((kept[:, 1:] != -100).sum())
-                    with torch.no_grad():
-                        total += model(input_ids=ids[start:stop][None], labels=kept).loss.item() * count
-                    counted += count
-    assert loss == pytest.approx(total / counted, rel=1e-5)
+    batches, evaluated = batches_of(config, config.data), batches_of(config, other)
+    expected, _ = loss_in_transformers(model, batches.batch(0, 0), batches.batch(0, 1))
+    assert loss == pytest.approx(expected, rel=1e-5)
+    rows = evaluated.rows
+    expected, counted = loss_in_transformers(model, evaluated.of_rows(np.arange(len(rows))))
+    assert first["loss"] == pytest.approx(expected, rel=1e-5)
+    assert (first["step"], first["tokens"], first["sequences"]) == (0, counted, len(rows))
+    assert first["perplexity"] == pytest.approx(math.exp(first["loss"]))
+    per_byte = rows.tokens.about.target_bytes / rows.tokens.about.targets
+    assert first["bits_per_byte"] == pytest.approx(first["loss"] / math.log(2) / per_byte)
+    assert "Evaluation before the first step: loss" in shown
 
 
 @DATA
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: str, folder: Path, tmp_path: Path) -> None:
-    whole = config_of(folder, data, tmp_path / "whole")
-    losses, shown = trained(whole)
+    whole = config_of(folder, data, tmp_path / "whole", eval_share=0.2, eval_every=2)
+    losses, evals, shown = trained(whole)
     assert losses[-1] < losses[0] - 0.1
     assert "attention ends where a document does" in shown
-    parts = replace(whole, out=tmp_path / "parts", steps=3)
+    assert "held out, every 2 steps" in shown
+    parts = replace(whole, out=tmp_path / "parts", steps=4)
     trained(parts)
-    assert trained(replace(parts, steps=6, resume=True))[0] == losses
-    cached = replace(parts, steps=7, resume=True, cache=tmp_path / "cache", data=str(tmp_path / data))
-    (tmp_path / data).write_bytes((folder / data).read_bytes())
-    trained(cached)
+    again, resumed, _ = trained(replace(parts, steps=6, resume=True))
+    assert again == losses
+    assert [(line["step"], line["loss"]) for line in resumed] == [(line["step"], line["loss"]) for line in evals]
+    shutil.copy(folder / data, tmp_path / data)
+    trained(replace(parts, steps=7, resume=True, cache=tmp_path / "cache", data=str(tmp_path / data)))
 
 
 @DATA
@@ -105,12 +135,42 @@ def test_micro_batches_of_layers_know_where_documents_end(data: str, folder: Pat
 
 def test_the_loss_counts_what_assistants_say(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, "chats.jsonl", tmp_path / "run")
-    batch = batches_of(config).batch(0)
+    batch = batches_of(config, config.data).batch(0)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     said = tokenizer.decode(batch["labels"][batch["labels"] != -100])
     assert said.startswith("It is ")
     assert "What" not in said
     assert said.endswith("count.<|im_end|>\n")
+
+
+def test_evaluations_and_samples_change_no_bit_of_the_training(folder: Path, tmp_path: Path) -> None:
+    plain = config_of(folder, "texts.jsonl", tmp_path / "plain", memory=on_ssd(tmp_path))
+    other = str(folder / "other.jsonl")
+    watched = replace(plain, out=tmp_path / "watched", eval_data=other, eval_every=2, sample_every=2)
+    losses, evals, shown = trained(watched)
+    assert trained(plain)[0] == losses
+    assert [line["step"] for line in evals] == [0, 2, 4, 6]
+    assert evals[-1]["loss"] < evals[0]["loss"]
+    assert shown.count("greedy: The|") == shown.count("drawn: The|") == 3
+
+
+def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder: Path, tmp_path: Path) -> None:
+    """Learning rates that are far too large make it worse. State on SSD is kept in place by both checkpoints."""
+    config = config_of(
+        folder, "texts.jsonl", tmp_path / "run", memory=on_ssd(tmp_path), steps=20, seq_len=64,
+        eval_data=str(folder / "other.jsonl"), eval_every=1, patience=3, keep_checkpoints=1, checkpoint_every=1,
+        optim=OptimConfig(lr=2.0, schedule="constant", warmup_steps=40), accumulation_steps=1,
+    )  # fmt: skip
+    _, evals, shown = trained(config)
+    best = min(evals[1:], key=lambda line: line["loss"])["step"]
+    last = evals[-1]["step"]
+    assert last < 20
+    assert "Stopped early" in shown
+    assert [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()] == sorted({best, last})
+    again = run(replace(config, resume=True, patience=0, steps=last + 1), Console(quiet=True))
+    assert again is not None
+    assert again.first_step == last + 1
+    assert best in [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()]
 
 
 WRONG = {
@@ -125,34 +185,39 @@ WRONG = {
     ),
     "sequences that are too long": (["--seq-len", "512"], "use --seq-len 256 or less"),
     "conversations that are too long": (["--seq-len", "8", "--data", "{}/chats.jsonl"], "use a larger --seq-len"),
+    "everything held out": (["--eval-share", "0.999"], "leaves nothing of"),
     "an interrupted download": (["--model", "{}/part"], "lacks 1 of its 2 files of weights.*run hf download again"),
     "a gated model": (["--model", "{}/gated"], "downloaded without weights: run hf download again.*accept its terms"),
 }
 
 
+@pytest.fixture(scope="module")
+def wrongs(folder: Path) -> Path:
+    """The same folder, with models and data that do not go together."""
+    write_pretrained(folder / "untold", chat_template=None)
+    write_pretrained(folder / "small", vocab_size=64)
+    write_pretrained(folder / "part")
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (folder / "part" / "model.safetensors").rename(folder / "part" / files[0])
+    index = {"weight_map": dict(zip("ab", files, strict=True))}
+    (folder / "part" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "gated" / ".cache" / "huggingface").mkdir(parents=True)
+    shutil.copy(folder / "model" / "config.json", folder / "gated")
+    write_model(folder / "bytes", vocab_size=128)
+    (folder / "plain.txt").write_text("plain text " * 90)
+    (folder / "accents.txt").write_text("caf\u00e9 " * 90)
+    return folder
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_mistakes_are_one_message_with_the_remedy(
-    case: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, wrongs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_pretrained(tmp_path / "untold", chat_template=None)
-    write_pretrained(tmp_path / "small", vocab_size=64)
-    write_pretrained(tmp_path / "part")
-    (tmp_path / "part" / "model.safetensors").rename(tmp_path / "part" / "model-00001-of-00002.safetensors")
-    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (tmp_path / "part" / "model.safetensors.index.json").write_text(str({"weight_map": names}).replace("'", '"'))
-    (tmp_path / "gated" / ".cache" / "huggingface").mkdir(parents=True)
-    (tmp_path / "gated" / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
-    write_model(tmp_path / "bytes", vocab_size=128)
-    (tmp_path / "plain.txt").write_text("plain text " * 90)
-    (tmp_path / "accents.txt").write_text("caf\u00e9 " * 90)
-    for name in ("texts.jsonl", "chats.jsonl"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
     flags, message = WRONG[case]
-    usual = ["--model", str(folder / "model"), "--data", "{}/texts.jsonl", "--seq-len", "64", "--batch-size", "1"]
-    given = dict(zip([*usual[::2], *flags[::2]], [*usual[1::2], *flags[1::2]], strict=True))
-    given |= {"--steps": "1", "--out": "{}/run", "--memory.host": "1GiB"}
-    args = [part.replace("{}", str(tmp_path)) for pair in given.items() for part in pair]
-    assert main(["train", *args]) == 2
+    usual = {"--model": "{}/model", "--data": "{}/texts.jsonl", "--seq-len": "64", "--batch-size": "1", "--steps": "1"}
+    given = {**usual, **dict(zip(flags[::2], flags[1::2], strict=True)), "--memory.host": "1GiB"}
+    args = [part.replace("{}", str(wrongs)) for pair in given.items() for part in pair]
+    assert main(["train", *args, "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.count("pagoda: ") == 1
     assert re.search(message, error)

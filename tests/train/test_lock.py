@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,29 +20,21 @@ def is_free(directory: Path) -> bool:
         return False
 
 
-def test_the_directory_and_its_parents_are_there_while_it_is_held_and_gone_if_nothing_came_of_it(
-    tmp_path: Path,
-) -> None:
+def test_a_directory_stays_if_a_run_wrote_to_it_and_the_lock_leaves_nothing_behind(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "b"
     with locked(directory):
         assert directory.is_dir()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_run_wrote_stays_and_the_lock_leaves_no_file(tmp_path: Path) -> None:
-    with locked(tmp_path / "a" / "b"):
-        (tmp_path / "a" / "b" / "config.json").touch()
+    with locked(directory):
+        (directory / "config.json").touch()
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["config.json"]
 
 
 def test_the_end_of_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
-    def unwind(holding: object) -> None:
-        holding.__exit__(None, None, None)  # type: ignore[attr-defined]
-
     holding = locked(tmp_path)
     holding.__enter__()
-    for work in (lambda: None, lambda: unwind(holding)):
-        ended(fork(work))
+    for work in (lambda: None, lambda: holding.__exit__(None, None, None)):
+        assert ended(fork(work)) == 0
         assert (tmp_path / LOCK).exists()
         assert not is_free(tmp_path)
     holding.__exit__(None, None, None)
@@ -69,20 +62,15 @@ def test_a_lock_ends_with_the_process_that_took_it_also_where_its_children_live_
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("kind", ["symlink", "FIFO", "directory"])
-def test_what_is_no_lock_of_a_run_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("someone's")
-    directory = tmp_path / "run"
-    directory.mkdir()
-    path = directory / LOCK
-    if kind == "symlink":
-        path.symlink_to(other)
-    elif kind == "FIFO":
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-    with pytest.raises(ConfigError, match=f"--out {directory} cannot be"), locked(directory):
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.symlink_to(path.parent / "other"), os.mkfifo, os.mkdir],
+    ids=["symlink", "FIFO", "folder"],
+)
+def test_what_is_no_lock_of_a_run_is_refused_and_left_alone(make: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("someone's")
+    make(tmp_path / LOCK)
+    with pytest.raises(ConfigError, match=f"--out {tmp_path} cannot be"), locked(tmp_path):
         pass
-    assert other.read_text() == "someone's"
-    assert path.lstat()
+    assert (tmp_path / "other").read_text() == "someone's"
+    assert (tmp_path / LOCK).lstat()

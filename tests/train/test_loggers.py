@@ -1,4 +1,4 @@
-"""Figures go to the places that are asked for, whose packages are imported then and not before."""
+"""Metrics go to the places that are asked for, whose packages are imported then and not before."""
 
 import sys
 from dataclasses import replace
@@ -14,6 +14,8 @@ from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
 from tests.tiny import tiny_run, trained
 
+MODULES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "torch.utils.tensorboard"}
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
@@ -21,44 +23,55 @@ def config(tmp_path: Path) -> TrainConfig:
 
 
 class Tracker(ModuleType):
-    """As wandb and trackio."""
+    """As wandb and trackio, and as torch's module for TensorBoard."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)  # transformers looks whether it is there
-        self.seen: list[Any] = []
+        self.begun: list[Any] = []
+        self.seen: dict[str, dict[int, float]] = {}
+        self.ended = 0
+        self.SummaryWriter = self.write_to
 
     def init(self, **given: Any) -> None:
-        self.seen.append(given)
+        self.begun.append(given)
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        self.seen.append((step, figures))
+        for name, value in figures.items():
+            self.add_scalar(name, value, step)
 
     def finish(self) -> None:
-        self.seen.append("finished")
+        self.ended += 1
+
+    def write_to(self, folder: str) -> "Tracker":
+        assert Path(folder).parent.is_dir(), "a run makes its directory after its first step"
+        self.begun.append(folder)
+        return self
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.seen.setdefault(name, {})[step] = value
+
+    def close(self) -> None:
+        self.ended += 1
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_gets_every_step_and_evaluation(
-    name: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_every_step_and_evaluation_is_logged(name: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker(name)
-    monkeypatch.setitem(sys.modules, name, tracker)
+    monkeypatch.setitem(sys.modules, MODULES[name], tracker)
     trained(replace(config, log=f"jsonl, {name}"))
-    first, *logged, last = tracker.seen
-    assert first == {"project": "pagoda", "name": "run"}
-    assert last == "finished"
-    losses = {step: figures["train/loss"] for step, figures in logged if "train/loss" in figures}
-    assert losses == {line["step"]: line["loss"] for line in read_metrics(config.out / "metrics.jsonl")}
-    evals = {step: figures["eval/loss"] for step, figures in logged if "eval/loss" in figures}
-    assert evals == {line["step"]: line["loss"] for line in read_metrics(config.out / "evals.jsonl")}
+    begun = str(config.out / "tensorboard") if name == "tensorboard" else {"project": "pagoda", "name": "run"}
+    assert (tracker.begun, tracker.ended) == ([begun], 1)
+    for file, figure in (("metrics.jsonl", "train/loss"), ("evals.jsonl", "eval/loss")):
+        assert tracker.seen[figure] == {line["step"]: line["loss"] for line in read_metrics(config.out / file)}
+    assert tracker.seen.keys() >= {"train/grad_norm", "stall_share/update", "peak_bytes/host", "eval/perplexity"}
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+@pytest.mark.parametrize("name", MODULES)
 def test_a_package_that_is_missing_is_named_before_anything_is_written(
     name: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, name if name != "tensorboard" else "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, MODULES[name], None)
     with pytest.raises(ConfigError, match=f"--log {name} needs the package {name}: pip install {name}"):
         trained(replace(config, log=name))
     with pytest.raises(ConfigError, match="'tensorbord' is not known: give some of jsonl, tensorboard"):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pagoda.cli.main import main
+from pagoda.cli.report import server_of
 from pagoda.config.memory import Memory
 from pagoda.train.report import report
-from pagoda.train.report_server import server_of
 from pagoda.train.run_dir import RunDir
 from tests.tiny import tiny_run, trained, write_model
 
@@ -104,12 +104,9 @@ def test_ten_thousand_steps_are_a_small_page(directory: Path, tmp_path: Path) ->
     assert "10,000 of" in page
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_report_is_written_over(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "no run to resume" in capsys.readouterr().err
-
-
-def test_only_a_report_is_written_over(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "notes.html"
     mine.write_text("<!DOCTYPE html><p>mine")
     assert main(["report", str(directory), "--out", str(mine)]) == 2

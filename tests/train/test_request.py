@@ -9,8 +9,11 @@ from rich.console import Console
 
 from pagoda.cli.main import main, parse
 from pagoda.config.memory import Memory
+from pagoda.distributed.mesh import open_mesh
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.models.lora import LoraConfig
 from pagoda.train import OptimConfig, run
+from pagoda.train.defaults import completed
 from pagoda.train.metrics import read_metrics
 from pagoda.train.request import TrainRequest
 from pagoda.train.run_dir import RunDir
@@ -52,25 +55,11 @@ def test_a_model_and_data_are_enough(folder: Path, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "runs" / "model-chats-2").is_dir()
 
 
-def test_processes_that_torchrun_starts_anew_go_on_with_the_run(
+def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restarts_keep_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"data": str(folder / "text.txt"), "tokens_per_step": 512, "epochs": 0.05, "seq_len": 64}
-    run_of(folder, out=tmp_path / "run", **given)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    shown = io.StringIO()
-    again = TrainRequest(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)  # type: ignore[arg-type]
-    assert run(again, Console(file=shown, width=300)) is None
-    assert "has finished: 3 of 3 steps are done" in shown.getvalue()
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(ConfigError, match="name its directory with --out"):
-        run(TrainRequest(model=str(folder / "model"), **given))  # type: ignore[arg-type]
-
-
-def test_every_choice_is_said_with_its_reason(folder: Path, tmp_path: Path) -> None:
-    config, shown = run_of(
-        folder, data=str(folder / "text.txt"), out=tmp_path / "run", tokens_per_step=512, epochs=0.05, seq_len=64
-    )
+    given: dict[str, Any] = {"data": str(folder / "text.txt"), "tokens_per_step": 512, "epochs": 0.05, "seq_len": 64}
+    config, shown = run_of(folder, out=tmp_path / "run", **given)
     assert (config.batch_size, config.accumulation_steps, config.eval_share) == (8, 1, 0.05)
     assert config.steps == 3
     for chosen in (
@@ -82,15 +71,28 @@ def test_every_choice_is_said_with_its_reason(folder: Path, tmp_path: Path) -> N
     ):
         assert f"Chosen: {chosen}" in shown
     assert "Chosen: --seq-len" not in shown, "what is given is not chosen"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    console = Console(file=io.StringIO(), width=300)
+    again = TrainRequest(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)
+    assert run(again, console) is None
+    assert "has finished: 3 of 3 steps are done" in console.file.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(ConfigError, match="name its directory with --out"):
+        run(TrainRequest(model=str(folder / "model"), **given))
 
 
 def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> None:
-    one = {"data": str(folder / "text.txt"), "steps": 1, "seq_len": 64, "batch_size": 1}
-    random, _ = run_of(folder, **one, model=str(folder / "random"), out=tmp_path / "random", tokenizer="bytes")
-    lion, _ = run_of(folder, **one, optimizer="lion", out=tmp_path / "lion")
-    sgd, shown = run_of(folder, **one, optimizer="sgd", out=tmp_path / "sgd")
-    assert (random.optim.lr, lion.optim.lr, sgd.optim.lr) == (3e-4, 4e-6, 3e-4)
-    assert "a guess: sgd may need another" in shown
+    one = {"data": str(folder / "text.txt"), "steps": 1, "seq_len": 64, "batch_size": 1, "out": tmp_path / "run"}
+    one |= {"model": str(folder / "model"), "eval_share": 0.0}
+    console = Console(file=io.StringIO(), width=300)
+
+    def rate(**given: Any) -> float | None:
+        return completed(TrainRequest(**{**one, **given}), open_mesh(), console).optim.lr
+
+    assert [rate(optimizer=name) for name in ("adamw", "lion", "sgd")] == [2e-5, 4e-6, 3e-4]
+    assert "a guess: sgd may need another" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert rate(model=str(folder / "random"), tokenizer="bytes") == 3e-4
+    assert rate(lora=LoraConfig(rank=2)) == 2e-4
 
 
 def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) -> None:
@@ -108,23 +110,18 @@ def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) ->
     assert (changed.seq_len, changed.batch_size, changed.optim.betas) == (32, first.batch_size, (0.9, 0.98))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model: gpt2\noptim: {lr: 2e-5}\n", None),
+def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: gpt2\noptim: {lr: 2e-5}\n")
+    assert TrainRequest.read(path).optim.lr == 2e-5
+    for text, message in (
         ("model: gpt2\nlearning_rate: 1\n", "unknown settings: learning_rate"),
         ("model: gpt2\nsteps: many\n", "steps as 'many', which is a value of the wrong type"),
         ("model: [\n", "is not YAML"),
-    ],
-)
-def test_a_file_of_settings_is_checked(text: str, message: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    if message is None:
-        assert TrainRequest.read(path).optim.lr == 2e-5
-        return
-    with pytest.raises(ConfigError, match=message):
-        TrainRequest.read(path)
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            TrainRequest.read(path)
 
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
+"""The directory of a run: where one may begin, its configuration, and which checkpoint is the last."""
+
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,19 +22,13 @@ def test_a_run_starts_in_a_missing_an_empty_or_an_unrelated_directory(tmp_path: 
     (tmp_path / "ssd").mkdir()
     RunDir(tmp_path).check_free()
     assert [entry.name for entry in tmp_path.iterdir()] == ["ssd"]
-
-
-def test_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
-    RunDir(tmp_path).create(CONFIG)
-    with pytest.raises(ConfigError, match=r"already holds a run .*--resume"):
-        RunDir(tmp_path).check_free()
-
-
-def test_a_path_that_cannot_become_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="is a file"):
             RunDir(out).check_free()
+    RunDir(tmp_path).create(CONFIG)
+    with pytest.raises(ConfigError, match=r"already holds a run .*--resume"):
+        RunDir(tmp_path).check_free()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -39,23 +36,6 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="not writable"):
         RunDir(tmp_path / "run").check_free()
-
-
-def test_the_configuration_is_read_back(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "a" / "b")
-    run_dir.create(CONFIG)
-    assert run_dir.started_config() == CONFIG
-    run_dir.create(replace(CONFIG, steps=40))
-    assert run_dir.started_config().steps == 40
-    assert [entry.name for entry in run_dir.path.iterdir()] == ["config.json", "run.yaml"]
-
-
-def test_resuming_without_a_run_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run to resume"):
-        RunDir(tmp_path).started_config()
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
-        RunDir(tmp_path).started_config()
 
 
 def test_the_latest_checkpoint_is_the_complete_one_with_the_most_steps(tmp_path: Path) -> None:
@@ -94,16 +74,42 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
     monkeypatch.setattr(os, "mkdir", made)
     names = ("a/b/run.yaml", "a/b/config.json")
     rewritten = [step for name in names for step in (("fsync", f"{name}.tmp"), ("replace", name), ("fsync", "a/b"))]
-    RunDir(tmp_path / "a" / "b").create(CONFIG)
+    run_dir = RunDir(tmp_path / "a" / "b")
+    run_dir.create(CONFIG)
+    assert run_dir.started_config() == CONFIG
     assert done == [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a"), *rewritten]
     done.clear()
-    RunDir(tmp_path / "a" / "b").create(replace(CONFIG, steps=40))
+    run_dir.create(replace(CONFIG, steps=40))
+    assert run_dir.started_config().steps == 40
     assert done == rewritten
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.touch(),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{}"),
+    "nested deeply": lambda path: path.write_bytes(b'{"a":' * 100_000),
+    "a list": lambda path: path.write_text("[]"),
+    "a huge number": lambda path: path.write_text('{"steps": ' + "9" * 5000 + "}"),
+    "without its hash": lambda path: path.write_text('{"model": "gpt2", "steps": 4}'),
+    "a directory": lambda path: path.mkdir(),
+    "a FIFO": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_broken_configuration_is_refused(case: str, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(ConfigError, match="no run to resume"):
+        run_dir.started_config()
+    HOSTILE[case](run_dir.config)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        run_dir.started_config()
+
+
+def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for name, value in (
         ("steps", True),
         ("steps", 4.0),
         ("steps", 10**30),
@@ -123,12 +129,9 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
         ("optim", {"lr": {}}),
         ("lora", {"targets": [1]}),
         ("resume", 1),
-    ],
-)
-def test_a_setting_of_another_type_is_refused_by_name(name: str, value: object, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    settings = {**CONFIG.settings(), name: value}
-    whole = xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())
-    run_dir.config.write_text(json.dumps({**settings, "hash": whole}))
-    with pytest.raises(ConfigError, match=rf"config\.json: .*{name}"):
-        run_dir.started_config()
+    ):
+        settings = {**CONFIG.settings(), name: value}
+        whole = xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())
+        run_dir.config.write_text(json.dumps({**settings, "hash": whole}))
+        with pytest.raises(ConfigError, match=rf"config\.json: .*{name}"):
+            run_dir.started_config()

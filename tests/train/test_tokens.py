@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pagoda.train.sources import find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 from tests.text_files import CHATML, TEXT, chats, tokenizer, write_lines
+from tests.tiny import write_model
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +66,19 @@ def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path) -> None:
     assert text_of(open_tokens(f"{tmp_path}/*.txt")) == "eins"
 
 
-def test_texts_end_with_the_tokenizers_own_end(model: ModelTokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT[:500])
-    (tmp_path / "b.txt").write_text(TEXT[500:900])
-    tokens = open_tokens(str(tmp_path), model)
-    plain = tokenizer()
-    expected = [[*plain(text)["input_ids"], plain.eos_token_id] for text in (TEXT[:500], TEXT[500:900])]
-    assert documents_of(tokens) == expected
-    assert tokens.about.target_bytes == 900
-    assert tokens.ids.dtype == np.int16
-
-
-def test_a_long_text_has_the_tokens_of_the_whole_one(
+def test_texts_end_with_the_tokenizers_own_end_and_a_long_one_has_the_tokens_of_the_whole(
     model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read in pieces that end with a line."""
     monkeypatch.setattr("pagoda.train.sources._PIECE", 1000)
-    text = "\n".join(line.strip() for line in TEXT.splitlines() if line.strip())
-    (tmp_path / "a.txt").write_text(text)
-    tokens = open_tokens(str(tmp_path / "a.txt"), model)
-    assert documents_of(tokens) == [[*tokenizer()(text)["input_ids"], tokenizer().eos_token_id]]
+    long = "\n".join(line.strip() for line in TEXT.splitlines() if line.strip())
+    (tmp_path / "a.txt").write_text(TEXT[:500])
+    (tmp_path / "b.txt").write_text(long)
+    tokens = open_tokens(str(tmp_path), model)
+    plain = tokenizer()
+    assert documents_of(tokens) == [[*plain(text)["input_ids"], plain.eos_token_id] for text in (TEXT[:500], long)]
+    assert tokens.about.target_bytes == 500 + len(long.encode())
+    assert tokens.ids.dtype == np.int16
 
 
 TEXTS = ["first", "", "zweiter Text ä", "third, with a comma\nand a line"]
@@ -106,40 +101,39 @@ def write_as(kind: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "arrow"])
-def test_texts_of_records_are_the_same_in_every_format(kind: str, model: ModelTokenizer, tmp_path: Path) -> None:
+KINDS = ["jsonl", "jsonl.gz", "json", "csv", "parquet", "arrow"]
+
+
+def found_in(kind: str, folder: Path, rows: list[dict[str, Any]], model: ModelTokenizer) -> Tokens:
+    folder.mkdir(exist_ok=True)
+    return open_tokens(str(write_as(kind, folder, rows)), model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_and_conversations_are_the_same_in_every_format_and_convention(
+    kind: str, model: ModelTokenizer, tmp_path: Path
+) -> None:
     rows = [{"id": number, "content": text} for number, text in enumerate(TEXTS)]
-    tokens = open_tokens(str(write_as(kind, tmp_path, rows)), model)
+    tokens = found_in(kind, tmp_path / "texts", rows, model)
     plain = tokenizer()
     assert documents_of(tokens) == [[*plain(text)["input_ids"], plain.eos_token_id] for text in TEXTS if text]
     assert not tokens.about.chats
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
-def test_conversations_are_the_same_in_every_format_and_convention(
-    kind: str, model: ModelTokenizer, tmp_path: Path
-) -> None:
-    said = [[turn for turn in chat if turn["role"] != "system"] for chat in chats(6)]
-    open_ai = [{"messages": chat} for chat in said]
     names = {"user": "human", "assistant": "gpt"}
-    share_gpt = [{"conversations": [{"from": names[t["role"]], "value": t["content"]} for t in c]} for c in said]
-    found = []
-    for number, rows in enumerate((open_ai, share_gpt)):
-        (tmp_path / str(number)).mkdir()
-        found.append(open_tokens(str(write_as(kind, tmp_path / str(number), rows)), model))
+    said = [[turn for turn in chat if turn["role"] != "system"] for chat in chats(6)]
+    conventions: list[list[dict[str, Any]]] = [
+        [{"messages": chat} for chat in said],
+        [{"conversations": [{"from": names[t["role"]], "value": t["content"]} for t in chat]} for chat in said],
+    ]
+    if kind == "csv":  # has no lists: questions with answers
+        two = [chat[:2] for chat in said]
+        conventions = [
+            [{"instruction": "Add.", "input": user["content"], "output": it["content"]} for user, it in two],
+            [{"instruction": f"Add.\n\n{user['content']}", "output": it["content"]} for user, it in two],
+        ]
+    found = [found_in(kind, tmp_path / str(number), rows, model) for number, rows in enumerate(conventions)]
     assert found[0].about.chats
     assert documents_of(found[0]) == documents_of(found[1])
     assert found[0].about.fingerprint == found[1].about.fingerprint
-
-
-def test_alpaca_is_a_question_and_an_answer(model: ModelTokenizer, tmp_path: Path) -> None:
-    rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Hi", "input": "", "output": "Ho"}]
-    same = [
-        {"messages": [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]},
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
-    ]
-    mine = open_tokens(str(write_lines(tmp_path / "a.jsonl", rows)), model)
-    assert documents_of(mine) == documents_of(open_tokens(str(write_lines(tmp_path / "b.jsonl", same)), model))
 
 
 def test_a_folder_of_records_is_a_data_set_without_its_other_splits(model: ModelTokenizer, tmp_path: Path) -> None:
@@ -185,8 +179,10 @@ def test_what_cannot_be_read_is_refused_with_its_line_and_leaves_no_tokens(
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_a_disk_without_room_for_the_tokens_is_refused_with_the_remedy(model: ModelTokenizer, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_refused_with_the_remedy(model: ModelTokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
+    with pytest.raises(StorageError, match="--cache"):
+        open_tokens(str(tmp_path / "a.txt"), model, cache=tmp_path / "a.txt" / "cache")
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -228,24 +224,16 @@ def test_tokens_are_made_once(model: ModelTokenizer, tmp_path: Path, monkeypatch
     assert open_tokens(str(path), model, cache=tmp_path / "cache").about.fingerprint != first.about.fingerprint
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_its_flag(model: ModelTokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(StorageError, match="--cache"):
-        open_tokens(str(tmp_path / "a.txt"), model, cache=tmp_path / "a.txt" / "cache")
-
-
 def test_ram_does_not_grow_with_the_text(
     model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Python holds while it tokenises; the tokens themselves are mapped from the file."""
-    import tracemalloc
-
     peaks = []
     monkeypatch.setattr("pagoda.train.sources._PIECE", 1 << 11)
     monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 1 << 12)
-    for times in (1, 8):
+    for times in (1, 4):
         path = tmp_path / f"{times}.txt"
-        path.write_text(TEXT * times)
+        path.write_text(TEXT[:20_000] * times)
         tracemalloc.start()
         tokens = open_tokens(str(path), model, cache=tmp_path / "cache")
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -263,19 +251,32 @@ def test_the_tokenizer_is_the_models_own_or_bytes(tmp_path: Path) -> None:
     assert "400 tokens" in open_tokenizer(None, str(tmp_path)).name
     with pytest.raises(ConfigError, match="--tokenizer"):
         open_tokenizer(None, str(tmp_path / "missing"))
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"cannot be read.*--tokenizer bytes"):
+
+
+TOKENIZERS = [
+    ["tokenizer.json"], ["tokenizer.model"], ["tokenizer_config.json"], ["vocab.json", "merges.txt"], ["vocab.txt"],
+    ["spiece.model"], ["sentencepiece.bpe.model"], ["tekken.json"], ["qwen.tiktoken"], ["source.spm"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("files", TOKENIZERS, ids=lambda files: files[0])
+def test_a_tokenizer_that_cannot_be_read_is_never_replaced_by_bytes(files: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path)
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"tokenizer in {tmp_path} cannot be read.*--tokenizer bytes"):
         open_tokenizer(tmp_path, None)
 
 
-def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path) -> None:
+def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is read in pieces has them once."""
+    monkeypatch.setattr("pagoda.train.sources._PIECE", 16)
     made = tokenizer(bos_token="<|im_start|>")
-
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
     )
     made.save_pretrained(tmp_path)
-    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "a.txt").write_text(text := "some text\nof several lines\nin pieces")
     (ids,) = documents_of(open_tokens(str(tmp_path / "a.txt"), ModelTokenizer(tmp_path)))
-    assert ids == [*AutoTokenizer.from_pretrained(tmp_path)("some text")["input_ids"], made.eos_token_id]
+    assert ids == [*AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"], made.eos_token_id]
     assert ids[0] == 1
