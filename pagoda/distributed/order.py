@@ -1,4 +1,4 @@
-"""The order of collectives: which comes next, on every rank the same, whatever each of them wants."""
+"""The order of collectives: the same on every rank, although ranks may want different ones."""
 
 import hashlib
 from collections import defaultdict
@@ -12,28 +12,28 @@ from pagoda.errors import RankError, UsageError
 
 
 class CollectiveKind(IntEnum):
-    """What a rank wants of the others."""
+    """A kind of collective, or of message, that a rank wants."""
 
     GATHER = 0
-    """A unit's weights, of every rank's slice."""
+    """A unit's whole weights, from every rank's slice."""
     REDUCE = 1
     """The mean of every rank's gradient of a unit, in slices."""
     SHARE = 2
     """A unit's updated weights, where every rank has all of them and updated a slice (stages 1 and 2)."""
     ON_ALL_RANKS = 3
-    """A collective that all ranks must want: others cannot take part in it otherwise."""
+    """A collective that runs only once all ranks want it."""
     BEGIN = 4
-    """To follow a list of collectives that all ranks have had."""
+    """To follow a list of collectives that all ranks have run before."""
     LEAVE = 5
-    """Nothing any more."""
+    """To leave: the rank has closed its optimizer."""
     FAIL = 6
-    """Nothing any more, as something has failed here."""
+    """To stop all ranks: something has failed on this one."""
 
 
 _SERVED = (CollectiveKind.REDUCE, CollectiveKind.SHARE)
-"""What a rank takes part in that does not want it, as soon as it wants anything."""
+"""A rank takes part in these without wanting them, as soon as it wants anything."""
 _FIRST = ((CollectiveKind.GATHER,), (CollectiveKind.BEGIN,), _SERVED)
-"""What is done before all else: it brings ranks that have fallen behind to where the others are."""
+"""The kinds that come first, in this order: they bring ranks that have fallen behind to where the others are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class Call:
     about: int = 0
     """The unit; of BEGIN, the part of the program."""
     what: str = ""
-    """Of what needs all ranks, what it is, in words."""
+    """Of ON_ALL_RANKS: the name of the collective, for errors."""
     version: int = 0
-    """How often the unit has been updated; in a list, since the part of the program began."""
+    """The unit's number of updates; in a list, since the part of the program began."""
     due: int = field(default=0, compare=False)
-    """Where in the trace compute was."""
+    """Compute's position in the trace."""
     lists: tuple[int, ...] = ()
-    """Of BEGIN: what stands for each list that the rank can follow; 0 for none."""
+    """Of BEGIN: a hash of each list that the rank can follow; 0 for none."""
 
     def is_with(self, other: "Call") -> bool:
-        """Whether both are answered at once."""
+        """Whether one collective answers both."""
         return (self.kind, self.about, self.what) == (other.kind, other.about, other.what)
 
     @property
     def place(self) -> str:
-        """Where in its program a rank is."""
+        """The rank's point in its program, in words."""
         if self.kind in (CollectiveKind.GATHER, CollectiveKind.BEGIN):
             return "a forward or backward"
         return self.what or ("a backward" if self.kind is CollectiveKind.REDUCE else "optimizer.step()")
@@ -69,32 +69,32 @@ class Part:
     """A part of compute's program: a step from its first access to its end, or what follows it."""
 
     number: int | None
-    """Which of the two; None for evaluation between steps, which has no list."""
+    """0 between steps, 1 in a step; None for evaluation between steps, which has no list."""
     trace: object
-    """What steps are expected to be."""
+    """The trace that steps are expected to follow."""
     versions: tuple[int, ...]
-    """By unit, when it began."""
+    """Each unit's number of updates when the part began."""
 
 
 class Order:
     """Decides with the other ranks which collective comes next. One thread calls all methods, in compute's order.
 
-    *A list.* When a part of the program begins, each rank says what stands for the list of collectives that it wanted
-    the last time, and of the one that all last had alike. If all have one in common they follow it: nothing is said
-    before a collective that it has. A rank that comes to an entry has taken part in all entries before it: in those
-    that it has no use for, with what it has. It does not come to an entry before compute has reached the place in the
-    trace that the entry is due at, and never passes over what needs all ranks. So what the list does not have, or not
-    yet, moves nothing. Weights of that kind a rank asks the others for, one by one; before all else it passes over the
-    rest of the list.
+    *With a list.* When a part of the program begins, each rank announces hashes of two lists of collectives: the list
+    that it wanted the last time, and the last list that all ranks had in common. If all ranks have one in common, they
+    follow it, and announce nothing before its collectives. A rank that comes to an entry has taken part in all entries
+    before it, also in those that it does not want. It comes to an entry only once compute has reached the entry's place
+    in the trace, and it never passes over an entry that needs all ranks. A collective that is not in the list, or not
+    due yet, does not advance the list: a rank asks the other ranks for such weights directly, and before any other such
+    collective it passes over the rest of the list.
 
-    *No list.* Every rank says what it wants, before each collective. All that want weights are answered first, together
-    if they want the same, else each by itself. A rank that wants to BEGIN is answered next, then the first rank that
-    wants what others can take part in: they do, and say again what they want. So ranks may want things in any order,
-    and none waits for ever: a rank that says nothing is computing, or in what it has asked for.
+    *Without a list.* Before each collective, every rank announces what it wants. Ranks that want weights are answered
+    first: together if all want the same, else each by itself. Then comes BEGIN, then the first rank that wants a
+    collective in which the others can take part: they do, and announce again what they want. So ranks may want things
+    in any order, and none waits for ever: a rank that announces nothing is computing, or in a collective.
 
-    *The end.* Where something has failed on a rank, it takes part in the rest of its list, so that none waits for it,
-    and then says that it has. Once a rank has failed or left, all others raise RankError where they next say something.
-    Where ranks want different things that need all of them, all raise UsageError.
+    *The end.* A rank on which something has failed takes part in the rest of its list, so that no rank waits for it,
+    and then announces the failure. Once a rank has failed or left, all others raise RankError at their next
+    announcement. If ranks want different collectives that need all of them, all raise UsageError.
     """
 
     def __init__(
@@ -105,40 +105,40 @@ class Order:
         sharers: Callable[[int], Collection[int]],
         listed: bool = True,
     ) -> None:
-        """`take_part` takes part in a collective about a unit after so many updates, which this rank has no use for;
-        None where only ranks that have other parts of the unit take part. `family` gives the ranks that have a part of
-        a unit that is also here, `sharers` those that have the slices of one copy of it. `listed`: ranks may follow
-        lists."""
+        """`take_part` takes part in a collective that this rank does not want, given its kind, the unit and the
+        unit's number of updates (None if only ranks with other parts of the unit take part). `family` gives the ranks
+        that have a part of a unit that is also here, `sharers` those that have the slices of one copy of it. `listed`
+        says that ranks may follow lists."""
         self._transport = transport
         self._do_take_part = take_part
         self._family = family
         self._sharers = sharers
         self._listed = listed
         self._part: Part | None = None
-        """The part that this rank has come to."""
+        """The part that this rank is in."""
         self._known: dict[int, list[Sequence[Call]]] = defaultdict(lambda: [(), ()])
-        """By part: the list of the last time, and the list that all ranks last had alike."""
+        """By part: the list of the last time, and the last list that all ranks had in common."""
         self._trace: object = None
-        """By which the known lists say when an entry is due."""
+        """The trace in which entries of the known lists are due."""
         self._list: Sequence[Call] = ()
-        """What all ranks follow; empty for none."""
+        """The list that all ranks follow; empty for none."""
         self._next = 0
         self._wanted: list[Call] | None = None
-        """What this rank has wanted in this part, where that is to become a list."""
+        """What this rank has wanted in this part, if that may become a list."""
         self._broken: BaseException | None = None
-        """Why nobody can be talked to any more."""
+        """The error that has ended all communication."""
         self.failed = False
-        """Whether something has failed here: what this rank gives is of no use."""
+        """Whether something has failed here, so that others cannot use what this rank gives."""
         self._stops = False
-        """Whether the others are to be stopped as soon as ranks say something."""
+        """Whether to stop the others at the next announcement."""
         self.asked = 0
-        """Units that this rank had to ask for by itself, as the list does not have them."""
+        """Units that this rank had to ask for by itself, since the list does not have them."""
         self.served = 0
         """Collectives of other ranks that this one took part in without wanting them."""
 
     def come_to(self, call: Call, part: Part | None) -> bool:
-        """Come to a collective about a unit: returns whether all ranks that share it take part now, or this one is to
-        ask for it by itself."""
+        """Come to a collective about a unit. Returns True if all ranks that share the unit take part now, False if this
+        rank must ask for it by itself."""
         if part is not self._part:
             self._enter(part)
         if self._wanted is not None and self._broken is None:
@@ -152,8 +152,8 @@ class Order:
         return {*self._sharers(call.about)}.issubset(asking)
 
     def come_together(self, call: Call, part: Part | None, step: bool | None) -> None:
-        """Come to what needs all ranks. `step` is given where a step ends with it: whether the next one is to be like
-        it."""
+        """Come to a collective that needs all ranks. `step` is given if a step ends with it, and says whether to expect
+        the next one to be like it."""
         if part is not self._part or step is not None:
             self.leave(whole=step is not False)
         elif self._wanted is not None and not self._claim(call):
@@ -161,7 +161,7 @@ class Order:
         self._settle(call)
 
     def leave(self, whole: bool) -> None:
-        """The part is over: take part in what is left of its list, and keep what it was if it was `whole`."""
+        """End the part: take part in the rest of its list, and remember what it was if it was `whole`."""
         if self._wanted is not None:
             assert self._part is not None
             assert self._part.number is not None
@@ -170,13 +170,13 @@ class Order:
         self._part, self._list, self._wanted = None, (), None
 
     def close(self) -> None:
-        """Tell the others that nothing more is wanted here."""
+        """Tell the others that this rank leaves."""
         self.leave(whole=False)
         self._settle(Call(CollectiveKind.LEAVE))
 
     def fail(self, call: Call, part: Part | None, alike: bool) -> None:
-        """What a collective needs has failed here, so this rank cannot do its part. Take part all the same, and stop
-        the others: after what all do `alike` only once ranks next say something, as more of that may follow."""
+        """Take part in a collective whose input has failed here, and stop the others. After a collective that all do
+        `alike`, stop them only at the next announcement, since more such collectives may follow."""
         self.failed = True
         if alike or self.come_to(call, part) or call.kind is not CollectiveKind.GATHER:
             self._take_part(call.kind, call.about, call.version)
@@ -205,7 +205,7 @@ class Order:
         self._next = 0
 
     def _claim(self, call: Call) -> bool:
-        """Come to an entry of the list; returns False if the list does not have it, or not yet."""
+        """Come to an entry of the list; returns False if the list does not have it, or it is not due yet."""
         entry = call
         if call.kind is not CollectiveKind.ON_ALL_RANKS:
             entry = replace(call, version=call.version - self._version(call.about))
@@ -222,7 +222,7 @@ class Order:
         return False
 
     def _rest(self) -> Sequence[Call]:
-        """What is left of the list before ranks do something together; it counts as passed over."""
+        """The entries before the next one that needs all ranks; they count as passed over."""
         first = self._next
         while self._next < len(self._list) and self._list[self._next].kind is not CollectiveKind.ON_ALL_RANKS:
             self._next += 1
@@ -246,7 +246,7 @@ class Order:
             raise
 
     def _stop(self) -> None:
-        """Tell the others that something has failed here, unless nobody can be told any more."""
+        """Tell the others that something has failed here, if they can still be reached."""
         with suppress(Exception):
             self.leave(whole=False)
         with suppress(BaseException):
@@ -254,7 +254,7 @@ class Order:
         self._broken = self._broken or RankError(f"Rank {self._transport.rank} has failed: see its first error.")
 
     def _settle(self, call: Call) -> Sequence[Call]:
-        """Take part in what others want until `call` is what all do now; returns every rank's call."""
+        """Take part in what others want until it is the turn of `call`; returns every rank's call."""
         if self._stops:
             self._stops = False
             self._stop()
@@ -275,7 +275,7 @@ class Order:
             raise
 
     def _choose(self, mine: Call, calls: Sequence[Call]) -> Call:
-        """What is done now."""
+        """The call whose turn it is."""
         if mine.kind in (CollectiveKind.LEAVE, CollectiveKind.FAIL):
             return mine
         me = f"rank {self._transport.rank}"
@@ -295,9 +295,9 @@ class Order:
         return chosen
 
     def _askers(self, call: Call, calls: Sequence[Call]) -> tuple[int, ...]:
-        """Of the ranks that have a part of a unit that is also here, those that want what `call` does.
+        """The ranks that have a part of the unit that is also here, and want what `call` wants.
 
-        Raises RankError where they mean other versions of the weights.
+        Raises RankError if they want different versions of the weights.
         """
         family = self._family(call.about)
         found = tuple(rank for rank, other in enumerate(calls) if rank in family and other.is_with(call))
@@ -309,13 +309,13 @@ class Order:
         return found
 
     def _version(self, unit: int) -> int:
-        """Updates that a unit had had when this part began."""
+        """A unit's number of updates when this part began."""
         assert self._part is not None
         return self._part.versions[unit]
 
 
 def _hash(calls: Sequence[Call], updates: int) -> int:
-    """What stands for a list in a part that begins after so many updates."""
+    """The hash of a list in a part that begins after so many updates; 0 for an empty one."""
     if not calls:
         return 0
     said = repr([updates, *((call.kind.value, call.about, call.what, call.version, call.due) for call in calls)])

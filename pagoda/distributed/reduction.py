@@ -20,23 +20,24 @@ from pagoda.plan.slices import Span, slice_elements
 from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec
 
 GIVEN, DROPPED, NOT_FINITE = 1, 2, 4
-"""Bits of a flag, which a header has of each parameter: a rank has a gradient of it; the user has dropped earlier ones
-since; it is NaN or infinite, where its update may begin before `step()`."""
+"""Bits of a parameter's flag in a header: the rank has a gradient of it; the user has dropped earlier gradients of it;
+the gradient is NaN or infinite (set only where the update may begin before `step()`)."""
 Flags = Any
-"""uint8 [parameters], of numpy: a flag of each."""
+"""numpy uint8 [parameters]."""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What gradients are added up in, where compute leaves them: constant in size, whatever the number of ranks."""
+    """Memory in which gradients are added up, where compute leaves them. Its size does not depend on the number of
+    ranks."""
 
     dtype: torch.dtype
-    """Of gradients."""
+    """The dtype of gradients."""
     header_bytes: int
     fills: tuple[torch.Tensor, torch.Tensor]
-    """uint8, for the whole gradient of the widest unit: one that backward fills, one that is reduced."""
+    """uint8, each for the whole gradient of the widest unit: backward fills one while the other is reduced."""
     landing: torch.Tensor
-    """As large: what arrives from other ranks."""
+    """uint8, of the same size: messages from other ranks."""
     sums: torch.Tensor
     """fp32 [1 or, with replicas, one more than those, elements of a piece]: the sum over a replica's ranks, and those
     of all replicas."""
@@ -55,44 +56,44 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """What a rank sends each other one at a time: its messages to all places, one after another in a buffer."""
+    """The layout of one all-to-all: a rank's messages to all places, one after another in a buffer."""
 
     at: int
-    """First byte of all of them."""
+    """First byte of the messages in the buffer."""
     spans: list[Span]
-    """By place, elements of the unit: a part of that rank's slice."""
+    """The elements of the unit in each message: a part of the slice of the rank at that place."""
     starts: list[int]
     """First byte of each message, and the end of the last, from `at` on."""
     header_bytes: int
-    """What goes before the elements in each."""
+    """Bytes before the elements of each message."""
 
     def messages(self, buffer: torch.Tensor) -> torch.Tensor:
-        """All of them."""
+        """All messages."""
         return buffer[self.at : self.at + self.starts[-1]]
 
     def values(self, place: int, messages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The elements of one."""
+        """The elements of the message to a place."""
         return messages[self.starts[place] + self.header_bytes :].view(dtype)[: len(self.spans[place])]
 
 
 Mean = tuple[Span, torch.Tensor, bool]
-"""Elements of a unit, the mean of ranks' gradients of them, and whether they are of this rank's slice."""
+"""A span of a unit, the mean of ranks' gradients of it, and whether it lies in this rank's slice."""
 
 
 class Reduction:
     """Adds up gradients of units over the ranks that share each.
 
     A rank's messages to all places lie one after another in a buffer, so an all-to-all takes them as they are. A
-    header goes before the elements of each, so that a rank that has no gradient takes part all the same: its messages
-    are zeros, and nobody reads more of them than the flags. Equal slices go in one all-to-all; of slices that differ,
-    no more goes at a time than finds room where messages arrive. Each rank adds up what it gets in the order of ranks
+    header goes before the elements of each message. A rank without a gradient takes part too: its messages are zeros,
+    of which others read only the flags. Equal slices go in one all-to-all. Slices of different sizes go in several,
+    each as large as the room for arriving messages allows. Each rank adds up what it gets in the order of ranks
     (`optim.means` states the rounding). With replicas, a replica's ranks are added up first, then the replicas' sums,
     in fp32 throughout.
     """
 
     def __init__(self, shards: Shards, groups: Mapping[tuple[int, ...], Group], buffers: Buffers, divisor: int) -> None:
-        """`groups`, by their ranks, are those that have the slices of a unit, and those that have the same slices, one
-        a replica. Sums are divided by `divisor`."""
+        """`groups`, by their ranks: those that have the slices of a unit, and those that have the same slices, one in
+        each replica. Sums are divided by `divisor`."""
         self._shards = shards
         self._groups = groups
         self._buffers = buffers
@@ -101,7 +102,7 @@ class Reduction:
         self._nothing: torch.Tensor | None = None
 
     def all_to_alls(self, spec: UnitSpec) -> list[AllToAll]:
-        """In which the gradient of a unit goes: one after another in a buffer."""
+        """The all-to-alls of a unit's gradient, which lie one after another in a buffer."""
         known = self._laid_out.get(spec.index)
         if known is not None:
             return known
@@ -119,10 +120,10 @@ class Reduction:
         return found
 
     def reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags) -> tuple[Flags, Iterator[Mean]]:
-        """What all ranks together have of a unit's gradient, and the mean, as far as it belongs in this rank's extent.
+        """The flags of all ranks together, and the means of a unit's gradient that belong in this rank's extent.
 
-        `mine` has this rank's messages without their headers; None where it has no gradient. The iterator must be
-        exhausted: ranks communicate in it.
+        `mine` has this rank's messages without their headers; None if it has no gradient. The caller must exhaust the
+        iterator: ranks communicate in it.
         """
         count, first = len(flags), self.all_to_alls(spec)[0]
         if mine is None:
@@ -137,7 +138,7 @@ class Reduction:
         return everyone, self._means(spec, mine, by_place & GIVEN)
 
     def _exchange(self, spec: UnitSpec, each: AllToAll, given: torch.Tensor) -> torch.Tensor:
-        """What the rank at each place has for this one, uint8 [places, bytes]."""
+        """The messages to this rank, uint8 [places, bytes]."""
         group = self._group(spec)
         sizes = [stop - start for start, stop in pairwise(each.starts)]
         mine = sizes[group.place]
@@ -167,7 +168,7 @@ class Reduction:
     def _add_up(
         self, spec: UnitSpec, span: Span, rows: Sequence[torch.Tensor], by_place: Flags, mean: torch.Tensor
     ) -> None:
-        """Make `mean` that of a span of a unit; `rows` are those of the ranks at each place."""
+        """Compute the `mean` of a span of a unit; `rows` are the gradients of the ranks at each place."""
         sums = self._buffers.sums
         for start in range(0, len(span), sums.shape[1]):
             stop = min(start + sums.shape[1], len(span))
@@ -183,7 +184,7 @@ class Reduction:
         return self._groups[self._shards.sharers(spec)]
 
     def _of_copies(self, mine: torch.Tensor) -> torch.Tensor:
-        """Something of every replica's rank that has the same slice, shape [replicas, *that of `mine`]."""
+        """The values of the ranks that have the same slice, [replicas, elements of `mine`]."""
         group, count = self._groups[self._shards.copies], mine.numel()
         room = self._buffers.sums[1:].view(-1).view(mine.dtype)[: len(group.ranks) * count]
         found = room.view(len(group.ranks), count)
@@ -192,7 +193,7 @@ class Reduction:
         return found
 
     def _zeros(self) -> torch.Tensor:
-        """Messages of a rank that has no gradient. In RAM they take none, as nobody writes to them."""
+        """Messages of a rank that has no gradient. Nobody writes to them, so in RAM they take no memory."""
         landing = self._buffers.landing
         if landing.is_cuda:
             return torch.zeros_like(landing)
@@ -208,13 +209,13 @@ def _wait(means: torch.Tensor) -> None:
 
 
 def _part(span: Span, start: int, stop: int) -> Span:
-    """Elements [start, stop) of a span's own."""
+    """The span's elements [start, stop), counted from its own start."""
     return Span(min(span.start + start, span.stop), min(span.start + stop, span.stop))
 
 
 def _ranges(spec: UnitSpec, by_place: Flags, start: int, stop: int) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """[start, stop) of a unit in ranges of adjoining parameters that the ranks at the same places have a gradient of:
-    (first element, last one's end, places)."""
+    """Split [start, stop) of a unit into ranges whose parameters have gradients on the same ranks: (first element, end,
+    places of these ranks)."""
     first, before = start, None
     for slot, placed in enumerate(spec.slots):
         if placed.offset >= stop or not placed.param.trainable:
@@ -229,7 +230,7 @@ def _ranges(spec: UnitSpec, by_place: Flags, start: int, stop: int) -> Iterator[
 
 
 def _move(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bytes to where they may overlap."""
+    """Copy bytes between ranges that may overlap."""
     if source.is_cuda:
         target.copy_(source.clone())
     elif target.data_ptr() != source.data_ptr():

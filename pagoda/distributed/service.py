@@ -1,4 +1,4 @@
-"""The service: what one rank asks another one for, outside the order of collectives."""
+"""The service: a rank's requests to another rank, outside the order of collectives."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ _EVER = timedelta(days=365)
 _REQUEST, _ANSWER = range(2)
 """Tags of messages."""
 _STOP = -1
-"""In place of a unit: nobody asks any more."""
+"""In place of a unit: the thread is to end."""
 _CLOSE_S = 2.0
 """How long a rank waits for its thread when it closes."""
 
@@ -37,8 +37,8 @@ class Service:
         self._thread.start()
 
     def ask(self, unit: int, version: int, targets: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
-        """Have the slices of a unit that other ranks have, after `version` updates: `targets` are ranks and where each
-        one's messages go. Only one thread asks. Raises RankError where one refuses, or is gone."""
+        """Get other ranks' slices of a unit after `version` updates. `targets` are the ranks, and where the messages of
+        each go. Only one thread asks. Raises RankError if a rank refuses, or is gone."""
         refusals = []
         try:
             for rank, _ in targets:
@@ -46,20 +46,20 @@ class Service:
             for rank, messages in targets:
                 refusal = self._receive(rank, messages)
                 if refusal is not None:
-                    refusals.append(refusal)  # what the others send must be taken all the same
+                    refusals.append(refusal)  # the other ranks' messages must still be received
         except RuntimeError as error:
             raise self._transport.lost(rank, error) from error
         if refusals:
             raise RankError(refusals[0])
 
     def close(self) -> None:
-        """Answer nobody any more. All ranks close at once: each ends the thread of the next one."""
+        """Stop answering. All ranks close at the same point: each ends the thread of the next one."""
         with suppress(RuntimeError):
             self._send(torch.tensor([_STOP, 0]), (self._transport.rank + 1) % self._transport.size, _REQUEST)
         self._thread.join(_CLOSE_S)
 
     def _receive(self, rank: int, messages: Sequence[torch.Tensor]) -> str | None:
-        """Have what `_reply` sends; returns why the rank refuses, if it does."""
+        """Receive what `_reply` sends; returns the reason if the rank refuses."""
 
         def receive(into: torch.Tensor) -> None:
             work = dist.irecv(into.view(torch.uint8), group=self._group, tag=_ANSWER, group_src=rank)
@@ -91,7 +91,7 @@ class Service:
                 self._reply(dist.get_group_rank(self._group, number), unit, version)
 
     def _reply(self, asking: int, unit: int, version: int) -> None:
-        """Send messages, and before each, and behind the last, the length of a refusal: 0 if there is none."""
+        """Send messages. Before each, and after the last, send the length of a refusal: 0 if there is none."""
         fine = torch.zeros(1, dtype=torch.int64)
         try:
             for message in self._answer(unit, version):

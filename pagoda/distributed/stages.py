@@ -5,8 +5,9 @@ from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
 from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.start import made_by_all
 from pagoda.distributed.transport import Transport
-from pagoda.errors import BudgetError, ConfigError, UsageError
+from pagoda.errors import ConfigError, UsageError
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class Links(NamedTuple):
 
 
 class StepTerms(NamedTuple):
-    """What a stage knows of the gradients of a step."""
+    """A stage's contribution to the norm of a step's gradients."""
 
     square_sums: list[list[float]]
     """Of the gradients, by param group."""
@@ -54,8 +55,7 @@ class Stages:
         self.transport = Transport(mesh.peers)
 
     def announce(self, what: str, value: T) -> list[T]:
-        """What every stage says, by stage. Raises UsageError, on all of them, where some say it about something else
-        than `what`."""
+        """Every stage's value, by stage. Raises UsageError on all of them if their `what` differs."""
         said = self.transport.announce((what, value))
         if len({place for place, _ in said}) > 1:
             places = ", ".join(f"stage {stage} is at {place}" for stage, (place, _) in enumerate(said))
@@ -63,8 +63,8 @@ class Stages:
         return [value for _, value in said]
 
     def all_terms(self, what: str, mine: StepTerms) -> StepTerms:
-        """Those of the whole model. Raises UsageError, on every stage, where gradients have been multiplied by
-        different numbers."""
+        """The terms of the whole model. Raises UsageError on every stage if gradients have been multiplied by different
+        numbers."""
         said = self.announce(what, mine)
         factors = {terms.factors for terms in said if terms.factors}
         if len(factors) > 1:
@@ -81,24 +81,12 @@ class Stages:
         )
 
     def agree(self, make: Callable[[], T]) -> T:
-        """What `make` makes for this stage, once every stage has made its own. Raises BudgetError on all of them where
-        one has no room."""
-        made, refusal = None, None
-        try:
-            made = make()
-        except BudgetError as error:
-            refusal = error
-        said = self.announce("pagoda.wrap()", "" if refusal is None else str(refusal))
-        if refusal is not None:
-            raise refusal
-        for stage, text in enumerate(said):
-            if text:
-                raise BudgetError(f"Stage {stage} cannot hold its share: {text}")
-        assert made is not None
-        return made
+        """What `make` makes for this stage, once every stage has made its own. Raises BudgetError on all of them if one
+        has no room."""
+        return made_by_all(make, lambda text: self.announce("pagoda.wrap()", text), "Stage")
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raises ConfigError where two stages use one name, as checkpoints know parameters and buffers by name."""
+        """Raises ConfigError if two stages use one name: checkpoints know parameters and buffers by name."""
         mine = self._mesh.pipeline_stage
         for stage, others in enumerate(self.announce("the names of parameters", [*names])):
             shared = next((name for name in others if name in names and stage != mine), None)

@@ -1,8 +1,9 @@
-"""The start: what ranks must have in common before a model can be theirs together."""
+"""The start: what ranks must have in common before they can train one model."""
 
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ from pagoda.plan.ops import HOST
 from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import ModuleSpec
+
+T = TypeVar("T")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _START = re.compile(r"start=\d+")
@@ -35,8 +38,8 @@ def least_budgets(transport: Transport, mine: Budgets) -> Budgets:
 
 
 def check_equal(transport: Transport, who: str = "rank", **settings: object) -> None:
-    """Raises ConfigError, on every rank, naming the ranks whose settings read otherwise than rank 0's, and which. `who`
-    is what is told apart."""
+    """Raises ConfigError on every rank if settings differ from rank 0's; the error names the ranks and the setting.
+    `who` says whether the transport is between ranks or stages."""
     readable = {name: _readable(value) for name, value in settings.items()}
     by_rank = transport.announce([hashlib.blake2b(text.encode()).digest() for text in readable.values()])
     for name, column in zip(readable, zip(*by_rank, strict=True), strict=True):
@@ -49,13 +52,13 @@ def check_equal(transport: Transport, who: str = "rank", **settings: object) -> 
 
 
 def _readable(value: object) -> str:
-    """How a setting reads, whichever process it is in: without the addresses of objects that have no better name."""
+    """The text of a setting, without addresses of objects, so that it is the same in every process."""
     return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
 
 
 def on_any_rank(thing: object, root: ModuleSpec) -> str:
-    """How something of a model reads on every rank: experts by their place in a rank's part, not by number, and
-    tiles without their first element, which follows from the sizes of those before."""
+    """The text of a part of a model or a plan, the same on every rank. Experts have their place in a rank's part, not
+    their number. Tiles lack their first element, which follows from the sizes of the tiles before."""
     text = _START.sub("start=", repr(thing))
     first: dict[str, int] = {}
     for expert in root.experts():
@@ -67,32 +70,38 @@ def on_any_rank(thing: object, root: ModuleSpec) -> str:
     return numbered.sub(lambda found: f"{found[1]}{int(found[2]) - first[found[1]]}", text)
 
 
-def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec) -> Plan:
-    """The plan that `make` makes on this rank, once every rank has one, and all fit together.
-
-    Raises BudgetError, on every rank, where one has none, ConfigError where they differ.
-    """
-    plan, refusal = None, None
+def made_by_all(make: Callable[[], T], announce: Callable[[str], list[str]], who: str) -> T:
+    """What `make` makes here, once all have made their own. `announce` tells all of them, and returns by number what
+    each says. Raises BudgetError on all of them if one has no room; `who` says in the error what the numbers are of."""
+    made, refusal = None, None
     try:
-        plan = make()
+        made = make()
     except BudgetError as error:
         refusal = error
-    said = transport.announce("" if refusal is None else str(refusal))
+    said = announce("" if refusal is None else str(refusal))
     if refusal is not None:
         raise refusal
-    refused = [rank for rank, text in enumerate(said) if text]
-    if refused:
-        raise BudgetError(f"Rank {refused[0]} cannot hold its share: {said[refused[0]]}")
-    assert plan is not None
+    for number, text in enumerate(said):
+        if text:
+            raise BudgetError(f"{who} {number} cannot hold its share: {text}")
+    assert made is not None
+    return made
+
+
+def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec) -> Plan:
+    """The plan that `make` makes on this rank, once every rank has one and all agree.
+
+    Raises BudgetError on every rank if one has no plan, ConfigError if plans differ.
+    """
+    plan = made_by_all(make, transport.announce, "Rank")
     check_equal(transport, plan=on_any_rank(in_common(plan), root))
     return plan
 
 
 def in_common(plan: Plan) -> dict[str, object]:
-    """What of a plan must be the same on all ranks, in plain values, which read alike in every process.
+    """The parts of a plan that must be the same on all ranks, as values whose text is the same in every process.
 
-    Where ranks hold other numbers of elements, each has its own homes for them, and where no weight is gathered before
-    use, its own leases.
+    Homes may differ where ranks hold different numbers of elements, leases where no weight is gathered before use.
     """
     layout, trace = plan.layout, plan.trace
     common: dict[str, object] = {
@@ -115,18 +124,18 @@ def in_common(plan: Plan) -> dict[str, object]:
 
 
 class FromFirst:
-    """Gives every rank the first one's values, as DDP does at its start: what was drawn at random may differ.
+    """Gives every rank the first rank's values, as DDP does at its start: random initial values may differ.
 
-    The first is rank 0, and of a parameter that only some ranks have the first of those.
+    The first rank is rank 0, or the lowest of the ranks that have a parameter.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def __call__(self, tensor: torch.Tensor, having: Sequence[int] | None = None) -> torch.Tensor:
-        """The first rank's tensor, in place of an equally large one; every rank asks for one at once.
+        """The first rank's values of a tensor; ranks call this at the same point, with tensors of the same size.
 
-        `having` are the ranks that have the same one, this one among them; by default all.
+        `having` are the ranks that have this tensor, by default all.
         """
         first, *others = having if having is not None else range(self._transport.size)
         flat = tensor.detach().contiguous().reshape(-1)

@@ -21,7 +21,7 @@ from pagoda.errors import RankError
 T = TypeVar("T")
 
 _SECONDS_TO_DIE = 2.0
-"""How long a process may look alive after its connections have ended."""
+"""How long a process may look alive after its connections have closed."""
 _LENGTH_BYTES, _SHORT_BYTES = 8, 504
 """An announcement goes in a message of this size if it is short; the rest of a longer one follows."""
 
@@ -30,10 +30,10 @@ Parcel = tuple[int, torch.Tensor]
 
 
 def new_groups(world: World, parts: Iterable[Sequence[int]], **settings: Any) -> list[Any]:
-    """A process group for each of some parts of a world, which are ranks in it.
+    """A process group for each of some parts of a world; a part is a sequence of ranks of the world.
 
-    Every process of torchrun calls it at the same point, with the same parts of its own world: torch wants each of them
-    to know of all groups.
+    Every process of torchrun calls it at the same point, with the same parts of its own world, since torch requires
+    that all processes create all groups.
     """
     parts, reach = list(parts), world.size * world.apart
     found: list[Any] = []
@@ -48,7 +48,7 @@ def new_groups(world: World, parts: Iterable[Sequence[int]], **settings: Any) ->
 class Transport:
     """The ranks of a world, for one thread at a time. Bytes are sent as they are, whatever their dtype.
 
-    Every method raises RankError where another rank is gone, or silent for longer than the timeout.
+    Every method raises RankError if another rank is gone, or silent for longer than the timeout.
     """
 
     def __init__(self, world: World) -> None:
@@ -63,17 +63,16 @@ class Transport:
         self._processes = self.announce((_host(), os.getpid()))
 
     def connect(self, device: torch.device) -> None:
-        """Let tensors on `device` travel too; every rank has to call it.
+        """Prepare to send tensors on `device`; every rank calls it.
 
-        NCCL connects a group when it is first used, which all of its ranks must do together, and what follows here is
-        often between some of them.
+        NCCL connects a group when all of its ranks first use it together; most of what follows is between some ranks.
         """
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             torch.cuda.current_stream(device).synchronize()
 
     def announce(self, value: T) -> list[T]:
-        """Every rank's value, by rank: anything that can be pickled."""
+        """Every rank's value, by rank. Values must be picklable."""
         data = pickle.dumps(value)
         head = (len(data).to_bytes(_LENGTH_BYTES) + data[:_SHORT_BYTES]).ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0")
         given = torch.frombuffer(bytearray(head * self.size), dtype=torch.uint8)
@@ -90,7 +89,7 @@ class Transport:
         return [pickle.loads(row[_LENGTH_BYTES:]) for row in by_rank]
 
     def trade(self, sends: Iterable[Parcel], receives: Iterable[Parcel]) -> None:
-        """Send and receive tensors; between two ranks in the order given. Returns when all have arrived."""
+        """Send and receive tensors, between two ranks in the given order. Returns when all have arrived."""
         parcels: list[tuple[int, Any, torch.Tensor]] = [
             (rank, dist.irecv, tensor) for rank, tensor in receives if tensor.numel()
         ]
@@ -105,7 +104,7 @@ class Transport:
             self.run(travel, parcels[0][2])
 
     def run(self, collective: Callable[[], object], tensor: torch.Tensor | None = None) -> None:
-        """Run a collective, also of some of the ranks; returns when it has ended. `tensor` is one that it moves."""
+        """Run a collective of all ranks or some; returns when it has ended. `tensor` is one that it moves."""
         try:
             collective()
             if tensor is not None and tensor.is_cuda:  # what has been waited for so far is the stream's queue
@@ -114,8 +113,8 @@ class Transport:
             raise self.lost(None, error) from error
 
     def lost(self, rank: int | None, error: RuntimeError) -> RankError:
-        """The error of a rank that could not be reached, one of all if it is None. It names those that have died on
-        this host; else those that have not given up as this one has."""
+        """The error to raise after a rank could not be reached; None if it is not known which. It names ranks that have
+        died on this host, else ranks that have not given up as this one has."""
         self.broken, me = True, self.world.number(self.rank)
         silent = self._ask_who_is_silent()
         deadline = time.monotonic() + _SECONDS_TO_DIE
@@ -131,11 +130,12 @@ class Transport:
         )
 
     def _ask_who_is_silent(self) -> list[int]:
-        """Tell the others that this rank gives up. Returns ranks, soon: those that have not told the same."""
+        """Tell the others that this rank gives up. A thread soon fills the returned list with the ranks
+        that have not given up."""
         silent: list[int] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the store has gone with a rank
+            with suppress(RuntimeError):  # the store has ended with a rank
                 store = dist.PrefixStore("pagoda/given-up", _get_default_store())  # type: ignore[attr-defined]
                 store.set(str(self.world.number(self.rank)), "")
                 time.sleep(_SECONDS_TO_DIE / 2)
@@ -156,8 +156,8 @@ class Group:
     """Some ranks, which run the same collectives in the same order, one at a time."""
 
     def __init__(self, transport: Transport, members: Callable[[int], tuple[int, ...]]) -> None:
-        """`members` gives the ranks of the group that a rank is in, in order. Every rank calls it at the same point,
-        with functions that agree."""
+        """`members` gives the ranks of the group that a rank is in, in order. Every rank calls this at the same point,
+        with equal functions."""
         self.ranks = members(transport.rank)
         self.place = self.ranks.index(transport.rank)
         """This rank's among `ranks`."""
@@ -165,17 +165,17 @@ class Group:
         self.messages = 0
         """Collectives so far."""
         self.sent_bytes = 0
-        """What this rank had for the others, counted once for each of those that got it."""
+        """Bytes that this rank has sent, counted once for each receiver."""
         parts = sorted({ranks for rank in range(transport.size) if len(ranks := members(rank)) > 1})
         groups = new_groups(transport.world, parts, timeout=timedelta(seconds=rank_timeout_s()))
         self._group = dict(zip(parts, groups, strict=True)).get(self.ranks)
 
     def gather(self, whole: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        """Complete `whole`, of which each rank has the elements [start, stop) that `spans` says, by place.
+        """Complete `whole`, in which the rank at each place has the elements [start, stop) of its span.
 
-        Equal slices go as one all-gather, in place. A short last slice is padded where `whole` goes on behind it: what
-        lies there may change. gloo would pass an all-gather through a buffer of its own, so on a CPU, as where slices
-        are of other sizes, each rank's goes as a broadcast.
+        On a GPU, equal slices go as one all-gather, in place. A short last slice is padded if `whole` is long enough,
+        so elements behind it may change. Otherwise each rank's slice goes as a broadcast: on a CPU, gloo would copy an
+        all-gather through a buffer of its own.
         """
         if len(self.ranks) == 1 or not any(stop - start for start, stop in spans):
             return
@@ -203,8 +203,8 @@ class Group:
         self._transport.run(all_gather if whole.is_cuda and equal and each else broadcasts, whole)
 
     def exchange(self, arriving: torch.Tensor, given: torch.Tensor, given_sizes: Sequence[int]) -> None:
-        """Give the rank at each place its bytes of `given`, uint8, as many as `given_sizes` says; get as many from each
-        as this one has for itself, into `arriving`, uint8 [places, bytes]."""
+        """Send the rank at each place its part of `given`, uint8, of as many bytes as `given_sizes` says. Receive from
+        each rank as many bytes as this one has for itself, into `arriving`, uint8 [places, bytes]."""
         mine = arriving.shape[1]
         if len(self.ranks) == 1:
             arriving.copy_(given.view(1, -1))
@@ -223,7 +223,7 @@ class Group:
 
 
 def lives(process: int) -> bool:
-    """Whether a process of this host runs: one that has died and nobody has asked about does not."""
+    """Whether a process of this host runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -235,5 +235,5 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _host() -> str:
-    """What processes that see each other's numbers have in common."""
+    """A name that processes share if they see each other's process numbers."""
     return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"

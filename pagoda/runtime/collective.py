@@ -1,4 +1,4 @@
-"""The lane `collective`: what all ranks do together, one thing after another."""
+"""The lane `collective`: runs the collectives of all ranks, one after another."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,8 +19,8 @@ from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
 
 TakePart = Callable[[LiveUnit, int | None], None]
-"""Takes part in a collective about a unit after so many updates, which this rank has no use for itself; None where only
-ranks that have other parts of the unit take part. Once something has failed here, what this rank gives is of no use."""
+"""Takes part in a collective that this rank does not want, given the unit and its number of updates (None if only ranks
+with other parts of the unit take part). Once something has failed here, others cannot use what this rank gives."""
 
 _BETWEEN, _STEP = range(2)
 
@@ -49,7 +49,7 @@ class Collectives:
         self.shards = shards
         self.lane = Lane(COLLECTIVE)
         self.take_part: dict[CollectiveKind, TakePart] = {}
-        """How this rank takes part in what others want and it does not."""
+        """How this rank takes part in collectives that only others want."""
         self.order = Order(
             transport,
             lambda kind, unit, version: self.take_part[kind](units[unit], version),
@@ -58,20 +58,20 @@ class Collectives:
             listed,
         )
         self.awaited = False
-        """Whether compute waits for a collective, so that it queues nothing more before that has ended."""
+        """Whether compute waits for a collective, so that it queues nothing until that has ended."""
         self._device = device
         self._units = units
         self._scheduler = scheduler
         self._part: Part | None = None
-        """Of compute's program, now."""
+        """The part of compute's program that it is in."""
         self._part_is_new = False
-        """Whether it has had no collective."""
+        """Whether the part has had no collective yet."""
         self._left = False
         members = [lambda rank: mesh.sharers(False, rank), mesh.copies]
         if mesh.ranks.expert_parallel > 1:
             members.append(lambda rank: mesh.sharers(True, rank))
         self.groups = {group.ranks: group for group in (Group(transport, each) for each in members)}
-        """By their ranks: those that have the slices of a unit, and those that have the same slices."""
+        """By their ranks: the ranks that have the slices of a unit, and the ranks that have the same slices."""
         mesh.lane = lambda what, work: self.on_all_ranks(what, work)
 
     def sharers(self, unit: UnitSpec) -> Group:
@@ -79,7 +79,7 @@ class Collectives:
         return self.groups[self.shards.sharers(unit)]
 
     def begin_access(self, recorded: bool) -> None:
-        """Compute is about to access a unit: in a step, if that is `recorded`, or to evaluate."""
+        """Compute is about to access a unit, in a step if that is `recorded`, else to evaluate."""
         wanted = _STEP if recorded else None
         if self._part is None or self._part.number not in (_STEP, wanted):
             self._begin(wanted)
@@ -88,7 +88,7 @@ class Collectives:
         self._part, self._part_is_new = Part(number, self._scheduler.order.trace, ()), True
 
     def _come(self) -> Part | None:
-        """The part in which a collective comes. Its versions are those at its first one: `step()` has changed them."""
+        """The part of the next collective. Its versions are taken at its first one, since `step()` has changed them."""
         if self._part is not None and self._part_is_new:
             self._part = replace(self._part, versions=tuple(unit.version for unit in self._units))
             self._part_is_new = False
@@ -103,11 +103,10 @@ class Collectives:
         nbytes: int = 0,
         alike: bool = False,
     ) -> Handle:
-        """Do `work`, about so many bytes of a unit, in its turn: once everything submitted before and `after` have
-        ended. It is told whether all ranks that share the unit do it; else this rank gets what it wants from their
-        services.
+        """Run `work`, which moves `nbytes` of a unit, once all earlier collectives and `after` have ended. Its argument
+        says whether all ranks that share the unit run it now; if not, this rank asks their services.
 
-        What is `alike` every rank submits at this point of the same step, whatever else it does: nothing need be said.
+        `alike` says that every rank submits it at this point of the same step, so ranks need not announce it.
         """
         part = self._part if alike else self._come()
         call = Call(kind, unit.index, version=unit.version, due=self._scheduler.order.position)
@@ -128,10 +127,10 @@ class Collectives:
         return self.lane.submit(run, (), sent, f"{kind.name.lower()} {unit.spec.name}")
 
     def on_all_ranks(self, what: str, work: Callable[[], Any], step: bool | None = None) -> None:
-        """Have all ranks do what each of them asks for at this point of its program; returns when it is done.
+        """Run `work` on all ranks, each of which asks for it at this point of its program; returns when it is done.
 
-        `step` is given where a step ends with it: whether the next one is to be like it. On a device `work` is a part
-        of what compute is told, as if it were done here."""
+        `step` is given if a step ends with it, and says whether to expect the next one to be like it. On a device,
+        `work` goes into compute's queue."""
         queue, part = self._device.as_compute(), self._come()
         call = Call(CollectiveKind.ON_ALL_RANKS, what=what, due=self._scheduler.order.position)
 
@@ -150,7 +149,7 @@ class Collectives:
             self._begin(_BETWEEN)
 
     def close(self) -> None:
-        """Tell the others that nothing more is asked for here, and join the thread."""
+        """Tell the others that this rank leaves, and join the thread."""
         if not self._left:
             self._left = True
             self.mesh.lane = None

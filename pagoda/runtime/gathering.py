@@ -1,4 +1,4 @@
-"""Gathering: whole weights of a unit, made of every rank's slice."""
+"""Gathering: makes a unit's whole weights from every rank's slice."""
 
 import math
 import threading
@@ -28,7 +28,7 @@ from pagoda.runtime.unit import LiveUnit
 
 
 class Gathering:
-    """Gathers into leases where ranks have slices of the weights (stage 3), and into the homes where every rank has all
+    """Gathers weights: into leases if ranks have slices of the weights (stage 3), into the homes if every rank has all
     weights and updates a slice of them (stages 1 and 2)."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Gathering:
         landing: torch.Tensor | None,
         lanes: dict[str, Lane],
     ) -> None:
-        """Weights that this rank has no use for arrive in `landing`, uint8."""
+        """Weights that only other ranks want arrive in `landing`, uint8."""
         self._collectives = collectives
         self._shards = collectives.shards
         self._store = store
@@ -51,9 +51,9 @@ class Gathering:
         self._most = MESSAGE_BYTES // self._dtype.itemsize
         """Elements of a message."""
         self._shared: SharedWeights | None = None
-        """Where ranks have all weights, the way to those of them that are on SSD."""
+        """If ranks have all weights: brings new weights to those that live on SSD."""
         self._window: memoryview | None = None
-        """What a slice on SSD passes, message by message: one has been sent before the next is read."""
+        """RAM through which a slice on SSD is sent: each message is sent before the next is read."""
         self._reading = threading.Lock()
         self._updated: dict[int, Handle] = {}
         """unit -> this rank's latest update of a slice that is shared."""
@@ -66,8 +66,8 @@ class Gathering:
         self._service = Service(collectives.transport, self._answer) if shards_weights else None
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
-        """Complete a lease, shape [numel], in which this rank's slice lies once `own` has ended, and which others'
-        slices may overwrite once compute has passed `free`."""
+        """Complete a lease, shape [numel]. This rank's slice lies there once `own` has ended; other slices may arrive
+        once compute has passed `free`."""
         version = unit.version
 
         def work(together: bool) -> None:
@@ -80,7 +80,7 @@ class Gathering:
         return self._collectives.submit(CollectiveKind.GATHER, unit, work, (own,), weights.nbytes)
 
     def share(self, record: UnitGradient) -> Handle:
-        """Have every rank's updated slice of a unit's weights in this rank's home, once its own is updated."""
+        """Bring every rank's updated slice of a unit's weights to this rank's home, once its own is updated."""
         unit, updated = record.unit, record.updated
         self._updated[unit.index] = updated
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
@@ -92,19 +92,19 @@ class Gathering:
         )
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering other ranks."""
         if self._service is not None:
             self._service.close()
 
     def _complete(self, spec: UnitSpec, whole: torch.Tensor) -> None:
-        """Have all slices of a unit, of which this rank's lies in `whole`, shape [numel or more]. What is frozen comes
-        first: the padding of the trained slices lies there."""
+        """Complete a unit in `whole`, shape [numel or more], in which this rank's slice lies. Frozen elements come
+        first, since the padding of the trained slices lies there."""
         group = self._collectives.sharers(spec)
         for spans in (self._shards.frozen_slices(spec), self._shards.trained_slices(spec)):
             group.gather(whole, [(span.start, span.stop) for span in spans])
 
     def _give(self, unit: LiveUnit, version: int | None) -> None:
-        """Give the others this rank's slice of a unit, in weights that it has no use for."""
+        """Give the others this rank's slice of a unit whose weights this rank does not want."""
         assert self._landing is not None
         assert version is not None
         page = self._store.plan.page_bytes
@@ -137,12 +137,12 @@ class Gathering:
         self._shared.write_others(unit, extent)
 
     def _share_into(self, unit: LiveUnit, weights: torch.Tensor) -> None:
-        """Complete a unit's trained weights by what other ranks have updated."""
+        """Complete a unit's trained weights with the other ranks' updated slices."""
         spans = [(span.start, span.stop) for span in self._shards.trained_slices(unit.spec)]
         self._collectives.sharers(unit.spec).gather(weights, spans)
 
     def _share_unasked(self, unit: LiveUnit, version: int | None) -> None:
-        """Share a unit that other ranks have updated, and this one may be about to."""
+        """Share a unit that other ranks have updated, and that this one may be about to update."""
         if version is None:
             return
         if not self._collectives.order.failed:
@@ -167,7 +167,7 @@ class Gathering:
             torch.cuda.current_stream(whole.device).synchronize()
 
     def _answer(self, index: int, version: int) -> Iterator[torch.Tensor]:
-        """This rank's slice of a unit after `version` updates, in messages in RAM; for a rank that asks."""
+        """This rank's slice of a unit after `version` updates, for a rank that asks: messages in RAM."""
         unit = self._units[index]
         self._await_version(unit, version, lambda: False)
         for _, message in self._messages(unit, version):
@@ -209,8 +209,9 @@ class Gathering:
             time.sleep(0.001)
 
     def _check_version(self, unit: LiveUnit, version: int) -> None:
-        """A unit whose next update has yet to begin has the weights before it: that update needs a gradient of all
-        ranks, so it waits for the one that asks."""
+        """Raises RankError if this rank does not have the weights after `version` updates. It also has them if one more
+        update is queued and has not begun: that needs the gradients of all ranks, so it waits for the rank that asks.
+        """
         if unit.version == version or (unit.version == version + 1 and self._executor.is_to_come(unit)):
             return
         raise RankError(
@@ -221,7 +222,7 @@ class Gathering:
 
 
 def _end(update: Handle | None) -> None:
-    """Wait until an update has ended. One that was refused, as its gradient is not finite, has changed nothing."""
+    """Wait until an update has ended. An update that is refused for a gradient that is not finite changes nothing."""
     with suppress(NonFiniteGradientError):
         if update is not None:
             update.wait()

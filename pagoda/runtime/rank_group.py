@@ -1,4 +1,4 @@
-"""RankGroup: all that a model's ranks do with one another, as the engine asks for it."""
+"""RankGroup: the engine's interface to the other ranks."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,9 +31,9 @@ _INSTEAD = "clip with wrap(clip_grad_norm=...), or with optimizer.clip_grad_norm
 T = TypeVar("T")
 
 Counts = Callable[[UnitSpec, int], bool]
-"""Whether a norm counts what this rank has of a unit's parameter."""
+"""Whether a norm counts this rank's elements of a unit's parameter."""
 SquareSums = Callable[[Iterable[UnitGradient], Counts], list[list[float]]]
-"""The square sums of the gradients that a step uses, by param group."""
+"""Returns the square sums of the gradients of a step, by param group."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class NormTerms:
     """Terms of a global norm."""
 
     square_sums: list[list[float]]
-    """By param group: the square sums of all ranks."""
+    """The square sums of all ranks, by param group."""
     non_finite: str | None
     """Name of the first parameter whose gradient is NaN or infinite on some rank."""
 
 
 class RankGroup:
-    """One engine's dealings with those of other ranks. See `Order` for which comes when."""
+    """All communication of one engine with the engines of other ranks, in the order that `Order` decides."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class RankGroup:
         executor: Executor,
         stalled: Callable[[str, float], None],
     ) -> None:
-        """`buffers` are for gradients of several ranks; None where no two have any of the same elements."""
+        """`buffers` are for reducing gradients; None if no two ranks have gradients of the same elements."""
         self._store = store
         self._shards = store.shards
         self._units = units
         self._gradients = gradients
         transport.connect(device.torch_device)
         driver = executor.driver
-        # Which experts a rank uses, and in which order, is its own.
+        # Each rank uses its own experts, in its own order.
         listed = not store.plan.layout.expert_units
         self.collectives = Collectives(mesh, transport, store.shards, device, units, driver.scheduler, listed)
         landing = buffers.landing if buffers is not None else None
@@ -90,12 +90,12 @@ class RankGroup:
 
     @property
     def parts(self) -> int:
-        """Parts of the experts of a block, on different ranks."""
+        """The number of parts into which ranks divide the experts of a block."""
         return self.collectives.mesh.ranks.expert_parallel
 
     def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
-        """What a part of the experts has where this rank has `mine`, of the same shape; without meaning where this rank
-        is none of the `receivers`. The first rank of the part sends; `what` names it."""
+        """A part's counterpart of `mine`, which is a tensor of this rank's part of the experts. The first rank of the
+        part sends it to the `receivers`; on other ranks the result has no meaning. `what` names it in errors."""
         ranks, found = self.collectives.mesh.ranks, mine
         sender = ranks.tensor_parallel * part
         sends = [(rank, mine) for rank in receivers if self.rank == sender and ranks.expert_part(rank) != part]
@@ -108,11 +108,11 @@ class RankGroup:
 
     @property
     def arrivals(self) -> Gradients | Reducer:
-        """Where gradients go from autograd."""
+        """The receiver of autograd's gradients."""
         return self._reducer or self._gradients
 
     def when_flushed(self, bring: Callable[[UnitGradient, bool], None]) -> None:
-        """Have `bring` told of gradients that wait for a buffer to be reduced to."""
+        """Call `bring` with each gradient that waits for a buffer for its reduced values."""
         if self._reducer is not None:
             self._reducer.bring = bring
 
@@ -122,14 +122,14 @@ class RankGroup:
             self._reducer.flush(last)
 
     def announce(self, what: str, value: T) -> list[T]:
-        """Every rank's value, which each of them gives at the same point of its program."""
+        """Every rank's value; all ranks call this at the same point of their programs."""
         found: list[T] = []
         self.collectives.on_all_ranks(what, lambda: found.extend(self.collectives.transport.announce(value)))
         return found
 
     def of_each_forward(self, what: str, value: T) -> list[T]:
-        """As `announce`, of those ranks that run every block together: where experts are divided all, else those that
-        divide tensors, else this one."""
+        """As `announce`, but only of the ranks that run every block together: all ranks if experts are divided, else
+        those that divide tensors, else this one."""
         mesh = self.collectives.mesh
         if mesh.ranks.expert_parallel > 1:
             return self.announce(what, value)
@@ -139,13 +139,13 @@ class RankGroup:
         return said
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
-        """Complete a lease of this rank's slice, if ranks have slices; see `Gathering.gather`."""
+        """Complete a lease that has this rank's slice, if weights are cut into slices; see `Gathering.gather`."""
         if not self._shards.is_cut(unit.spec, WEIGHT):
             return own
         return self._gathering.gather(unit, weights, own, free)
 
     def share(self, record: UnitGradient) -> None:
-        """Have all of a unit's new weights here, once this rank has updated what it updates of them."""
+        """Bring all new weights of a unit here, once this rank has updated its slice of them."""
         if record.shown is not record.updated and not record.sharing:
             record.sharing = True
             self._gathering.share(record).then(record.shown.finish)
@@ -153,8 +153,8 @@ class RankGroup:
     def parameter_square_sums(self, what: str, terms: Mapping[int, UnitGradient]) -> dict[int, list[float]]:
         """Unit -> the square sum of each of its parameters' gradients, over all ranks.
 
-        All ranks ask for it at the same point, as for `norm_terms`. Raises UsageError, on all of them, where some have
-        gradients that others do not show yet, or experts are divided.
+        All ranks call this at the same point, as with `norm_terms`. Raises UsageError on all of them if some have
+        gradients that others do not show yet, or if experts are divided.
         """
         if self.parts > 1:
             raise UsageError(f"Ranks that divide experts have gradients of other parameters each: {_INSTEAD}.")
@@ -189,12 +189,12 @@ class RankGroup:
         square_sums: SquareSums,
         factors: Mapping[tuple[int, int], float],
     ) -> NormTerms:
-        """What the gradient's norm is the root of the sum of, of all ranks, and the first parameter that is not finite.
+        """The terms of the gradient's norm of all ranks, and the first parameter that is not finite.
 
-        All ranks ask for it at the same point (`what` says which), and whatever was asked for before is done then.
-        `terms` are gradients whose update has been queued; the others of this step are found when all ranks are there.
-        `factors` has what gradients have been multiplied by, by unit and slot. Raises UsageError, on all ranks, where
-        they differ.
+        All ranks call this at the same point, which `what` names; earlier collectives have ended by then. `terms` are
+        gradients whose update has been queued; the step's other gradients are looked up once all ranks are there.
+        `factors` has the factors by which gradients have been multiplied, by unit and slot. Raises UsageError on all
+        ranks if they differ.
         """
         self.flush()
         found: list[NormTerms] = []
@@ -217,7 +217,7 @@ class RankGroup:
         return found[0]
 
     def drop_gradients(self) -> None:
-        """Forget gradients that no step has used, on every rank at once."""
+        """Drop gradients that no step has used; all ranks call this at the same point."""
         if self._reducer is None or (self._reducer.is_empty and not self._gradients.records()):
             return
         self._reducer.drop()
@@ -229,21 +229,17 @@ class RankGroup:
         self._gathering.close()
 
     def _marked(self, terms: Mapping[int, UnitGradient]) -> dict[int, UnitGradient]:
-        """The gradients of this step, `terms` and those still waiting, by unit, all of which parameters show now."""
+        """The gradients of this step by unit: `terms` and those still waiting. Parameters show all of them from now on,
+        also those that have arrived on other ranks only: this step updates these, too."""
         records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
         for record in records.values():
-            self._mark(record)
+            for slot in record.present:
+                if not record.arrivals[slot]:
+                    record.unit.params[slot].grad = record.unit.markers[slot]
         return records
 
-    def _mark(self, record: UnitGradient) -> None:
-        """Let parameters show a gradient that has arrived on other ranks only: this step updates them."""
-        unit = record.unit
-        for slot in record.present:
-            if not record.arrivals[slot]:
-                unit.params[slot].grad = unit.markers[slot]
-
     def _assemble(self, spec: UnitSpec, state: StateSpec, start: int, out: torch.Tensor) -> None:
-        """Elements of a state from `start` on: this rank's lie in `out`, the others' come."""
+        """Complete `out`, a state's elements from `start` on, in which this rank's elements lie."""
         group, stop = self.collectives.sharers(spec), start + out.numel()
         by_place = [self._shards.held(spec, state.name, rank) for rank in group.ranks]
 

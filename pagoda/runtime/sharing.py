@@ -1,4 +1,4 @@
-"""Sharing: the slices of a unit's weights that ranks have updated, on their way to each rank's copy on SSD."""
+"""Sharing: brings the slices of weights that ranks have updated to every rank's copy on SSD."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,12 +12,11 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
 _PIECE_BYTES = 8 << 20
-"""What a thread of a lane reads or writes at a time."""
+"""Bytes that a thread of a lane reads or writes at a time."""
 
 
 class SharedWeights:
-    """RAM for the trained weights of one unit, as whole pages of its extent. One thread uses it, for one unit after
-    another."""
+    """RAM for the trained weights of one unit at a time, as whole pages of its extent; for one thread."""
 
     def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
         self._store = store
@@ -26,10 +25,10 @@ class SharedWeights:
         self._itemsize = store.dtype(WEIGHT).itemsize
         self._room = store.host.take(store.plan.placement.pages(HOST, SERVING))
         self.weights = self._room.tensor(store.dtype(WEIGHT))
-        """Those of a unit, from its first one on; between two units they have no meaning."""
+        """A unit's weights from its first element; undefined between two units."""
 
     def read_own(self, unit: LiveUnit, extent: str) -> None:
-        """Have this rank's slice of a unit there, as it has updated it. The others are to come."""
+        """Read this rank's updated slice of a unit. The other slices are still to come."""
         self._room.poison()
         own, pages = self._store.shards.updated(unit.spec), self._pages(unit)
         reads = []
@@ -38,11 +37,11 @@ class SharedWeights:
                 range(own.start * self._itemsize // self._page, pages_for(own.stop * self._itemsize, self._page))
             )
         if unit.spec.trainable_numel < unit.spec.numel and pages and not any(pages - 1 in each for each in reads):
-            reads.append(range(pages - 1, pages))  # it may have frozen weights, too, which others do not send
+            reads.append(range(pages - 1, pages))  # it may also have frozen weights, which others do not send
         self._move("ssd_read", unit, extent, reads)
 
     def write_others(self, unit: LiveUnit, extent: str) -> None:
-        """Write the pages with anything of the other ranks' slices."""
+        """Write the pages that hold parts of the other ranks' slices."""
         own = self._store.shards.updated(unit.spec)
         begin = pages_for(own.start * self._itemsize, self._page)
         end = max(begin, own.stop * self._itemsize // self._page)
@@ -52,7 +51,7 @@ class SharedWeights:
         return self._store.plan.layout.trained_weight_pages(unit.spec)
 
     def _move(self, lane: str, unit: LiveUnit, extent: str, pages: Sequence[range]) -> None:
-        """Read pages of an extent, or write them, and wait for that."""
+        """Read or write pages of an extent, and wait for that."""
         run, ssd = self._store.run(unit.index, extent), self._store.ssd
         assert run is not None
         assert ssd is not None

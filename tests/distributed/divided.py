@@ -8,7 +8,6 @@ from typing import Any
 
 import reference
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -24,17 +23,8 @@ import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.config.training import ActivationMode
 from pagoda.models import build_model
-from pagoda.optim.rule import TensorRule
 
-from .scenarios import PAGE, RULES, place
-
-LR, DECAY = 1e-2, 0.1
-NAMED: dict[str, Callable[[], Any]] = {
-    **RULES,
-    "adamw": lambda: pagoda.AdamW(lr=LR, weight_decay=DECAY),
-    "adamw-8bit": lambda: pagoda.AdamW(lr=LR, weight_decay=DECAY, moments="8bit"),
-}
-"""Rules by the names that tests give."""
+from .scenarios import RULES, in_pages, load, place, save, state_of
 
 
 class Mixer(nn.Module):
@@ -140,10 +130,6 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def plain(name: str, mesh: pagoda.Mesh, precision: str, rule: str) -> tuple[nn.Module, PlainAdamW]:
     """A divided model in torch's own memory."""
     model = build(name)
@@ -154,7 +140,7 @@ def plain(name: str, mesh: pagoda.Mesh, precision: str, rule: str) -> tuple[nn.M
         for param in model.parameters():
             param.data = param.data.bfloat16()
     model = divide(model, name, mesh)
-    optimizer = PlainAdamW(model, NAMED[rule]())
+    optimizer = PlainAdamW(model, RULES[rule]())
     if precision == "bf16":
         for (key, _), states in zip(model.named_parameters(), optimizer.states, strict=True):
             high, states["weight_low"] = reference.split(masters[key])
@@ -197,7 +183,7 @@ def wrapped(
     **settings: Any,
 ) -> tuple[nn.Module, Any, pagoda.Mesh]:
     """A divided model in pages; `rule` is the name of one, AdamW where it is left out."""
-    rule = NAMED[rule or "adamw"]()
+    rule = RULES[rule or "adamw"]()
     chosen = {key: settings.pop(key) for key in ("stage", "replicas", "expert_parallel") if key in settings}
     by_torch = settings.pop("by_torch", False)
     if "tile_limit" in settings:
@@ -208,7 +194,7 @@ def wrapped(
     if on_meta:
         torch.manual_seed(mesh.rank)
         with pagoda.init():
-            model = build_anew(name)
+            model = Mixer()
     else:
         model = build(name)
     if by_torch:
@@ -216,54 +202,14 @@ def wrapped(
         model = parallelize_module(model, of_torch["tp"], _llama_plan())
     else:
         model = divide(model, name, mesh)
-    sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB"}
-    if "ssd" in kind:
-        sizes |= {"host": PAGE, "ssd": f"{out}:64MiB"}
-    elif settings.get("activations") == "offload":
-        sizes["ssd"] = f"{out}:64MiB"
-    if "arena" in kind:
-        sizes["device"] = "cpu:1MiB"
-    if "on-device" in kind:
-        home = 0.0 if kind.startswith("updated") else 1.0
-        copied = isinstance(rule, TensorRule) and rule.copies
-        passing = 0.0 if kind.startswith("home") and not copied else 1.0
-        split = pagoda.Split(device_home_share=home, device_update_share=passing)
-        # Where both are asked for, there is room for a part of what the device updates.
-        sizes |= {"device": "cpu:1MiB" if kind.startswith("both") else "cpu:4MiB", "split": split}
-
-    def wrap(**sizes: Any) -> tuple[nn.Module, Any]:
-        return pagoda.wrap(
-            model,
-            rule,
-            memory=pagoda.Memory(**sizes),
-            precision=precision,
-            mesh=of_torch if by_torch else mesh,
-            **settings,
-        )
-
-    while True:
-        try:
-            wrapped_model, optimizer = wrap(**sizes)
-            break
-        except pagoda.BudgetError as refused:  # what is enough says the refusal
-            sizes[str(refused.tier)] = f"{'cpu:' * (refused.tier == 'device')}{refused.needed_bytes}"
-    return wrapped_model, optimizer, mesh
+    given = of_torch if by_torch else mesh
+    model, optimizer = in_pages(model, rule, kind, out, given, precision=precision, **settings)
+    return model, optimizer, mesh
 
 
-def build_anew(name: str) -> nn.Module:
-    """A model that draws its weights from whatever torch's generator is at."""
-    return Mixer()
-
-
-def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Weights and moments, whole, and this rank's parts of both."""
-    weights = model.state_dict()
-    states = optimizer.state_dict()["state"]
-    return {
-        "weights": {key: whole_of(value) for key, value in weights.items()},
-        "states": {index: {k: whole_of(v) for k, v in state.items()} for index, state in states.items()},
-        "parts": {key: part_of(value).clone() for key, value in weights.items()},
-    }
+def parts_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's parts of the weights."""
+    return {key: part_of(value).clone() for key, value in model.state_dict().items()}
 
 
 def train_divided(
@@ -292,6 +238,7 @@ def train_divided(
         "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
         "moved": outcome.moved,
         "full": pagoda.full_state_dict(model, all_ranks=True),
+        "parts": parts_of(model),
         **state_of(model, optimizer),
     }
     optimizer.close()
@@ -335,7 +282,7 @@ def train_plain(
     outcome = take_steps(name, model, optimizer, mesh, parts, range(steps))
     return {
         "losses": outcome.losses,
-        "parts": {key: part_of(value).clone() for key, value in model.state_dict().items()},
+        "parts": parts_of(model),
     }
 
 
@@ -346,10 +293,7 @@ def save_divided(
     model, optimizer, mesh = wrapped(out, name, tensor, **settings)
     take_steps(name, model, optimizer, mesh, parts, range(2))
     saved = state_of(model, optimizer)
-    if way == "checkpoint":
-        optimizer.save_checkpoint(directory, {"step": 2}, wait=False)
-    else:
-        dcp.save(_stateful(model, optimizer), checkpoint_id=directory)
+    save(model, optimizer, directory, way)
     after = take_steps(name, model, optimizer, mesh, parts, range(2, 3))
     optimizer.wait_for_checkpoint()
     optimizer.close()
@@ -361,18 +305,11 @@ def resume_divided(
 ) -> dict[str, Any]:
     """Load what `save_divided` has saved, and take the step after it."""
     model, optimizer, mesh = wrapped(out, name, tensor, **settings)
-    if way == "checkpoint":
-        assert optimizer.load_checkpoint(directory) == {"step": 2}
-    else:
-        dcp.load(_stateful(model, optimizer), checkpoint_id=directory)
+    assert load(model, optimizer, directory, way) == {"step": 2}
     loaded = state_of(model, optimizer)
     after = take_steps(name, model, optimizer, mesh, parts, range(2, 3))
     optimizer.close()
     return {"losses": after.losses, **loaded}
-
-
-def _stateful(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
 
 
 def choose_together(
@@ -401,7 +338,7 @@ def choose_together(
     result = {
         "losses": outcome.losses,
         "norms": outcome.norms,
-        "weights": {key: part_of(value).clone() for key, value in model.state_dict().items()},
+        "weights": parts_of(model),
         "policies": [str(policy) for policy in chosen.policies],
         "peak": chosen.peak.kept,
         "kept": optimizer.stats.activation_bytes.kept,

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -23,7 +21,7 @@ from zoo import BATCH, LENGTH, VOCABULARY, Outcome, take_step
 import pagoda
 from pagoda.models import build_model
 
-from .divided import NAMED
+from .scenarios import RULES, in_pages, load, save, state_of as whole_state_of
 
 PAGE, WIDTH, BLOCKS, MICRO_BATCHES = 4096, 64, 8, 4
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -93,7 +91,7 @@ def build(mesh: pagoda.Mesh, schedule: str, experts: int = 0) -> tuple[nn.Module
 def settings_of(settings: dict[str, Any]) -> dict[str, Any]:
     """What `wrap` is given for some settings that are said by name."""
     given = {**settings}
-    given["optimizer"] = NAMED[given.pop("rule", "adamw")]()
+    given["optimizer"] = RULES[given.pop("rule", "adamw")]()
     if (tiles := given.pop("tiles", None)) is not None:
         given["tiles"] = pagoda.Tiles(**tiles)
     if (gradients := given.pop("gradients", None)) is not None:
@@ -116,26 +114,14 @@ def wrapped(
     experts: int = 0,
     **settings: Any,
 ) -> tuple[nn.Module, list[Part], Any, pagoda.Mesh]:
-    """A stage in pages: in RAM, or with the least memory that takes it; or updated in a memory of its own, or living
-    there. `by_torch`, torch's mesh says what is divided."""
+    """A stage in pages; with `by_torch`, torch's mesh says what is divided."""
     mesh = pagoda.open_mesh(**(divided or {}))
     given = init_device_mesh("cpu", (2, mesh.size), mesh_dim_names=("pp", "dp")) if by_torch else mesh
     model, parts = build(mesh, schedule, experts)
-    sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB"}
-    if "ssd" in kind:
-        sizes |= {"host": PAGE, "ssd": f"{out}:64MiB"}
-    if "arena" in kind:
-        sizes["device"] = "cpu:64KiB"
-    if "on-device" in kind:
-        home = float(kind.startswith("home"))
-        sizes |= {"device": "cpu:4MiB", "split": pagoda.Split(device_home_share=home, device_update_share=1 - home)}
-    while True:
-        try:
-            _, optimizer = pagoda.wrap(model, memory=pagoda.Memory(**sizes), mesh=given, **settings_of(settings))
-            return model, parts, optimizer, mesh
-        except pagoda.BudgetError as refused:  # what is enough says the refusal, of the stage that lacks it
-            if refused.needed_bytes is not None:
-                sizes[str(refused.tier)] = f"{'cpu:' * (refused.tier == 'device')}{refused.needed_bytes}"
+    given_settings = settings_of(settings)
+    rule = given_settings.pop("optimizer")
+    _, optimizer = in_pages(model, rule, kind, out, given, **given_settings)
+    return model, parts, optimizer, mesh
 
 
 def schedule_of(
@@ -191,20 +177,13 @@ def take_steps(
     return outcome
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Weights and moments of this stage, by the names of the whole model."""
-    names = [name for name, _ in model.named_parameters()]
-    states = optimizer.state_dict()["state"]
+    names = [name.lstrip("01.") for name, _ in model.named_parameters()]
+    state = whole_state_of(model, optimizer)
     return {
-        "weights": {name.lstrip("01."): whole(value) for name, value in model.state_dict().items()},
-        "states": {
-            names[index].lstrip("01."): {key: whole(value) for key, value in entry.items()}
-            for index, entry in states.items()
-        },
+        "weights": {name.lstrip("01."): value for name, value in state["weights"].items()},
+        "states": {names[index]: entry for index, entry in state["states"].items()},
     }
 
 
@@ -259,17 +238,11 @@ def save_pipeline(
     model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
     take_steps(schedule, parts, optimizer, mesh, range(2))
     saved = state_of(model, optimizer)
-    if way == "checkpoint":
-        optimizer.save_checkpoint(directory, {"step": 2}, wait=True)
-    else:
-        dcp.save(stateful(model, optimizer), checkpoint_id=directory)
+    save(model, optimizer, directory, way)
     after = take_steps(schedule, parts, optimizer, mesh, range(2, 3))
+    optimizer.wait_for_checkpoint()
     optimizer.close()
     return {"losses": after.losses, "norms": after.norms, **saved}
-
-
-def stateful(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
 
 
 def resume_pipeline(
@@ -277,11 +250,7 @@ def resume_pipeline(
 ) -> dict[str, Any]:
     """Load what `save_pipeline` has saved, and take the step after it."""
     model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
-    extra = {"step": 2}
-    if way == "checkpoint":
-        extra = optimizer.load_checkpoint(directory)
-    else:
-        dcp.load(stateful(model, optimizer), checkpoint_id=directory)
+    extra = load(model, optimizer, directory, way)
     loaded = state_of(model, optimizer)
     after = take_steps(schedule, parts, optimizer, mesh, range(2, 3)) if mesh.everyone.size > 1 else Outcome()
     optimizer.close()

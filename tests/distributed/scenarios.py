@@ -7,10 +7,9 @@ import signal
 import tempfile
 import threading
 import time
-from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,15 +33,12 @@ from pagoda.distributed.world import join, launched
 from pagoda.errors import RankError, StorageError
 from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import partial
-from pagoda.memory.sizes import parse_bytes
 from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.kernels import warm_up as warm_up_kernels
-from pagoda.plan.collective import reduce_pages
-from pagoda.plan.device_updates import slot_count, slot_pages
-from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.optim.rule import TensorRule
 from pagoda.plan.options import Options
-from pagoda.plan.placement import UNDO, Budgets
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.runtime.sharing import SharedWeights
@@ -55,8 +51,10 @@ RULES: dict[str, Any] = {
     "muon": lambda: pagoda.Muon(lr=1e-2),
     "adafactor": lambda: pagoda.Adafactor(lr=1e-2, beta1=0.9),
     "adagrad": lambda: pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
+    "adamw": lambda: pagoda.AdamW(lr=1e-2, weight_decay=0.1),
+    "adamw-8bit": lambda: pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments="8bit"),
 }
-"""Rules that take parameters whole, by the name that a recipe has."""
+"""Rules by the names that tests give."""
 
 
 def recipe_of(said: dict[str, Any]) -> Recipe:
@@ -86,72 +84,62 @@ def warm_up() -> None:
         train_saved(Path(folder), {"model": "llama", "steps": 1}, saves=[f"{folder}/step-1"])
 
 
-def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh, late: int | None = None) -> pagoda.Memory:
-    """Budgets by name: everything in RAM; moments on SSD; everything on SSD, in the least RAM there can be; the same in
-    memory of its own for compute, which may also update all units, or half of them, and be home to what moves most."""
-    sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB"}
-    if kind == "ram":
-        return pagoda.Memory(host="64MiB", **sizes)
-    if (share := {"all-on-device": 1.0, "half-on-device": 0.5}.get(kind)) is not None:
-        split = pagoda.Split(device_update_share=share)
-        return pagoda.Memory(host="64MiB", device="cpu:8MiB", split=split, **sizes)
-    model = recipe.build()
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    root, states = describe(model, trained), rule_of(recipe).states(recipe.precision)
-    announced = recipe.accumulation if recipe.announced else None
-    options = Options(PAGE, 64 << 10, announced, recipe.clip is not None, keep_checkpoints=0, max_staleness=late)
-    ranks = mesh.ranks if mesh.size > 1 else None
-    layout = make_plan(root, states, Budgets(1 << 40), options, ranks).layout
-    device = None
-    if kind.startswith("arena"):
-        device = (layout.lease_pages(ahead=1) + reduce_pages(layout)) * PAGE
-        sizes["device"] = f"cpu:{device}"
-    if kind == "arena-home":  # for all weights and gradients there, and some of the other states
-        at_home = sum(map(layout.total_pages, (WEIGHT, GRAD, "weight_low")))
-        device = (layout.lease_pages(ahead=2) + reduce_pages(layout) + slot_count(layout) * slot_pages(layout)) * PAGE
-        sizes["device"] = f"cpu:{device + at_home * PAGE}"
-        sizes["split"] = pagoda.Split(device_update_share=1.0, device_home_share=1.0)
-    if kind in ("arena", "arena-home"):
-        return pagoda.Memory(host="64MiB", **sizes)
-    try:
-        make_plan(root, states, Budgets(PAGE, device, 1 << 40), options, ranks)
-        raise AssertionError("one page of RAM is not enough")
-    except pagoda.BudgetError as refused:
-        host = refused.needed_bytes or 0
-    if kind == "moments-ssd":  # the least that is home to all weights
-
-        def holds_weights(pages: int) -> bool:
-            plan = make_plan(root, states, Budgets(pages * PAGE, device, 1 << 40), options, ranks)
-            return "weight" not in plan.bytes["ssd"]
-
-        counts = range(host // PAGE, host // PAGE + layout.total_pages(GRAD) + layout.total_pages(WEIGHT))
-        host = counts[bisect(counts, False, key=holds_weights)] * PAGE
-    if recipe.rule is not None:
-        host += 8 * PAGE  # ranks hold other numbers of pages, by some
-    return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", **sizes)
+def in_pages(
+    model: nn.Module,
+    rule: Any,
+    kind: str,
+    out: Path,
+    mesh: Any,
+    room: int = 0,
+    kept: int | None = None,
+    **settings: Any,
+) -> tuple[nn.Module, Any]:
+    """Wrap a model with budgets of a kind: everything in RAM ("ram"); moments on SSD ("moments-ssd"); everything on SSD
+    with the least RAM possible ("ssd"), and `room` bytes more; any of them with a small memory for compute ("arena");
+    or all states, or half of them, updated on the device ("updated-on-device", "half-on-device"), living there
+    ("home-on-device"), or both ("both-on-device")."""
+    sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB", "ssd_checkpoints": kept}
+    if "ssd" in kind or settings.get("activations") == "offload":
+        sizes["ssd"] = f"{out}:64MiB"
+    if kind == "moments-ssd":  # 2 bytes a parameter are weights
+        of_each = 7 if settings.get("update", pagoda.Updates()).staleness else 4  # late updates keep a second copy
+        sizes["host"] = of_each * sum(param.numel() for param in model.parameters()) + room
+    elif "ssd" in kind:
+        sizes["host"] = PAGE
+    if "arena" in kind:
+        sizes["device"] = f"cpu:{PAGE}"
+    if isinstance(rule, TensorRule):
+        room += 8 * PAGE  # each rank holds another number of pages
+    if "on-device" in kind:
+        copies = isinstance(rule, TensorRule) and rule.copies
+        shares = {"updated": (0.0, 1.0), "half": (0.0, 0.5), "home": (1.0, float(copies)), "both": (1.0, 1.0)}
+        home, updated = shares[kind.partition("-")[0]]
+        split = pagoda.Split(device_home_share=home, device_update_share=updated)
+        # Where both are asked for, there is room for a part of what the device updates.
+        sizes |= {"device": "cpu:1MiB" if kind.startswith("both") else "cpu:4MiB", "split": split}
+    while True:
+        try:
+            return pagoda.wrap(model, rule, memory=pagoda.Memory(**sizes), mesh=mesh, **settings)
+        except pagoda.BudgetError as refused:  # which says how much is enough, on the rank that lacks it
+            if refused.tier == "device":
+                sizes["device"] = f"cpu:{refused.needed_bytes}"
+            elif refused.needed_bytes is not None:
+                sizes["host"] = refused.needed_bytes + room
 
 
 def wrapped(
-    recipe: Recipe,
-    kind: str,
-    out: Path,
-    stage: int,
-    replicas: int = 1,
-    kept: int | None = None,
-    room: int = 0,
-    **options: Any,
+    recipe: Recipe, kind: str, out: Path, stage: int, replicas: int = 1, **options: Any
 ) -> tuple[nn.Module, Any]:
-    """A model of the zoo, wrapped by every rank; `room` are bytes of RAM that it gets besides."""
-    mesh = pagoda.open_mesh(stage=stage, replicas=replicas)
-    memory = memory_of(kind, out, recipe, mesh, options.get("update", pagoda.Updates()).staleness)
-    return pagoda.wrap(
+    """A model of the zoo, wrapped by every rank."""
+    return in_pages(
         recipe.build(),
         rule_of(recipe),
-        memory=replace(memory, host=parse_bytes(memory.host) + room, ssd_checkpoints=kept),
+        kind,
+        out,
+        pagoda.open_mesh(stage=stage, replicas=replicas),
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
-        mesh=mesh,
         **options,
     )
 
@@ -215,43 +203,8 @@ def evaluate(model: nn.Module, data: dict[str, torch.Tensor]) -> float:
         return loss_of(model(**data)).item()
 
 
-def train(
-    out: Path,
-    recipe: dict[str, Any],
-    kind: str = "ram",
-    stage: int = 3,
-    replicas: int = 1,
-    parts: int = 0,
-    **departures: Any,
-) -> dict[str, Any]:
-    """Train a model and give back everything that it leaves behind; each step has a micro-batch a rank by default."""
-    made = recipe_of(recipe)
-    model, optimizer = wrapped(made, kind, out, stage, replicas, update=updates_of(recipe))
-    outcome = Outcome()
-    take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), **departures)
-    plan = pagoda.plan_of(model)
-    rank_group = optimizer._engine.rank_group
-    result = {
-        "losses": outcome.losses,
-        "norms": outcome.norms,
-        "faults": outcome.faults,
-        "moved": outcome.moved,
-        "weights": model.state_dict(),
-        "states": optimizer.state_dict()["state"],
-        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
-        "peak": optimizer.stats.peak_bytes,
-        "plan_peak": dict(plan.peak_bytes),
-        "parameters": plan.parameters,
-        "served": rank_group.collectives.order.served if rank_group is not None else 0,
-        "asked": rank_group.collectives.order.asked if rank_group is not None else 0,
-        "on_ssd": sorted(state for state in plan.bytes.get("ssd", {}) if state != GRAD),
-    }
-    optimizer.close()
-    return result
-
-
 def slowed(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The same, which takes longer."""
+    """The same method, which takes longer."""
 
     def slowly(self: Any) -> None:
         time.sleep(0.01)
@@ -260,38 +213,46 @@ def slowed(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return slowly
 
 
-def train_guessing(
+def train(
     out: Path,
     recipe: dict[str, Any],
-    factors: list[float],
-    guesses: bool,
     kind: str = "ram",
     stage: int = 3,
     replicas: int = 1,
     parts: int = 0,
+    guesses: bool | None = None,
     **departures: Any,
 ) -> dict[str, Any]:
-    """Train with updates that guess that nothing is clipped, or without; there is room to undo them. Guessing and
-    undoing take their time, so that what does not wait for them shows."""
-    updates.CALM_STEPS = 0
-    for method in (Undo.begin, Undo.revert):
-        setattr(Undo, method.__name__, slowed(method))
-    made = recipe_of({**recipe, "steps": len(factors), "announced": True})
-    copied = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
-    room = 0 if (kind, made.moments) == ("ssd", "fp32") else copied
-    model, optimizer = wrapped(made, kind, out, stage, replicas, room=room, update=pagoda.Updates(speculate=guesses))
+    """Train a model and return everything that it leaves behind; by default, each rank has a micro-batch a step.
+
+    With `guesses`, updates guess that nothing is clipped, and there is room to undo them. Guessing and undoing are
+    slow, so that whatever does not wait for them shows.
+    """
+    room = 0
+    if guesses is not None:
+        updates.CALM_STEPS = 0
+        for method in (Undo.begin, Undo.revert):
+            setattr(Undo, method.__name__, slowed(method))
+        recipe = {**recipe, "steps": len(departures["factors"]), "announced": True}
+    made = recipe_of(recipe)
+    if guesses is not None and (kind, made.moments) != ("ssd", "fp32"):
+        room = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
+    update = updates_of(recipe) if guesses is None else pagoda.Updates(speculate=guesses)
+    model, optimizer = wrapped(made, kind, out, stage, replicas, room=room, update=update)
     outcome = Outcome()
-    take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), factors=factors, **departures)
+    take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), **departures)
     plan = pagoda.plan_of(model)
     rank_group = optimizer._engine.rank_group
     result = {
         "losses": outcome.losses,
         "norms": outcome.norms,
         "guesses": outcome.guesses,
-        "asked": 0 if rank_group is None else rank_group.collectives.order.asked,
+        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
         "peak": optimizer.stats.peak_bytes,
         "plan_peak": dict(plan.peak_bytes),
-        "undo": {tier: lines[UNDO] for tier, lines in plan.bytes.items() if UNDO in lines},
+        "parameters": plan.parameters,
+        "served": rank_group.collectives.order.served if rank_group is not None else 0,
+        "asked": rank_group.collectives.order.asked if rank_group is not None else 0,
         **state_of(model, optimizer),
     }
     optimizer.close()
@@ -363,21 +324,59 @@ def die_while_saving(out: Path, moment: str, saves: list[str], **settings: Any) 
     train_saved(out, saves=saves, **settings)
 
 
+def joined(state: Any) -> Any:
+    """A state dict with whole tensors in place of tensors divided over ranks."""
+    return tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, state)
+
+
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    return {"weights": model.state_dict(), "states": optimizer.state_dict()["state"]}
+    """Weights and moments, whole."""
+    return {"weights": joined(model.state_dict()), "states": joined(optimizer.state_dict()["state"])}
+
+
+def stateful(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What torch's distributed checkpoints save."""
+    return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+
+
+def save(model: nn.Module, optimizer: Any, directory: str, way: str) -> None:
+    """Save after two steps: a checkpoint of Pagoda, or one of torch ("dcp")."""
+    if way == "checkpoint":
+        optimizer.save_checkpoint(directory, {"step": 2}, wait=False)
+    else:
+        dcp.save(stateful(model, optimizer), checkpoint_id=directory)
+
+
+def load(model: nn.Module, optimizer: Any, directory: str, way: str) -> dict[str, Any]:
+    """Load what `save` has saved; returns what was saved besides."""
+    if way == "checkpoint":
+        return optimizer.load_checkpoint(directory)  # type: ignore[no-any-return]
+    dcp.load(stateful(model, optimizer), checkpoint_id=directory)
+    return {"step": 2}
+
+
+class Training:
+    """A model of the zoo between its steps."""
+
+    def __init__(self, out: Path, kind: str = "ram", stage: int = 3, **options: Any) -> None:
+        self.model: Any
+        self.model, self.optimizer = wrapped(Recipe("llama"), kind, out, stage, **options)
+
+    def take(self, *steps: int) -> None:
+        """Take the steps of a range."""
+        take_steps(Recipe("llama"), self.model, self.optimizer, Outcome(), place()[1], range(*steps))
 
 
 def gather_some(out: Path) -> dict[str, Any]:
     """Read and change parameters under ranks."""
-    made = Recipe("llama", steps=1)
-    model, optimizer = wrapped(made, "ram", out, 3)
-    outcome = Outcome()
-    take_steps(made, model, optimizer, outcome, place()[1], range(1))
+    training = Training(out)
+    model = training.model
+    training.take(1)
     before = model.state_dict()["model.norm.weight"].clone()
     with pagoda.gathered(model.model.norm, modify=True), torch.no_grad():
         model.model.norm.weight += 1
     after = model.state_dict()["model.norm.weight"].clone()
-    optimizer.close()
+    training.optimizer.close()
     return {"before": before, "after": after}
 
 
@@ -415,17 +414,12 @@ def mixture(name: str, expert_parallel: int, seed: int) -> tuple[nn.Module, Any]
     return model, optimizer
 
 
-def joined(state: Any) -> Any:
-    """A state dict with whole tensors in place of what is divided over ranks."""
-    return tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, state)
-
-
 def pass_on_full_states(out: Path, name: str, expert_parallel: int) -> dict[str, Any]:
     """Give a mixture's weights to another one as a full state dict, then all of its state as torch's checkpoint."""
     model, optimizer = mixture(name, expert_parallel, seed=0)
     own, full = model.state_dict(), pagoda.full_state_dict(model)
     everywhere = pagoda.full_state_dict(model, all_ranks=True)
-    state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+    state = stateful(model, optimizer)
     dcp.save(state, checkpoint_id=out / "dcp")
     export(model, out / "exported")
     saved = {key: joined(value.state_dict()) for key, value in state.items()}
@@ -434,7 +428,7 @@ def pass_on_full_states(out: Path, name: str, expert_parallel: int) -> dict[str,
     other.load_state_dict(everywhere, strict=False)
     loaded = other.state_dict()
     optimizer.zero_grad()
-    state = {"model": pagoda.ModelState(other), "optim": pagoda.OptimizerState(optimizer)}
+    state = stateful(other, optimizer)
     dcp.load(state, checkpoint_id=out / "dcp")
     restored = {key: joined(value.state_dict()) for key, value in state.items()}
     optimizer.close()
@@ -445,7 +439,7 @@ def pass_on_full_states(out: Path, name: str, expert_parallel: int) -> dict[str,
 def load_full_states(out: Path, name: str, source: str) -> dict[str, Any]:
     """Load torch's checkpoint of a mixture whose experts were divided."""
     model, optimizer = mixture(name, 1, seed=3)
-    state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+    state = stateful(model, optimizer)
     dcp.load(state, checkpoint_id=source)
     restored = {key: joined(value.state_dict()) for key, value in state.items()}
     result = {"full": model.state_dict(), "restored": restored}
@@ -475,70 +469,64 @@ def wrap_indivisible_experts(out: Path, name: str) -> str:
     return "wrapped"
 
 
-def kill_one(out: Path, victim: int) -> None:
-    """Train until rank `victim` is killed, in the middle of a step."""
-    made = Recipe("llama", steps=1000)
-    model, optimizer = wrapped(made, "ram", out, 3)
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(3))
-    if place()[0] == victim:
+def kill_one(out: Path) -> None:
+    """Train until rank 0 is killed, in the middle of a step."""
+    training = Training(out)
+    training.take(3)
+    if place()[0] == 0:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 1000))
+    training.take(3, 1000)
 
 
 def fall_silent(out: Path) -> None:
     """Rank 1 does nothing for a while in the middle of its steps."""
-    made = Recipe("llama", steps=5)
-    model, optimizer = wrapped(made, "ram", out, 3)
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(3))
+    training = Training(out)
+    training.take(3)
     if place()[0] == 1:
         time.sleep(5)
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 5))
+    training.take(3, 5)
 
 
 def fail_to_share(out: Path, lane: str) -> None:
     """The drive of rank 1 fails in the middle of its steps, when it reads or writes weights that ranks share."""
-    made = Recipe("llama", steps=5)
-    model, optimizer = wrapped(made, "ssd", out, 1)
+    training = Training(out, "ssd", stage=1)
     move = SharedWeights._move
 
     def fails(self: SharedWeights, used: str, *arguments: Any) -> None:
-        if used == lane and optimizer.stats.step >= 2:
+        if used == lane and training.optimizer.stats.step >= 2:
             raise StorageError("the drive is gone")
         move(self, used, *arguments)
 
     if place()[0] == 1:
         SharedWeights._move = fails  # type: ignore[method-assign]
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(5))
-    optimizer.drain()
+    training.take(5)
+    training.optimizer.drain()
 
 
 def leave_early(out: Path) -> None:
     """Rank 1 runs fewer steps than the others."""
-    made = Recipe("llama", steps=2 if place()[0] == 1 else 5)
-    model, optimizer = wrapped(made, "ram", out, 3)
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(made.steps))
-    optimizer.close()
+    training = Training(out)
+    training.take(2 if place()[0] == 1 else 5)
+    training.optimizer.close()
 
 
 def read_alone(out: Path) -> None:
     """Rank 0 reads the weights while the others go on training."""
-    made = Recipe("llama", steps=2)
-    model, optimizer = wrapped(made, "ram", out, 3)
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    training = Training(out)
+    training.take(1)
     if place()[0] == 0:
-        model.state_dict()
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(1, 2))
+        training.model.state_dict()
+    training.take(1, 2)
 
 
 def evaluate_late_weights(out: Path, together: bool) -> None:
     """Rank 0, or both, evaluate between steps of asynchronous training; on rank 1 the next step would begin."""
-    made = Recipe("llama")
-    model, optimizer = wrapped(made, "ram", out, 3, update=pagoda.Updates("async"))
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    training = Training(out, update=pagoda.Updates("async"))
+    training.take(1)
     if together or place()[0] == 0:
-        evaluate(model, batch(made.model, torch.Generator().manual_seed(1)))
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(1, 3))
-    optimizer.close()
+        evaluate(training.model, batch("llama", torch.Generator().manual_seed(1)))
+    training.take(1, 3)
+    training.optimizer.close()
 
 
 def different_settings(out: Path) -> None:
@@ -551,18 +539,17 @@ def different_settings(out: Path) -> None:
 
 def not_finite(out: Path) -> dict[str, Any]:
     """The gradient of rank 1 is NaN: no rank may change a weight."""
-    made = Recipe("llama", steps=1)
-    model, optimizer = wrapped(made, "ram", out, 3)
-    before = model.state_dict()
+    training = Training(out)
+    model, optimizer = training.model, training.optimizer
+    before, error = model.state_dict(), ""
     loss = loss_of(model(**batch("llama", torch.Generator().manual_seed(1))))
     (loss * (torch.nan if place()[0] == 1 else 1.0)).backward()
     try:
         optimizer.step()
-        error = ""
     except pagoda.NonFiniteGradientError as found:
         error = str(found)
     after = model.state_dict()
-    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    training.take(1)
     optimizer.close()
     return {"error": error, "same": all(torch.equal(before[name], after[name]) for name in before)}
 

@@ -155,15 +155,6 @@ def test_a_rank_that_departs_is_served_or_serves_and_then_all_follow_the_list(ho
         assert first.said_in_step[-1] == second.said_in_step[-1] == 2
 
 
-def test_a_gradient_that_only_one_rank_has_is_reduced_when_the_others_have_come_to_the_end() -> None:
-    other = [*gathers(0, 1, 2, 3), *reduces(4, 3, 2, 1, 0)]
-    first, second = play([[USUAL] * 2, [USUAL, other]])
-    assert first.error is second.error is None
-    assert first.kinds == second.kinds
-    assert [unit for kind, unit, mine in second.log if mine and kind == "reduce"][4:] == [4, 3, 2, 1, 0]
-    assert [unit for kind, unit, mine in first.log if mine and kind == "reduce"][4:] == [3, 2, 1, 0]
-
-
 def test_what_ranks_do_jointly_in_a_step_is_never_passed_over() -> None:
     step = [*gathers(0, 1), ("read", 0), *gathers(2), *reduces(2, 1, 0)]
     for rank in play([[step] * 3] * 2):
@@ -192,7 +183,7 @@ def worlds(draw: st.DrawFn) -> list[list[list[Event]]]:
     return [[draw(step) for _ in range(steps)] for _ in range(ranks)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(worlds(), st.booleans())
 def test_ranks_out_of_step_never_hang_and_reduce_each_gradient_once(
     world: list[list[list[Event]]], listed: bool

@@ -39,7 +39,7 @@ def whole(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[R
     return trained(ranks, 2, tmp_path_factory.mktemp("whole"), range(1, 4))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ranks_keep_their_pages_and_adopt_them_again(
     stage: int, ranks: RankServer, whole: list[Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,9 +55,10 @@ def assert_same_bits(results: list[Result], expected: list[Result]) -> None:
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # name: schedule, settings
-    "1f1b, clipped, weights on ssd": ("1f1b", {"kind": "ssd", "clip_grad_norm": CLIP}),
-    "1f1b, fp16": ("1f1b", {"kind": "arena-ssd", "clip_grad_norm": CLIP, "precision": "fp16"}),
-    "interleaved, clipped, weights on ssd": ("interleaved", {"kind": "ssd", "clip_grad_norm": CLIP}),
+    "1f1b, fp16, of a mesh of torch's": (
+        "1f1b",
+        {"kind": "arena-ssd", "clip_grad_norm": CLIP, "precision": "fp16", "by_torch": True},
+    ),
     "gpipe, updates during backward": ("gpipe", {"kind": "ssd", "accumulation_steps": 4}),
     "1f1b, inputs of blocks on ssd": (
         "1f1b",
@@ -114,26 +115,28 @@ def close(results: list[Result], expected: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "divided"),
+    ("count", "schedule", "divided", "experts"),
     [
-        ("1f1b", {"tensor_parallel": 2}),
-        ("interleaved", {}),
-        pytest.param("interleaved", {"tensor_parallel": 2}, marks=pytest.mark.slow),
-        pytest.param("1f1b", {"stage": 2}, marks=pytest.mark.slow),
-        pytest.param("gpipe", {"replicas": 2}, marks=pytest.mark.slow),
+        (4, "1f1b", {"tensor_parallel": 2}, 0),
+        pytest.param(4, "interleaved", {}, 0, marks=pytest.mark.slow),
+        pytest.param(4, "interleaved", {"tensor_parallel": 2}, 0, marks=pytest.mark.slow),
+        pytest.param(4, "1f1b", {"stage": 2}, 0, marks=pytest.mark.slow),
+        pytest.param(4, "gpipe", {"replicas": 2}, 0, marks=pytest.mark.slow),
+        pytest.param(8, "1f1b", {"tensor_parallel": 2}, 0, marks=pytest.mark.slow),
+        pytest.param(4, "1f1b", {"tensor_parallel": 2}, 4, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_several_ranks_of_a_stage_divide_its_state(
-    schedule: str, divided: dict[str, Any], ranks: RankServer, alone: Any, tmp_path: Path
+    count: int, schedule: str, divided: dict[str, Any], experts: int, ranks: RankServer, alone: Any, tmp_path: Path
 ) -> None:
-    groups = 2 // divided.get("tensor_parallel", 1)
-    shared = {"precision": "fp32", "clip_grad_norm": CLIP}
+    groups = count // 2 // divided.get("tensor_parallel", 1)
+    shared = {"precision": "fp32", "clip_grad_norm": CLIP, "experts": experts}
     settings = {"schedule": schedule, "divided": {"pipeline_parallel": 2, **divided}, **shared}
     kind = "ssd" if divided.get("stage", 3) == 3 else "arena"
     by_torch = divided == {}
-    in_ram = ranks.run("train_pipeline", 4, tmp_path / "ram", by_torch=by_torch, **settings)
-    on_ssd = ranks.run("train_pipeline", 4, tmp_path / "ssd", kind=kind, scale_grads=False, **settings)
+    in_ram = ranks.run("train_pipeline", count, tmp_path / "ram", by_torch=by_torch, **settings)
+    on_ssd = ranks.run("train_pipeline", count, tmp_path / "ssd", kind=kind, scale_grads=False, **settings)
     assert_same_bits(on_ssd, in_ram)
     if kind == "ssd":
         assert all({"weight", "exp_avg"} <= result["lines"]["ssd"].keys() for result in on_ssd)
@@ -148,15 +151,6 @@ def test_activations_that_ranks_of_a_stage_divide_change_no_bit(ranks: RankServe
     whole = ranks.run("train_pipeline", 4, tmp_path / "whole", **settings)
     partitioned = ranks.run("train_pipeline", 4, tmp_path / "divided", partition=True, **settings)
     assert_same_bits(partitioned, whole)
-
-
-@pytest.mark.slow
-def test_a_pipeline_in_three_dimensions(ranks: RankServer, alone: Any, tmp_path: Path) -> None:
-    shared = {"precision": "fp32", "clip_grad_norm": CLIP}
-    settings = {"divided": {"pipeline_parallel": 2, "tensor_parallel": 2}, **shared}
-    in_ram = ranks.run("train_pipeline", 8, tmp_path / "ram", **settings)
-    assert_same_bits(ranks.run("train_pipeline", 8, tmp_path / "ssd", kind="ssd", **settings), in_ram)
-    close(in_ram, alone(groups=2, **shared))
 
 
 def test_gradients_that_the_schedule_scales_are_those_of_a_divided_loss(
@@ -174,7 +168,7 @@ def test_gradients_that_the_schedule_scales_are_those_of_a_divided_loss(
     ("schedule", "count", "way"),
     [
         ("1f1b", 2, "checkpoint"),
-        ("interleaved", 2, "checkpoint"),
+        pytest.param("interleaved", 2, "checkpoint", marks=pytest.mark.slow),
         pytest.param("1f1b", 4, "checkpoint", marks=pytest.mark.slow),
         pytest.param("1f1b", 2, "dcp", marks=pytest.mark.slow),
     ],
@@ -243,15 +237,6 @@ def test_the_ranks_of_a_stage_divide_its_experts(
     )
     assert_same_bits(results, expected)
     assert len({name for name in joined(results, "weights") if ".mixture.experts." in name}) > 4 * BLOCKS
-
-
-@pytest.mark.slow
-def test_tensor_parallel_ranks_of_a_stage_have_the_same_experts(ranks: RankServer, alone: Any, tmp_path: Path) -> None:
-    shared = {"experts": 4, "precision": "fp32", "clip_grad_norm": CLIP}
-    settings = {"divided": {"pipeline_parallel": 2, "tensor_parallel": 2}, **shared}
-    in_ram = ranks.run("train_pipeline", 4, tmp_path / "ram", **settings)
-    assert_same_bits(ranks.run("train_pipeline", 4, tmp_path / "ssd", kind="ssd", **settings), in_ram)
-    close(in_ram, alone(**shared))
 
 
 @pytest.mark.slow

@@ -39,105 +39,48 @@ Case = tuple[int, dict[str, Any], dict[str, Any]]
 
 
 HELD = {"model": "llama", "precision": "bf16", "clip": 0.5}
-"""What ranks of each stage hold is looked at in these cases. Other placements of state on ranks, and what goes with
-them, meet in test_matrix_on_ranks."""
+"""The tests check what ranks of each stage hold in these cases."""
 CASES: dict[str, Case] = {
-    **{
-        f"{count} ranks, stage {stage}": (count, {"precision": precision, "clip": 0.5}, {"stage": stage})
-        for count, precision in ((2, "bf16"), (4, "fp32"))
-        for stage in (1, 2, 3)
-    },
-    **{
-        f"at home in an arena, stage {stage}": (
-            2,
-            {"precision": "bf16", "clip": 0.5},
-            {"stage": stage, "kind": "arena-home"},
-        )
-        for stage in (1, 2, 3)
-    },
-    "in an arena, on ssd": (2, {"layers": 6}, {"kind": "arena-ssd"}),
-    "during backward, on ssd": (2, {"clip": None, "announced": True}, {"kind": "ssd"}),
+    **{f"2 ranks, stage {stage}": (2, HELD, {"stage": stage}) for stage in (1, 2, 3)},
     "frozen and checkpointed, on ssd": (2, {"frozen": True, "checkpointing": True}, {"kind": "ssd"}),
-    "t5, 8-bit moments": (2, {"model": "t5", "moments": "8bit"}, {}),
-    "conv, bf16 moments, on ssd": (2, {"model": "conv", "moments": "bf16"}, {"kind": "ssd"}),
-    "stage 1, during backward": (2, {"clip": None, "announced": True}, {"stage": 1}),
-    "stage 2, during backward, four ranks": (4, {"clip": None, "announced": True, "precision": "fp32"}, {"stage": 2}),
-    "muon, frozen": (2, {"rule": "muon", "frozen": True}, {}),
-    "muon, on ssd": (2, {"rule": "muon"}, {"kind": "ssd"}),
-    "muon, four ranks": (4, {"rule": "muon", "precision": "fp32"}, {}),
-    "muon, stage 1, during backward": (2, {"rule": "muon", "clip": None, "announced": True}, {"stage": 1}),
-    "muon, on the device": (2, {"rule": "muon"}, {"kind": "all-on-device"}),
+    "muon, stage 1, on ssd": (2, {"rule": "muon", "clip": None, "announced": True}, {"stage": 1, "kind": "ssd"}),
+    "at home on the device, stage 3": (2, {"precision": "bf16", "clip": 0.5}, {"stage": 3, "kind": "both-on-device"}),
+    "muon, on the device": (2, {"rule": "muon"}, {"kind": "updated-on-device"}),
+    "adafactor, half of it on the device": (2, {"rule": "adafactor"}, {"kind": "half-on-device"}),
+    "adafactor, stage 2": (2, {"rule": "adafactor"}, {"stage": 2}),
+    "stage 2, on ssd, four ranks": (4, {"clip": 0.5, "precision": "fp32"}, {"stage": 2, "kind": "ssd"}),
+    "stage 3, on ssd, 1 late": (2, {"steps": 7, "late": 1}, {"kind": "ssd"}),
+    "stage 1, 2 late": (2, {"steps": 7, "late": 2}, {"stage": 1}),
+}
+"""test_matrix_on_ranks shows that ranks have the same bits in every placement."""
+SLOW_CASES: dict[str, Case] = {
+    "at home on the device, stage 1": (2, {"precision": "bf16", "clip": 0.5}, {"stage": 1, "kind": "both-on-device"}),
+    "at home on the device, stage 2": (2, {"precision": "bf16", "clip": 0.5}, {"stage": 2, "kind": "both-on-device"}),
     "muon, stage 1, four ranks, on the device": (
         4,
         {"rule": "muon", "precision": "fp32"},
-        {"stage": 1, "kind": "all-on-device"},
+        {"stage": 1, "kind": "updated-on-device"},
     ),
-    "adafactor, half of it on the device": (2, {"rule": "adafactor"}, {"kind": "half-on-device"}),
-    "adafactor, four ranks, on ssd": (4, {"rule": "adafactor", "precision": "fp32"}, {"kind": "ssd"}),
-    "adafactor, during backward": (2, {"rule": "adafactor", "clip": None, "announced": True}, {}),
-    "adafactor, stage 2": (2, {"rule": "adafactor"}, {"stage": 2}),
-    "a class of torch, in an arena": (2, {"rule": "adagrad"}, {"kind": "arena"}),
     "a class of torch, stage 1": (2, {"rule": "adagrad"}, {"stage": 1}),
     "stage 1, on ssd": (2, {"clip": 0.5}, {"stage": 1, "kind": "ssd"}),
-    "stage 2, on ssd, four ranks": (4, {"clip": 0.5, "precision": "fp32"}, {"stage": 2, "kind": "ssd"}),
-    "stage 1, during backward, on ssd": (2, {"clip": None, "announced": True}, {"stage": 1, "kind": "ssd"}),
-    "stage 2, in an arena, on ssd": (
-        2,
-        {"layers": 6, "clip": None, "announced": True},
-        {"stage": 2, "kind": "arena-ssd"},
+    "muon, frozen, on ssd": (2, {"rule": "muon", "frozen": True}, {"kind": "ssd"}),
+    "four ranks, in an arena, on ssd": (4, {"layers": 6, "precision": "fp32", "clip": 0.5}, {"kind": "arena-ssd"}),
+    "t5, 8-bit moments": (2, {"model": "t5", "moments": "8bit"}, {}),
+    "conv, bf16 moments, on ssd": (2, {"model": "conv", "moments": "bf16"}, {"kind": "ssd"}),
+    "muon, four ranks": (4, {"rule": "muon", "precision": "fp32"}, {}),
+    "adafactor, four ranks, stage 2, on ssd": (
+        4,
+        {"rule": "adafactor", "precision": "fp32"},
+        {"stage": 2, "kind": "ssd"},
     ),
-    "stage 2, frozen, on ssd": (2, {"frozen": True, "checkpointing": True}, {"stage": 2, "kind": "ssd"}),
-    "stage 1, 8-bit moments, on ssd": (2, {"moments": "8bit"}, {"stage": 1, "kind": "ssd"}),
-    "muon, stage 1, on ssd": (2, {"rule": "muon", "clip": None, "announced": True}, {"stage": 1, "kind": "ssd"}),
-    "muon, stage 2, frozen, on ssd": (2, {"rule": "muon", "frozen": True}, {"stage": 2, "kind": "ssd"}),
-    "adafactor, stage 2, on ssd": (4, {"rule": "adafactor", "precision": "fp32"}, {"stage": 2, "kind": "ssd"}),
-}
-LATE: dict[str, Case] = {
-    f"{count} ranks, stage {stage}, {kind}, {late} late": (
-        count,
-        {"precision": "bf16" if count == 2 else "fp32", "steps": 7, "late": late},
-        {"stage": stage, "kind": kind},
-    )
-    for count, late, stage, kind in (
-        (2, 1, 3, "ssd"),
-        (2, 2, 3, "arena-ssd"),
-        (4, 3, 3, "ram"),
-        (2, 1, 2, "moments-ssd"),
-        (2, 2, 1, "ram"),
-        (4, 2, 2, "arena"),
-        (2, 2, 1, "moments-ssd"),
-        (2, 2, 1, "ssd"),
-        (4, 1, 2, "ssd"),
-    )
-}
-CASES |= {
-    **LATE,
+    "stage 2, moments on ssd, 1 late": (2, {"steps": 7, "late": 1}, {"stage": 2, "kind": "moments-ssd"}),
+    "four ranks, stage 3, 3 late": (4, {"precision": "fp32", "steps": 7, "late": 3}, {}),
     "frozen and checkpointed, on ssd, 2 late": (
         2,
         {"frozen": True, "checkpointing": True, "steps": 6, "late": 2},
         {"kind": "ssd"},
     ),
-    "adafactor, stage 2, 2 late": (2, {"rule": "adafactor", "steps": 6, "late": 2}, {"stage": 2}),
 }
-QUICK = (
-    "2 ranks, stage 3, ssd, 1 late",
-    "2 ranks, stage 1, ram, 2 late",
-    "2 ranks, stage 1",
-    "2 ranks, stage 2",
-    "2 ranks, stage 3",
-    "at home in an arena, stage 1",
-    "at home in an arena, stage 2",
-    "at home in an arena, stage 3",
-    "frozen and checkpointed, on ssd",
-    "muon, on ssd",
-    "muon, on the device",
-    "adafactor, half of it on the device",
-    "adafactor, stage 2",
-    "a class of torch, stage 1",
-    "stage 1, on ssd",
-    "stage 2, on ssd, four ranks",
-    "muon, stage 1, on ssd",
-)
 
 
 def assert_held(result: Result, stage: int, count: int) -> None:
@@ -150,9 +93,9 @@ def assert_held(result: Result, stage: int, count: int) -> None:
     assert rest == pytest.approx(10 / count, rel=0.15)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=SLOW) for name in SLOW_CASES)])
 def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, alone: Any, tmp_path: Path) -> None:
-    count, recipe, placement = CASES[name]
+    count, recipe, placement = (CASES | SLOW_CASES)[name]
     recipe = {"model": "llama", **recipe}
     expected = alone(json.dumps(recipe), count)
     results = ranks.run("train", count, tmp_path, recipe=recipe, **placement)
@@ -167,15 +110,12 @@ def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, alone: An
             assert all(torch.equal(value, result["states"][index][state]) for state, value in states.items()), index
         assert all(peak <= result["plan_peak"][tier] for tier, peak in result["peak"].items())
         kind = placement.get("kind", "ram")
-        assert bool({*result["on_ssd"]} - {"weight"}) == ("ssd" in kind)
-        assert ("weight" in result["on_ssd"]) == (kind in ("ssd", "arena-ssd"))
-        if kind == "arena-home":
-            device, host = (
-                {line for line, nbytes in result["lines"][tier].items() if nbytes} for tier in ("device", "host")
-            )
-            assert {"weight", "grad", "update_ring"} <= device
-            assert {"exp_avg", "exp_avg_sq"} <= host
-        if recipe == HELD and kind == "ram":
+        on_ssd = {*result["lines"].get("ssd", {})} - {"grad"}
+        assert bool(on_ssd - {"weight"}) == ("ssd" in kind)
+        assert ("weight" in on_ssd) == (kind in ("ssd", "arena-ssd"))
+        if kind == "both-on-device":
+            assert {"weight", "grad", "update_ring"} <= {line for line, n in result["lines"]["device"].items() if n}
+        elif recipe == HELD:
             assert_held(result, placement["stage"], count)
 
 

@@ -63,7 +63,7 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
         assert two["step"] == step + 1
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_take_the_plan_that_the_first_finds(
     ranks: RankServer, config: TrainConfig, tmp_path: Path, replicas: int
 ) -> None:
