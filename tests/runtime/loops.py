@@ -11,10 +11,12 @@ from torch import nn
 from zoo import ConvNet, Loop, Outcome, batch, gpt2, llama, loss_of, take_step
 
 import pagoda
+from pagoda.optimizer import PagedOptimizer
 
 STEPS = 4
 WIDTH = 160
 LossOfStep = Callable[[nn.Module, torch.Generator, Outcome], torch.Tensor]
+Wrapped = tuple[nn.Module, PagedOptimizer]
 
 
 class Layers(nn.Module):
@@ -52,6 +54,23 @@ def loss_of_layers(model: Any) -> torch.Tensor:
     """Of a model of `Layers`."""
     loss: torch.Tensor = model(torch.ones(2, WIDTH), [0, 1, 2])
     return loss
+
+
+def train_layers(model: Any, optimizer: Any, steps: int = 2) -> None:
+    """Steps of a model of `Layers`."""
+    for _ in range(steps):
+        loss_of_layers(model).backward()
+        optimizer.step()
+
+
+def state_of(model: nn.Module, optimizer: PagedOptimizer) -> Outcome:
+    """All that training has changed."""
+    return Outcome(weights=model.state_dict(), optimizer=optimizer.state_dict())
+
+
+def assert_same_state(one: Wrapped, other: Wrapped) -> None:
+    """Two wrapped models have the same weights and optimizer states, to the bit."""
+    state_of(*one).assert_same_bits(state_of(*other))
 
 
 USES: dict[str, Callable[[Any, Any, Path], object]] = {
