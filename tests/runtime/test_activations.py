@@ -26,7 +26,7 @@ import pagoda
 from pagoda.config.training import ActivationMode
 from pagoda.plan.activations import ActivationPlan, Policy, StepSizes, bucket_of, choose, peak_of
 
-from .loops import one_loss_a_step
+from .loops import every_step, learn
 
 LAYERS = 2 * len(Policy)
 
@@ -211,10 +211,11 @@ def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None
 def test_autocast_does_not_change_with_the_policy(activations: ActivationMode, tmp_path: Path) -> None:
     recipe = Recipe("gpt2", precision="fp32", steps=2, layers=2, activations=activations)
 
-    @one_loss_a_step
-    def loop(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
+    @every_step
+    def loop(model: nn.Module, generator: torch.Generator, outcome: Outcome, _step: int) -> None:
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(model(**batch("gpt2", generator)))
+            loss = loss_of(model(**batch("gpt2", generator)))
+        learn(loss, outcome)
 
     memory = replace(least(recipe, ALL_ON_SSD, tmp_path), activations="300KiB")
     train(recipe, memory, loop).assert_same_bits(train(replace(recipe, activations="keep"), RESIDENT, loop))

@@ -33,6 +33,8 @@ def test_gradients_take_what_was_asked_for(precision: Any, gradients: Any, size:
     plan = pagoda.plan_of(model)
     elements = sum(unit.trainable_numel for unit in plan.units)
     assert 0 <= plan.bytes["host"]["grad"] - size * elements <= PAGE * len(plan.units)
+    stated = plan.layout.bytes_per_parameter
+    assert f"{sum(stated.values()):.2f} bytes a parameter" in " ".join(plan.reasons)
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale(wrap: Wrap) -> None:

@@ -24,7 +24,6 @@ from zoo import (
     Loop,
     Outcome,
     Recipe,
-    assert_placed,
     least,
     run,
     squeeze,
@@ -191,14 +190,15 @@ def test_several_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     [
         (Recipe("llama", steps=3, layers=6), ARENA_ALL_ON_SSD),
         (Recipe("gpt2", steps=3, checkpointing=True), ALL_ON_SSD),
-        pytest.param(Recipe("qwen3", steps=3, checkpointing=True, layers=6), ARENA_ALL_ON_SSD, marks=pytest.mark.slow),
         (Recipe("conv", steps=3), ALL_ON_SSD),  # a module that holds a parameter
     ],
     ids=lambda value: value.model if isinstance(value, Recipe) else value,
 )
 def test_only_the_first_step_has_faults(recipe: Recipe, placement: str, tmp_path: Path) -> None:
     outcome = train(recipe, least(recipe, placement, tmp_path))
-    assert_placed(outcome, placement)
+    assert outcome.plan is not None
+    assert "weight" in outcome.plan.bytes["ssd"]
+    assert all((moved["h2d"] > 0) == (placement == ARENA_ALL_ON_SSD) for moved in outcome.moved)
     assert outcome.faults[1:] == [0] * 2
 
 
