@@ -203,7 +203,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "what a checkpoint recomputes holds the weights themselves": (
             "        return pack(reference or tensor)",
             "        return pack(tensor)",
-            "runtime/test_reference.py test_matrix.py",
+            "runtime/test_same_bits.py test_matrix.py",
         ),
     },
     "runtime/activations/saved.py": {
@@ -217,7 +217,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "gradients of micro-batches are not added up": (
             "        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient",
             "        kernel = self._kernels.store_gradient",
-            "runtime/test_reference.py runtime/test_gradients.py",
+            "runtime/test_same_bits.py runtime/test_gradients.py",
         ),
         "bytes on their way to buffers are not bounded": (
             "or self._in_flight_bytes > self._in_flight_limit):",

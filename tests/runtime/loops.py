@@ -1,4 +1,4 @@
-"""Training loops that depart from the usual one, each with a model that can take it."""
+"""A model of layers and what users do with it; training loops that depart from the usual one, each with its model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo import ConvNet, Loop, Outcome, batch, gpt2, llama, loss_of, take_step
+from zoo import ConvNet, Loop, Outcome, Plain, batch, loss_of, take_step
 
 import pagoda
+from pagoda.optimizer import PagedOptimizer
 
 STEPS = 4
 WIDTH = 160
-LossOfStep = Callable[[nn.Module, torch.Generator, Outcome], torch.Tensor]
+OfStep = Callable[[Any, torch.Generator, Outcome, int], None]
+Wrapped = tuple[nn.Module, PagedOptimizer]
 
 
 class Layers(nn.Module):
@@ -52,6 +54,23 @@ def loss_of_layers(model: Any) -> torch.Tensor:
     """Of a model of `Layers`."""
     loss: torch.Tensor = model(torch.ones(2, WIDTH), [0, 1, 2])
     return loss
+
+
+def train_layers(model: Any, optimizer: Any, steps: int = 2) -> None:
+    """Steps of a model of `Layers`."""
+    for _ in range(steps):
+        loss_of_layers(model).backward()
+        optimizer.step()
+
+
+def state_of(model: nn.Module, optimizer: PagedOptimizer) -> Outcome:
+    """All that training has changed."""
+    return Outcome(weights=model.state_dict(), optimizer=optimizer.state_dict())
+
+
+def assert_same_state(one: Wrapped, other: Wrapped) -> None:
+    """Two wrapped models have the same weights and optimizer states, to the bit."""
+    state_of(*one).assert_same_bits(state_of(*other))
 
 
 USES: dict[str, Callable[[Any, Any, Path], object]] = {
@@ -94,184 +113,154 @@ class Case:
     loop: Loop
 
 
-def one_loss_a_step(loss: LossOfStep) -> Loop:
-    """A loop over `loss(model, generator of the data, outcome)`: each step is one of its losses, backward, step."""
+def learn(loss: torch.Tensor, outcome: Outcome, **options: bool) -> None:
+    """Backward; notes the loss."""
+    loss.backward(**options)  # type: ignore[no-untyped-call]
+    outcome.losses.append(loss.item())
 
-    @wraps(loss)
+
+def every_step(of_step: OfStep, steps: int = STEPS) -> Loop:
+    """A loop over `of_step(model, generator of the data, outcome, number)`: each step calls it, and steps."""
+
+    @wraps(of_step)
     def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         generator = torch.Generator().manual_seed(1)
-        for _ in range(STEPS):
-            of_step = loss(model, generator, outcome)
-            of_step.backward()
-            outcome.losses.append(of_step.item())
+        for number in range(steps):
+            of_step(model, generator, outcome, number)
             take_step(optimizer, outcome)
 
     return loop
 
 
-@one_loss_a_step
-def evaluation_between_forward_and_backward(
-    model: nn.Module, generator: torch.Generator, outcome: Outcome
-) -> torch.Tensor:
-    loss = loss_of(model(**batch("gpt2", generator)))
+def plain_loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    return loss_of(model(**batch("plain", generator)))
+
+
+def rows(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def evaluation_between_forward_and_backward(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
+    loss = plain_loss(model, generator)
     with torch.no_grad():
-        outcome.losses.append(loss_of(model(**batch("gpt2", generator))).item())
-    return loss
+        outcome.losses.append(plain_loss(model, generator).item())
+    learn(loss, outcome)
 
 
-@one_loss_a_step
-def inference_mode_between_steps(model: nn.Module, generator: torch.Generator, outcome: Outcome) -> torch.Tensor:
+def inference_mode_between_steps(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
     with torch.inference_mode():
-        outcome.losses.append(loss_of(model(**batch("llama", generator))).item())
-    return loss_of(model(**batch("llama", generator)))
+        outcome.losses.append(plain_loss(model, generator).item())
+    learn(plain_loss(model, generator), outcome)
 
 
-def gradients_asked_for_by_the_user(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+def gradients_asked_for_by_the_user(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
     """`torch.autograd.grad` of parameters returns gradients and leaves the accumulated ones alone."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        loss = model(**batch("conv", generator))
-        loss.backward()
-        other = model(**batch("conv", generator))
-        for grad in torch.autograd.grad(other, [p for p in model.parameters() if p.requires_grad]):
-            outcome.losses.append(grad.double().square().sum().item())
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+    learn(model(**batch("conv", generator)), outcome)
+    other = model(**batch("conv", generator))
+    for grad in torch.autograd.grad(other, [p for p in model.parameters() if p.requires_grad]):
+        outcome.losses.append(grad.double().square().sum().item())
 
 
-def layers_skipped_at_random(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for step in range(2 * STEPS):
-        kept = (torch.rand(8, generator=generator) < 0.6).nonzero().flatten().tolist()
-        order = kept or [step % 8]
-        loss = model(torch.randn(4, WIDTH, generator=generator), order if step % 2 else order[::-1])
-        loss.backward()
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+def layers_skipped_at_random(model: Any, generator: Any, outcome: Outcome, step: int) -> None:
+    kept = (torch.rand(8, generator=generator) < 0.6).nonzero().flatten().tolist()
+    order = kept or [step % 8]
+    learn(model(rows(generator), order if step % 2 else order[::-1]), outcome)
 
 
-def no_gradient_in_one_micro_batch(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        # Layer 3 is used in the second pass only, layer 4 in the first two steps only, layer 2 twice in one pass.
-        for picked in ([0, 1, 2], [0, 3, 2, 2] if step < 2 else [0, 4, 2]):
-            loss = model(torch.randn(4, WIDTH, generator=generator), picked)
-            loss.backward()
-            outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+def no_gradient_in_one_micro_batch(model: Any, generator: Any, outcome: Outcome, step: int) -> None:
+    """Layer 3 is used in the second pass only, layer 4 in the first two steps only, layer 2 twice in one pass."""
+    for picked in ([0, 1, 2], [0, 3, 2, 2] if step < 2 else [0, 4, 2]):
+        learn(model(rows(generator), picked), outcome)
 
 
-def backward_twice(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        loss = loss_of(model(**batch("llama", generator)))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+def backward_twice(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
+    loss = plain_loss(model, generator)
+    learn(loss, outcome, retain_graph=True)
+    learn(loss, outcome)
 
 
-def two_graphs_at_once(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        losses = [loss_of(model(**batch("llama", generator))) for _ in range(2)]
-        (losses[0] * losses[1]).backward()
-        outcome.losses += [loss.item() for loss in losses]
-        take_step(optimizer, outcome)
+def two_graphs_at_once(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
+    losses = [plain_loss(model, generator) for _ in range(2)]
+    learn(losses[0] * losses[1], outcome)
 
 
-def several_forwards_before_their_backwards(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+def several_forwards_before_their_backwards(model: Any, generator: Any, outcome: Outcome, step: int) -> None:
     """As in a stage of a pipeline: F F B F B F B B, later F F F F B B B B."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(5):
-        waiting: list[torch.Tensor] = []
-        for do in "FFBFBFBB" if step < 3 else "FFFFBBBB":
-            if do == "F":
-                waiting.append(loss_of(model(**batch("gpt2", generator))) / 4)
-                outcome.losses.append(waiting[-1].item())
-            else:
-                waiting.pop(0).backward()
-        take_step(optimizer, outcome)
+    waiting: list[torch.Tensor] = []
+    for do in "FFBFBFBB" if step < 3 else "FFFFBBBB":
+        if do == "F":
+            waiting.append(plain_loss(model, generator) / 4)
+        else:
+            learn(waiting.pop(0), outcome)
 
 
-def parts_with_graphs_of_their_own(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+def parts_with_graphs_of_their_own(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
     """As in interleaved stages: nobody calls the model, each part has several graphs at once, and gradients go from
     one to the other by hand."""
-    generator = torch.Generator().manual_seed(1)
-    layers: Any = model.layers
-    for _ in range(STEPS):
-        passes = [[torch.randn(4, WIDTH, generator=generator).to(layers[0][0].weight.dtype)] for _ in range(3)]
-        graphs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in passes]
-        for part in range(2):
-            for number, (x,) in enumerate(passes):
-                x = x.detach().requires_grad_()
-                y = x
-                for layer in layers[4 * part : 4 * part + 4]:
-                    y = y + layer(y)
-                graphs[number].append((x, y))
-                passes[number] = [y]
-        for of_pass in graphs:
-            loss = of_pass[-1][1].float().square().mean()
-            outcome.losses.append(loss.item())
-            of_pass[1][1].backward(torch.autograd.grad(loss, of_pass[1][1])[0])
-            of_pass[0][1].backward(of_pass[1][0].grad)
-        take_step(optimizer, outcome)
+    passes = [rows(generator).to(model.layers[0][0].weight.dtype) for _ in range(3)]
+    graphs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in passes]
+    for part in range(2):
+        for number, x in enumerate(passes):
+            x = x.detach().requires_grad_()
+            y = x
+            for layer in model.layers[4 * part : 4 * part + 4]:
+                y = y + layer(y)
+            graphs[number].append((x, y))
+            passes[number] = y
+    for (first_x, first_y), (x, y) in graphs:
+        loss = y.float().square().mean()
+        outcome.losses.append(loss.item())
+        y.backward(torch.autograd.grad(loss, y)[0])
+        first_y.backward(x.grad)
+        assert first_x.grad is not None
 
 
-@one_loss_a_step
-def one_layer_at_a_time(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
+def one_layer_at_a_time(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
     """The user calls the parts of a model, never the model."""
-    x = torch.randn(4, WIDTH, generator=generator).to(model.layers[0][0].weight.dtype)
+    x = rows(generator).to(model.layers[0][0].weight.dtype)
     for layer in model.layers:
         x = layer(layer(x))
-    return x.float().square().mean()
+    learn(x.float().square().mean(), outcome)
 
 
-@one_loss_a_step
-def gradient_penalty(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
+def gradient_penalty(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
     """A second backward through the first one's graph."""
-    x = torch.randn(4, WIDTH, generator=generator).requires_grad_()
+    x = rows(generator).requires_grad_()
     loss: torch.Tensor = model(x, [0, 1, 2])
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    return loss + slope.square().sum()
+    learn(loss + slope.square().sum(), outcome)
 
 
-def steps_without_gradients(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        if step % 2 == 0:
-            loss = loss_of(model(**batch("conv", generator)))
-            loss.backward()
-            outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+def steps_without_gradients(model: Any, generator: Any, outcome: Outcome, step: int) -> None:
+    if step % 2 == 0:
+        learn(model(**batch("conv", generator)), outcome)
 
 
-@one_loss_a_step
-def gradient_of_an_input(model: nn.Module, generator: torch.Generator, outcome: Outcome) -> torch.Tensor:
+def gradient_of_an_input(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
     """Backward through the weights with no gradient for them, then a usual step."""
     images = batch("conv", generator)
     images["images"].requires_grad_()
     (slope,) = torch.autograd.grad(model(**images), images["images"])
     outcome.losses.append(slope.double().square().sum().item())
-    return loss_of(model(**batch("conv", generator)))
+    learn(model(**batch("conv", generator)), outcome)
 
 
 CASES = {
-    loop.__name__: Case(build, loop)
-    for build, loop in (
-        (gpt2, evaluation_between_forward_and_backward),
-        (llama, inference_mode_between_steps),
-        (ConvNet, gradients_asked_for_by_the_user),
-        (Layers, layers_skipped_at_random),
-        (Layers, no_gradient_in_one_micro_batch),
-        (llama, backward_twice),
-        (llama, two_graphs_at_once),
-        (gpt2, several_forwards_before_their_backwards),
-        (Layers, parts_with_graphs_of_their_own),
-        (Layers, one_layer_at_a_time),
-        (Layers, gradient_penalty),
-        (ConvNet, steps_without_gradients),
-        (ConvNet, gradient_of_an_input),
+    of_step.__name__: Case(build, every_step(of_step, steps))
+    for build, of_step, steps in (
+        (Plain, evaluation_between_forward_and_backward, STEPS),
+        (Plain, inference_mode_between_steps, STEPS),
+        (ConvNet, gradients_asked_for_by_the_user, STEPS),
+        (Layers, layers_skipped_at_random, 2 * STEPS),
+        (Layers, no_gradient_in_one_micro_batch, STEPS),
+        (Plain, backward_twice, STEPS),
+        (Plain, two_graphs_at_once, STEPS),
+        (Plain, several_forwards_before_their_backwards, STEPS + 1),
+        (Layers, parts_with_graphs_of_their_own, STEPS),
+        (Layers, one_layer_at_a_time, STEPS),
+        (Layers, gradient_penalty, STEPS),
+        (ConvNet, steps_without_gradients, STEPS),
+        (ConvNet, gradient_of_an_input, STEPS),
     )
 }
 

@@ -12,14 +12,13 @@ import pytest
 import torch
 from pairwise import each_once
 from torch import nn
-from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, squeeze
+from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, assert_equal, squeeze
 
 import pagoda
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.updates import Update
 
-from .conftest import Wrap
 from .loops import USES, Layers, loss_of_layers
 
 SOON_S = 30
@@ -58,24 +57,20 @@ def train(model: nn.Module, optimizer: PagedOptimizer, until: str) -> None:
 # --- closed ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use", USES)
-def test_use_after_close_is_refused(use: str, tmp_path: Path) -> None:
-    model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=RESIDENT)
+def test_use_after_close_is_refused(tmp_path: Path) -> None:
+    """So is the backward of a graph from before."""
+    model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
     with optimizer:
-        loss_of_layers(model).backward()
-        optimizer.step()
+        train(model, optimizer, "step")
         optimizer.save_checkpoint(tmp_path / "checkpoint")
-    with torch.set_grad_enabled(use != "forward"), pytest.raises(pagoda.UsageError, match="closed"):
-        USES[use](model, optimizer, tmp_path)
-
-
-def test_backward_of_a_graph_from_before_close_is_refused(wrap: Wrap, tmp_path: Path) -> None:
-    model: nn.Module = Layers()
-    model, optimizer = wrap(model, squeeze(model, ALL_ON_SSD, tmp_path))
-    loss = loss_of_layers(model)
-    optimizer.close()
+        loss = loss_of_layers(model)
     with pytest.raises(pagoda.UsageError, match="closed"):
         loss.backward()
+    for use in USES.values():
+        with pytest.raises(pagoda.UsageError, match="closed"):
+            use(model, optimizer, tmp_path)
+    with torch.no_grad(), pytest.raises(pagoda.UsageError, match="closed"):
+        loss_of_layers(model)
 
 
 def test_a_with_block_closes_also_after_an_error(tmp_path: Path) -> None:
@@ -149,10 +144,10 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
 
 @pytest.mark.parametrize("speculate", [False, True])
 def test_nothing_is_kept_of_the_steps_that_are_over(speculate: bool) -> None:
-    settings: dict[str, Any] = {"clip_grad_norm": 1e6, "accumulation_steps": 1} if speculate else {}
-    model, optimizer = pagoda.wrap(
-        Layers(), pagoda.AdamW(), memory=RESIDENT, update=pagoda.Updates(speculate=speculate or None), **settings
-    )
+    settings: dict[str, Any] = {}
+    if speculate:
+        settings = {"clip_grad_norm": 1e6, "accumulation_steps": 1, "update": pagoda.Updates(speculate=True)}
+    model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=RESIDENT, **settings)
     kept = []
     for _ in range(3):
         train(model, optimizer, "step")
@@ -164,28 +159,29 @@ def test_nothing_is_kept_of_the_steps_that_are_over(speculate: bool) -> None:
     assert kept == [kept[0]] * 3
 
 
-@pytest.mark.parametrize("kept", ["model", "a layer", "optimizer", "graph"])
+KEPT: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, dict[str, torch.Tensor]], object]]] = {
+    "model": (lambda model, _: model, lambda held, weights: assert_equal(held.state_dict(), weights)),
+    "a layer": (
+        lambda model, _: model.layers[0],
+        lambda held, weights: assert_equal(
+            held.state_dict(), {name: weights[f"layers.0.{name}"] for name in ("0.weight", "0.bias")}
+        ),
+    ),
+    "optimizer": (lambda _, optimizer: optimizer, lambda held, _: assert_equal(held.state_dict()["state"], {})),
+    "graph": (lambda model, _: loss_of_layers(model), lambda held, _: held.backward()),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
 def test_it_goes_on_as_long_as_a_part_of_it_is_held(kept: str, tmp_path: Path) -> None:
     model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
     expected = model.state_dict()
-    held: Any = model
-    if kept == "a layer":
-        held = model.layers[0]  # type: ignore[operator,index]
-    elif kept == "optimizer":
-        held = optimizer
-    elif kept == "graph":
-        held = loss_of_layers(model)
+    hold, use = KEPT[kept]
+    held = hold(model, optimizer)
     del model, optimizer
     gc.collect()
     assert threads()
-    if kept == "model":
-        assert all(torch.equal(value, expected[name]) for name, value in held.state_dict().items())
-    elif kept == "a layer":
-        assert torch.equal(held.state_dict()["0.weight"], expected["layers.0.0.weight"])
-    elif kept == "optimizer":
-        assert held.state_dict()["state"] == {}
-    else:
-        held.backward()
+    use(held, expected)
     del held
     gc.collect()
     assert threads() == set()
@@ -199,19 +195,6 @@ def test_a_parameter_whose_model_was_dropped_is_refused(tmp_path: Path) -> None:
     assert threads() == set()
     with pytest.raises(pagoda.UsageError, match=r"'layers\.0\.0\.weight' .*dropped"), pagoda.gathered([param]):
         pass
-
-
-def test_the_directory_of_a_dropped_optimizer_can_be_used_at_once(tmp_path: Path) -> None:
-    gc.disable()
-    try:
-        for _ in range(2):
-            model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
-            train(model, optimizer, "step")
-            del model, optimizer
-    finally:
-        gc.enable()
-    gc.collect()
-    assert threads() == set()
 
 
 def test_a_checkpoint_that_is_being_written_is_finished_though_its_optimizer_is_dropped(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_forked_process_that_uses_the_model_is_refused(wrap: Wrap, tmp_path: P
     assert optimizer.load_checkpoint(tmp_path / "checkpoint") == {}
 
 
-@pytest.mark.parametrize("end", ["close", "drop", "leave"])
+@pytest.mark.parametrize("end", ["close", "drop"])
 def test_what_a_forked_process_does_to_its_copy_is_nothing_to_the_one_that_trains(end: str, tmp_path: Path) -> None:
     outcomes = []
     for forks in (True, False):
@@ -98,15 +98,15 @@ def test_what_a_forked_process_does_to_its_copy_is_nothing_to_the_one_that_train
                 optimizer.close()
                 with optimizer:
                     pass
-            elif end == "drop":
+            else:
                 optimizer._engine.store.ssd._store._lock._closer()  # type: ignore[union-attr]
                 optimizer._engine._dropped()  # as the collector calls both
             atexit._run_exitfuncs()
 
-        for step in range(3):
+        for step in range(2):
             loss_of_layers(model).backward()
             optimizer.step()
-            if forks and step == 1:
+            if forks and step == 0:
                 ends_well(leave)
                 with pytest.raises(pagoda.StorageError, match="in use by"):
                     DirectoryLock([tmp_path])

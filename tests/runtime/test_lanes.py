@@ -28,6 +28,10 @@ class WorkError(Exception):
     """What work in these tests raises."""
 
 
+class Memory:
+    """What work reads."""
+
+
 def ended(*handles: Handle) -> None:
     """Fails unless every handle ends soon; their errors do not count."""
     for handle in handles:
@@ -54,10 +58,10 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-# --- order -------------------------------------------------------------------------------------------------
+# --- order and errors ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_graph_of_work_ends_with_each_after_what_it_needs(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 25))
@@ -105,28 +109,9 @@ def test_any_graph_of_work_ends_with_each_after_what_it_needs(data: st.DataObjec
     assert sum(lane.take_counters()[1] for lane in lanes) == sum(ran)
 
 
-def test_the_threads_of_a_lane_work_at_once() -> None:
-    lane = Lane("ssd_read", threads=2)
-    meeting = threading.Barrier(2, timeout=SOON_S)
-
-    def meet() -> None:
-        meeting.wait()
-
-    handles = [lane.submit(meet) for _ in range(2)]
-    wait_all(handles)
-    lane.close()
-
-
-# --- errors ------------------------------------------------------------------------------------------------
-
-
 def test_a_callback_that_raises_neither_ends_a_lanes_thread_nor_keeps_others_from_being_told(lane: Lane) -> None:
     error, start, told = WorkError("bookkeeping"), threading.Event(), list[BaseException | None]()
-
-    def work() -> None:
-        start.wait(SOON_S)
-
-    handle = lane.submit(work)
+    handle = lane.submit(lambda: start.wait(SOON_S) and None)
     handle.then(lambda _: fail(error))
     handle.then(told.append)
     child = lane.submit(lambda: None, after=[handle])
@@ -140,16 +125,18 @@ def test_a_callback_that_raises_neither_ends_a_lanes_thread_nor_keeps_others_fro
 
 
 def test_wait_all_waits_for_everything_before_it_raises_the_first_error(lane: Lane, other: Lane) -> None:
-    started = threading.Event()
-    finish = threading.Event()
-
-    def slow() -> None:
-        started.set()
-        assert finish.wait(SOON_S)
-
+    finish, meeting = threading.Event(), threading.Barrier(2, timeout=SOON_S)
     first, second = WorkError("first"), WorkError("second")
-    handles = [other.submit(lambda: fail(first)), lane.submit(slow), other.submit(lambda: fail(second))]
-    assert started.wait(SOON_S)
+
+    def meet_and_fail(error: WorkError) -> None:
+        meeting.wait()  # both threads of the lane work at once
+        raise error
+
+    handles = [
+        other.submit(lambda: meet_and_fail(first)),
+        lane.submit(lambda: finish.wait(SOON_S) and None),
+        other.submit(lambda: meet_and_fail(second)),
+    ]
     threading.Timer(0.05, finish.set).start()
     with pytest.raises(WorkError) as caught:
         wait_all(handles)
@@ -175,23 +162,12 @@ def test_close_finishes_what_is_queued_and_joins_the_threads() -> None:
 
 
 def test_a_lane_keeps_nothing_of_the_work_it_has_done(lane: Lane) -> None:
-    class Gradient:
-        pass
-
-    alive = threading.Event()
-
-    def work(gradient: Gradient) -> None:
-        assert gradient
-
-    gradient = Gradient()
-    weakref.finalize(gradient, alive.set)
-    handle = lane.submit(lambda gradient=gradient: work(gradient))
-    del gradient
+    memory, gone = Memory(), threading.Event()
+    weakref.finalize(memory, gone.set)
+    handle = lane.submit(lambda memory=memory: None)
+    del memory
     handle.wait()
-    assert alive.wait(SOON_S), "the last work lives until the lane gets more"
-
-
-# --- all lanes together ------------------------------------------------------------------------------------
+    assert gone.wait(SOON_S), "the last work lives until the lane gets more"
 
 
 def test_an_engine_closes_while_fetches_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,32 +211,25 @@ class Queued:
             raise self._error
 
 
-def test_a_lane_goes_on_while_a_device_works_and_ends_what_has_ended(lane: Lane) -> None:
+def test_a_lane_goes_on_while_a_device_works_and_ends_what_has_ended(lane: Lane, other: Lane) -> None:
+    """What depends on a device's work starts when that has ended."""
     events = [Queued(), Queued()]
     handles = [lane.submit(lambda event=event: event) for event in events]
     after = lane.submit(lambda: None)
+    seen: list[bool] = []
+    dependent = other.submit(lambda: seen.append(events[0].reached.is_set()), after=handles[:1])
     ended(after)
     assert [handle.wait_until_issued() for handle in handles] == events
     assert all(handle.issued and not handle.done for handle in handles)
+    assert not dependent.issued
     events[0].reached.set()
-    ended(handles[0])
+    ended(handles[0], dependent)
+    assert seen == [True]
     assert not handles[1].done
     events[1].reached.set()
     ended(handles[1])
     assert all(handle.succeeded for handle in handles)
     assert [handle.wait_until_issued() for handle in (*handles, after)] == [PAST] * 3
-
-
-def test_what_depends_on_a_devices_work_starts_when_that_has_ended(lane: Lane, other: Lane) -> None:
-    event = Queued()
-    first = lane.submit(lambda: event)
-    seen: list[bool] = []
-    second = other.submit(lambda: seen.append(event.reached.is_set()), after=[first])
-    first.wait_until_issued()
-    assert not second.issued
-    event.reached.set()
-    ended(second)
-    assert seen == [True]
 
 
 def test_an_error_of_a_devices_work_reaches_whoever_waits_for_it(lane: Lane) -> None:
@@ -273,39 +242,25 @@ def test_an_error_of_a_devices_work_reaches_whoever_waits_for_it(lane: Lane) -> 
             wait()
 
 
-def test_what_a_devices_work_reads_stays_alive_until_it_has_ended_and_no_longer(lane: Lane) -> None:
-    class Memory:
-        pass
-
-    event, memory, gone = Queued(), Memory(), threading.Event()
+def test_what_a_devices_work_reads_stays_alive_until_it_has_ended_and_no_longer() -> None:
+    """And a lane is closed when its device has done all that it was given."""
+    lane, event, memory, gone = Lane("h2d"), Queued(), Memory(), threading.Event()
     weakref.finalize(memory, gone.set)
     handle = lane.submit(lambda memory=memory: event)
     del memory
     handle.wait_until_issued()
-    assert not gone.is_set()
-    event.reached.set()
-    ended(handle)
-    assert gone.wait(SOON_S)
-
-
-def test_a_lane_is_closed_when_a_device_has_done_all_it_was_given() -> None:
-    lane, event = Lane("h2d"), Queued()
-    handle = lane.submit(lambda: event)
-    handle.wait_until_issued()
     closing = threading.Thread(target=lane.close)
     closing.start()
     assert not handle.done
+    assert not gone.is_set()
     event.reached.set()
     closing.join(SOON_S)
     assert handle.succeeded
     assert not closing.is_alive()
+    assert gone.wait(SOON_S)
 
 
 # --- the driver of the scheduler -----------------------------------------------------------------------------
-
-
-def breaks() -> None:
-    raise LookupError("an event that contradicts itself")
 
 
 @pytest.mark.parametrize("waits_first", [False, True])
@@ -315,7 +270,7 @@ def test_an_error_of_an_event_reaches_whoever_waits(waits_first: bool) -> None:
 
     def on_a_lane() -> None:
         with pytest.raises(LookupError):
-            driver.tell(breaks)
+            driver.tell(lambda: fail(LookupError("an event that contradicts itself")))
 
     thread = threading.Timer(0.2 if waits_first else 0.0, on_a_lane)
     thread.start()

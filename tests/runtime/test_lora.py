@@ -1,6 +1,5 @@
 """LoRA with peft: adapters train, frozen weights stream, and neither costs what it does not need."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from reference import InMemory
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from zoo import PAGE, least_host
+from zoo import PAGE, assert_equal, least_host
 
 import pagoda
 from pagoda.construction.construct import describe
@@ -39,9 +38,9 @@ def base() -> nn.Module:
     )
 
 
-def adapted(dropout: float = 0.0) -> Any:
+def adapted() -> Any:
     torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, lora_dropout=dropout, init_lora_weights="gaussian")
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="gaussian")
     return get_peft_model(base(), config).train()
 
 
@@ -72,16 +71,9 @@ def on_ssd(directory: Path, device: bool = False) -> pagoda.Memory:
     )
 
 
-@pytest.fixture
-def wrapped(tmp_path: Path) -> Iterator[tuple[Any, PagedOptimizer]]:
-    model, optimizer = pagoda.wrap(adapted(), RULE, memory=on_ssd(tmp_path), precision="fp32", clip_grad_norm=1.0)
-    yield model, optimizer
-    optimizer.close()
-
-
-def train(model: Any, optimizer: PagedOptimizer, steps: int = STEPS) -> list[float]:
+def train(model: Any, optimizer: PagedOptimizer) -> list[float]:
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         loss = loss_of(model, step)
         loss.backward()
         optimizer.step()
@@ -109,6 +101,7 @@ def train_in_memory(model: Any) -> list[float]:
 def test_adapters_over_weights_larger_than_ram_train_to_the_bits_of_peft_in_memory(
     device: bool, tmp_path: Path
 ) -> None:
+    """Frozen weights cost their weights alone, and peft loads what was trained into a plain model."""
     plain = adapted()
     expected = train_in_memory(plain)
     memory = on_ssd(tmp_path, device)
@@ -116,15 +109,13 @@ def test_adapters_over_weights_larger_than_ram_train_to_the_bits_of_peft_in_memo
     losses = train(model, optimizer)
     assert losses == expected
     assert losses[-1] != losses[0]
-    for name, value in pagoda.trainable_state_dict(model).items():
-        assert torch.equal(value, plain.get_parameter(name)), name
-    assert optimizer.stats.peak_bytes["host"] <= pagoda.plan_of(model).peak_bytes["host"]
-    optimizer.close()
-
-
-def test_frozen_weights_cost_their_weights_alone(wrapped: tuple[Any, PagedOptimizer]) -> None:
-    model, optimizer = wrapped
+    trained = pagoda.trainable_state_dict(model)
+    assert len(trained) == 2 * LAYERS * len(TARGETS)
+    assert_equal(trained, {name: plain.get_parameter(name) for name in trained})
     plan = pagoda.plan_of(model)
+    assert optimizer.stats.peak_bytes["host"] <= plan.peak_bytes["host"]
+    assert all(p.grad is None for p in model.parameters())
+
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = sum(p.numel() for p in model.parameters())
     assert adapters < weights / 10
@@ -133,26 +124,16 @@ def test_frozen_weights_cost_their_weights_alone(wrapped: tuple[Any, PagedOptimi
     assert held["exp_avg"] <= 4 * adapters + padding
     assert held["grad"] <= 4 * adapters + padding
     assert held["weight"] >= 4 * weights
-    train(model, optimizer, 2)
-    assert all(p.grad is None for p in model.parameters())
     # Nothing of a step is written but the adapters' pages and their moments.
     assert optimizer.stats.bytes_moved["ssd_write"] < held["weight"] / 2
 
-
-def test_adapters_are_saved_by_peft_and_loaded_into_a_plain_model(
-    wrapped: tuple[Any, PagedOptimizer], tmp_path: Path
-) -> None:
-    model, optimizer = wrapped
-    train(model, optimizer)
-    model.save_pretrained(tmp_path / "adapter", state_dict=pagoda.trainable_state_dict(model))
-    loaded = PeftModel.from_pretrained(base(), tmp_path / "adapter")
-    trained = pagoda.trainable_state_dict(model)
-    assert len(trained) == 2 * LAYERS * len(TARGETS)
-    for name, value in trained.items():
-        assert torch.equal(loaded.get_parameter(name), value), name
+    model.save_pretrained(tmp_path / "adapter", state_dict=trained)
+    loaded: Any = PeftModel.from_pretrained(base(), tmp_path / "adapter")
+    assert_equal(trained, {name: loaded.get_parameter(name) for name in trained})
     model.eval()
     with torch.no_grad():
         assert torch.equal(loss_of(loaded.eval(), 9), loss_of(model, 9))
+    optimizer.close()
 
 
 @pytest.mark.parametrize("init", [True, "gaussian"])

@@ -1,5 +1,7 @@
 """Layers in tiles: they train where they do not fit, start from the same weights and keep their names and shapes."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pagoda.models.tiles import Tiled, row_blocks
 WIDTH, ROWS = 64, 4096
 LARGE = 2 * WIDTH * ROWS  # bytes in bf16
 TILE = "4KiB"
+TILED = pagoda.Tiles(tile_limit="32KiB")
 
 
 class Wide(nn.Module):
@@ -39,7 +42,7 @@ def loop(model: nn.Module, optimizer: Any, outcome: zoo.Outcome) -> None:
         zoo.take_step(optimizer, outcome)
 
 
-def wide() -> nn.Module:
+def wide() -> Any:
     torch.manual_seed(0)
     return Wide()
 
@@ -48,11 +51,9 @@ def test_a_layer_of_four_times_the_device_trains() -> None:
     memory = pagoda.Memory(device=f"cpu:{LARGE // 4}", host="64MiB", page_size=4096)
     with pytest.raises(pagoda.BudgetError, match=r"'wide' alone takes 520\.00 KiB.*tile_limit"):
         pagoda.wrap(wide(), pagoda.AdamW(), memory=memory)
-    tiled = zoo.run(wide(), memory, loop, tiles=pagoda.Tiles(tile_limit="32KiB"), clip_grad_norm=1.0)
+    tiled = zoo.run(wide(), memory, loop, tiles=TILED, clip_grad_norm=1.0)
     assert 0 < tiled.peak_bytes["device"] <= LARGE // 4
-    tiled.assert_same_bits(
-        zoo.run(wide(), zoo.RESIDENT, loop, tiles=pagoda.Tiles(tile_limit="32KiB"), clip_grad_norm=1.0)
-    )
+    tiled.assert_same_bits(zoo.run(wide(), zoo.RESIDENT, loop, tiles=TILED, clip_grad_norm=1.0))
 
 
 def test_training_is_that_of_the_whole_layer_within_rounding() -> None:
@@ -70,18 +71,15 @@ def test_training_is_that_of_the_whole_layer_within_rounding() -> None:
         assert moved < 1e-5, name
 
 
-@pytest.mark.parametrize("name", ["qwen3", "t5"])
-def test_weights_start_as_those_of_the_untiled_model(name: str) -> None:
+@pytest.mark.parametrize("build", [zoo.Plain, lambda: zoo.t5(layers=1)], ids=["plain", "t5"])
+def test_weights_start_as_those_of_the_untiled_model(build: Callable[[], nn.Module]) -> None:
     """Tied and untied, drawn by the model's own initialisers in `wrap` or before."""
     for lazily in (True, False):
         found = []
         for limit in (None, TILE):
             torch.manual_seed(0)
-            if lazily:
-                with pagoda.init():
-                    model = zoo.MODELS[name]()
-            else:
-                model = zoo.MODELS[name]()
+            with pagoda.init() if lazily else nullcontext():
+                model = build()
             model, optimizer = pagoda.wrap(
                 model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit=limit)
             )
@@ -89,16 +87,14 @@ def test_weights_start_as_those_of_the_untiled_model(name: str) -> None:
             assert any(isinstance(module, Tiled) for module in model.modules()) == (limit is not None)
             optimizer.close()
         whole, tiled = found
-        assert {*whole} == {*tiled}
-        for key, value in whole.items():
-            assert torch.equal(tiled[key], value), key
+        zoo.assert_equal(tiled, whole)
         same = {key: [other for other in whole if whole[other] is value] for key, value in whole.items()}
         assert same == {key: [other for other in whole if tiled[other] is tiled[key]] for key in whole}
 
 
-def wrapped(limit: str | None, name: str = "llama", moments: Any = "fp32") -> tuple[nn.Module, Any]:
+def wrapped(limit: str | None, moments: Any = "fp32") -> tuple[nn.Module, Any]:
     torch.manual_seed(7)
-    model = zoo.MODELS[name]().train()
+    model = zoo.llama(2).train()
     return pagoda.wrap(
         model, pagoda.AdamW(lr=1e-2, moments=moments), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit=limit)
     )
@@ -120,9 +116,7 @@ def test_a_checkpoint_resumes_in_other_tiles_or_none(
     second[1].load_checkpoint(tmp_path / "first")
     second[1].save_checkpoint(tmp_path / "second")
     saved = first[0].state_dict(), second[0].state_dict()
-    assert {*saved[0]} == {*saved[1]}
-    for key, value in saved[0].items():
-        assert torch.equal(saved[1][key], value), key
+    zoo.assert_equal(*saved)
     first[1].load_checkpoint(tmp_path / "second")
     for run in (first, second):
         step(*run, seed=1)
@@ -143,8 +137,7 @@ def test_exports_and_loads_by_the_names_of_the_model(tmp_path: Path) -> None:
     loaded, optimizer = pagoda.wrap(
         pagoda.load(tmp_path / "exported"), pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit="8KiB")
     )
-    for key, value in loaded.state_dict().items():
-        assert torch.equal(value, weights[key]), key
+    zoo.assert_equal(loaded.state_dict(), weights)
     optimizer.close()
 
 
@@ -153,8 +146,7 @@ def test_takes_state_dicts_of_the_whole_model_and_names_what_is_wrong() -> None:
     weights = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, weights[key]), key
+    zoo.assert_equal(model.state_dict(), weights)
     del weights["model.layers.0.mlp.up_proj.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"model\.layers\.0\.mlp\.up_proj\.weight"\. $'):
         model.load_state_dict(weights)
@@ -172,7 +164,7 @@ def test_groups_of_settings_name_whole_parameters() -> None:
         model,
         pagoda.AdamW(lr=1e-2, weight_decay=0.0),
         memory=zoo.RESIDENT,
-        tiles=pagoda.Tiles(tile_limit="32KiB"),
+        tiles=TILED,
         param_groups=groups,
     )
     before = model.state_dict()
@@ -182,33 +174,25 @@ def test_groups_of_settings_name_whole_parameters() -> None:
     optimizer.close()
 
 
-def test_what_shares_its_weight_with_something_else_stays_whole() -> None:
+def test_what_shares_its_weight_or_has_hooks_before_forward_stays_whole() -> None:
     class Own(nn.Linear):
         """A layer that may do anything."""
 
-    model = wide()
-    model.other = Own(1, 1)
-    model.other.weight, model.other.bias = model.wide.weight, model.wide.bias
-    with pytest.warns(UserWarning, match=r"leaves layer 'wide' whole: 'other', a Own, may do more"):
-        model, optimizer = pagoda.wrap(
-            model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit="32KiB")
-        )
-    assert not any(isinstance(module, Tiled) for module in model.modules())
-    optimizer.close()
-
-
-def test_what_a_hook_may_change_before_forward_stays_whole() -> None:
-    model = wide()
-    model.wide.register_forward_pre_hook(lambda module, args: None)
-    with pytest.warns(UserWarning, match=r"leaves layer 'wide' whole: 'wide' has hooks before its forward"):
-        _, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit="32KiB"))
-    optimizer.close()
+    shared, hooked = wide(), wide()
+    shared.other = Own(1, 1)
+    shared.other.weight, shared.other.bias = shared.wide.weight, shared.wide.bias
+    hooked.wide.register_forward_pre_hook(lambda module, args: None)
+    for model, reason in ((shared, "'other', a Own, may do more"), (hooked, "'wide' has hooks before its forward")):
+        with pytest.warns(UserWarning, match=f"leaves layer 'wide' whole: {reason}"):
+            _, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=TILED)
+        assert not any(isinstance(module, Tiled) for module in model.modules())
+        optimizer.close()
 
 
 def test_hooks_after_forward_run_after_that_of_the_tiles() -> None:
     """transformers gives the embedding of a checkpointed model such a hook."""
     torch.manual_seed(0)
-    model = zoo.MODELS["llama"]()
+    model: Any = zoo.llama(2)
     model.gradient_checkpointing_enable()
     seen: list[torch.Size] = []
     handle = model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.shape))

@@ -5,16 +5,17 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from zoo import PAGE, RESIDENT
+from zoo import PAGE, RESIDENT, assert_equal
 
 import pagoda
 
 from .conftest import Wrap
-from .loops import WIDTH, Layers
+from .loops import WIDTH, Layers, backward
 
 SMALL_UNITS = pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=PAGE)
 ARENA = pagoda.Memory(host="64MiB", device="cpu:8MiB", unit_limit="16KiB", page_size=PAGE)
@@ -91,15 +92,10 @@ def test_a_parent_owns_what_it_reads_and_not_what_it_only_asks_about(wrap: Wrap)
     assert {"layers.0", "layers.1", "layers.2"} < units.keys()
 
 
-def losses_in_torch(model: nn.Module, steps: int) -> list[float]:
-    """A final loss without gradients, in evaluation, ends the list."""
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.1)
-    return _losses(model, optimizer, steps)
-
-
-def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Of three steps, and of an evaluation without gradients."""
     losses = []
-    for _ in range(steps):
+    for _ in range(3):
         loss = model(X)
         loss.backward()
         optimizer.step()
@@ -116,8 +112,9 @@ def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memor
     torch.manual_seed(0)
     model = build()
     twin = copy.deepcopy(model)
-    model, optimizer = wrap(model, memory, precision="fp32")
-    assert _losses(model, optimizer, 3) == pytest.approx(losses_in_torch(twin, 3), rel=1e-4)
+    trained = [param for param in twin.parameters() if param.requires_grad]
+    expected = _losses(twin, torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1))
+    assert _losses(*wrap(model, memory, precision="fp32")) == pytest.approx(expected, rel=1e-4)
 
 
 # --- gradients by hand --------------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ def test_a_gradient_that_was_set_by_hand_is_refused(when: str, wrap: Wrap) -> No
         if when != "after-backward":
             param.grad = torch.ones_like(param)
         if when != "in-place-of-backward":
-            model(X[0], [0, 1]).backward()
+            backward(model, 0)
         if when == "after-backward":
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -141,8 +138,8 @@ def test_a_gradient_that_was_set_by_hand_is_refused(when: str, wrap: Wrap) -> No
     with pytest.raises(pagoda.UsageError, match="set by hand"):
         step()
     optimizer.zero_grad()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model(X[0], [0, 1]).backward()
+    assert_equal(model.state_dict(), before)
+    backward(model, 0)
     optimizer.step()
 
 
@@ -159,12 +156,12 @@ COPIES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_would_have_no_weights_and_is_refused(how: str, wrap: Wrap) -> None:
+def test_a_copy_would_have_no_weights_and_is_refused(wrap: Wrap) -> None:
     model, optimizer = wrap(Layers())
-    with pytest.raises(pagoda.UsageError, match="state_dict"):
-        COPIES[how](model, optimizer)
-    model(X[0], [0, 1]).backward()
+    for copied in COPIES.values():
+        with pytest.raises(pagoda.UsageError, match="state_dict"):
+            copied(model, optimizer)
+    backward(model, 0)
     optimizer.step()
 
 
@@ -188,43 +185,36 @@ def _complex() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (_over_one_memory, r"layers\.0\.0\.weight.*layers\.1\.0\.weight.*same memory"),
-        (_made_for_inference, "inference_mode"),
-        (lambda: nn.Sequential(nn.LazyLinear(3)), "no shape yet"),
-        (nn.Tanh, "no parameters: there is nothing to train"),
-        (_complex, r"'phase' is torch\.complex64"),
-        (lambda: "a model", "takes a torch.nn.Module"),
-    ],
+REFUSED: tuple[tuple[Callable[[], Any], str], ...] = (
+    (_over_one_memory, r"layers\.0\.0\.weight.*layers\.1\.0\.weight.*same memory"),
+    (_made_for_inference, "inference_mode"),
+    (lambda: nn.Sequential(nn.LazyLinear(3)), "no shape yet"),
+    (nn.Tanh, "no parameters: there is nothing to train"),
+    (_complex, r"'phase' is torch\.complex64"),
+    (lambda: "a model", "takes a torch.nn.Module"),
 )
-def test_models_that_would_train_otherwise_than_in_torch_are_refused(
-    build: Callable[[], nn.Module], message: str
-) -> None:
-    with pytest.raises(pagoda.ConfigError, match=message):
-        pagoda.wrap(build(), pagoda.AdamW(), memory=RESIDENT)
+
+
+def test_models_that_would_train_otherwise_than_in_torch_are_refused() -> None:
+    for build, message in REFUSED:
+        with pytest.raises(pagoda.ConfigError, match=message):
+            pagoda.wrap(build(), pagoda.AdamW(), memory=RESIDENT)
 
 
 # --- what would be lost, or run wrongly ---------------------------------------------------------------------
 
 
-def test_a_cast_of_a_wrapped_model_is_refused(wrap: Wrap) -> None:
+TRANSFORMS: tuple[Any, ...] = (torch.func.vmap, torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,)))
+
+
+def test_casts_and_transforms_of_functions_are_refused(wrap: Wrap) -> None:
     model, optimizer = wrap(Layers())
+    for transform in TRANSFORMS:
+        with pytest.raises(pagoda.UsageError, match=r"torch\.func"):
+            transform(lambda x: model(x, [0, 1]))(X[0])
     with pytest.raises(pagoda.UsageError, match=r"layers\.0\.0\.(weight|bias).*modify=True"):
         model.half()(X[0], [0])
-    model(X[0], [0]).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "transform", [torch.func.vmap, torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))]
-)
-def test_transforms_of_functions_are_refused(transform: Callable[..., Callable[..., object]], wrap: Wrap) -> None:
-    model, optimizer = wrap(Layers())
-    with pytest.raises(pagoda.UsageError, match=r"torch\.func"):
-        transform(lambda x: model(x, [0, 1]))(X[0])
-    model(X[0], [0, 1]).backward()
+    backward(model, 0, (0,))
     optimizer.step()
 
 
@@ -244,59 +234,44 @@ class Routed(nn.Module):
         return self.router(hidden.to(self.router.weight.dtype)).float().square().mean()
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float16")])
-def test_a_model_that_mixes_dtypes_is_refused_by_name(precision: str, dtype: str, wrap: Wrap) -> None:
-    model = Routed()
-    message = (
-        rf"'layer\.weight' in torch\.bfloat16 and 'router\.weight' in torch\.float32.*torch\.{dtype}.*model\.float"
-    )
-    with pytest.raises(pagoda.ConfigError, match=message):
-        wrap(model, precision=precision)
-    assert model.layer.weight.dtype is torch.bfloat16
-    assert model.router.weight.dtype is torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_model_of_one_dtype_is_taken_without_a_word(precision: str, dtype: torch.dtype, wrap: Wrap) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model, optimizer = wrap(Routed().to(dtype), precision=precision)
-    model(torch.ones(2, 16)).backward()
-    optimizer.step()
+def test_a_model_that_mixes_dtypes_is_refused_by_name(wrap: Wrap) -> None:
+    """And one of one dtype, whichever, is taken without a word."""
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+        model = Routed()
+        message = rf"'layer\.weight' in torch\.bfloat16 and 'router\.weight' in torch\.float32.*{dtype}.*model\.float"
+        with pytest.raises(pagoda.ConfigError, match=message):
+            wrap(model, precision=precision)
+        assert (model.layer.weight.dtype, model.router.weight.dtype) == (torch.bfloat16, torch.float32)
+        for precision in ("bf16", "fp32"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                model, optimizer = wrap(Routed().to(dtype), precision=precision)
+            model(torch.ones(2, 16)).backward()
+            optimizer.step()
+    with pytest.raises(pagoda.ConfigError, match="mixes dtypes"):
+        wrap(nn.Sequential(Routed().requires_grad_(False), nn.Linear(4, 4)))
 
 
 def test_adapters_in_fp32_over_frozen_weights_in_bf16_train_and_are_told_of_their_dtype(wrap: Wrap) -> None:
     """What peft makes over a model in bf16."""
     model = Routed()
     model.layer.requires_grad_(False)
-    start = model.router.weight.detach().clone()
-    with pytest.warns(
-        UserWarning, match=r"'layer\.weight' in torch\.bfloat16 and 'router\.weight'.*all of them in torch\."
-    ):
+    start = model.router.weight.detach().bfloat16()
+    message = r"'layer\.weight' in torch\.bfloat16 and 'router\.weight'.*all of them in torch\."
+    with pytest.warns(UserWarning, match=message):
         model, optimizer = wrap(model)
-    assert torch.equal(model.state_dict()["router.weight"], start.bfloat16())
+    assert torch.equal(model.state_dict()["router.weight"], start)
     model(torch.ones(2, 16)).backward()
     optimizer.step()
-    assert not torch.equal(model.state_dict()["router.weight"], start.bfloat16())
-
-
-def test_frozen_weights_of_two_dtypes_are_refused(wrap: Wrap) -> None:
-    with pytest.raises(pagoda.ConfigError, match="mixes dtypes"):
-        wrap(nn.Sequential(Routed().requires_grad_(False), nn.Linear(4, 4)))
+    assert not torch.equal(model.state_dict()["router.weight"], start)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("whole", [False, True])
-def test_modules_of_torchscript_are_refused_by_name(whole: bool, wrap: Wrap) -> None:
+def test_modules_of_torchscript_are_refused_by_name_if_they_have_parameters(wrap: Wrap) -> None:
     scripted = torch.jit.script(nn.Linear(4, 4))
-    model = scripted if whole else nn.Sequential(nn.Linear(4, 4), scripted)
-    with pytest.raises(pagoda.ConfigError, match=("The model" if whole else "'1'") + r".*TorchScript.*torch\.compile"):
-        wrap(model)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_modules_of_torchscript_without_parameters_are_left_alone(wrap: Wrap) -> None:
+    for model, named in ((scripted, "The model"), (nn.Sequential(nn.Linear(4, 4), scripted), "'1'")):
+        with pytest.raises(pagoda.ConfigError, match=rf"{named}.*TorchScript.*torch\.compile"):
+            wrap(model)
     model, optimizer = wrap(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh())), precision="fp32")
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

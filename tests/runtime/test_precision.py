@@ -6,13 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from zoo import PAGE, RESIDENT
 
 import pagoda
 
 from .conftest import Wrap
-from .loops import WIDTH, inputs, layers
+from .loops import Wrapped, inputs, layers, loss_of_layers
+
+
+def fp16(**scaling: Any) -> pagoda.MixedPrecision:
+    return pagoda.MixedPrecision("fp16", loss_scale=pagoda.LossScale(**scaling))
+
+
+def step(wrapped: Wrapped, seed: int = 1, factor: float = 1.0) -> None:
+    model, optimizer = wrapped
+    optimizer.scale(model(inputs(seed), [0, 1, 2]) * factor).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -23,34 +33,24 @@ def test_gradients_take_what_was_asked_for(precision: Any, gradients: Any, size:
     plan = pagoda.plan_of(model)
     elements = sum(unit.trainable_numel for unit in plan.units)
     assert 0 <= plan.bytes["host"]["grad"] - size * elements <= PAGE * len(plan.units)
+    stated = plan.layout.bytes_per_parameter
+    assert f"{sum(stated.values()):.2f} bytes a parameter" in " ".join(plan.reasons)
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale(wrap: Wrap) -> None:
-    model, optimizer = wrap(
-        layers(),
-        precision=pagoda.MixedPrecision("fp16", loss_scale=pagoda.LossScale(initial=1024.0, growth_interval=2)),
-    )
-    twin, twin_optimizer = wrap(
-        layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=pagoda.LossScale(initial=1024.0))
-    )
+    model, optimizer = wrap(layers(), precision=fp16(initial=1024.0, growth_interval=2))
+    twin, twin_optimizer = wrap(layers(), precision=fp16(initial=1024.0))
     scales, skipped = [], []
-
-    def step(module: nn.Module, stepped: Any, seed: int, factor: float) -> None:
-        x = inputs(seed)
-        stepped.scale(module(x, [0, 1, 2]) * factor).backward()
-        stepped.step()
-        stepped.zero_grad()
-
     for seed, factor in enumerate([1, 1, 1e6, 1, 1e6, 1e6, 1, 1, 1]):
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        step(model, optimizer, seed, factor)
+        step((model, optimizer), seed, factor)
         scales.append(optimizer.stats.loss_scale)
         skipped.append(optimizer.stats.skipped)
         if factor > 1:
             assert optimizer.stats.grad_norm is None
             assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         else:
-            step(twin, twin_optimizer, seed, factor)
+            step((twin, twin_optimizer), seed)
     assert skipped == [False, False, True, False, True, True, False, False, False]
     # Two calm steps double it, an overflow halves it and starts the count anew.
     assert scales == [1024, 1024, 2048, 1024, 1024, 512, 256, 256, 512]
@@ -62,15 +62,9 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(wrap: Wrap) -> None
 
 
 def test_the_scale_goes_on_after_a_checkpoint(wrap: Wrap, tmp_path: Path) -> None:
-    def step(model: nn.Module, optimizer: Any, factor: float = 1) -> None:
-        optimizer.scale(model(torch.ones(2, WIDTH), [0, 1, 2]) * factor).backward()
-        optimizer.step()
-
-    setting = pagoda.LossScale(growth_interval=3)
-    model, optimizer = wrap(layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=setting))
-    step(model, optimizer, 1e6)
-    step(model, optimizer)
-    step(model, optimizer)
+    model, optimizer = wrap(layers(), precision=fp16(growth_interval=3))
+    for factor in (1e6, 1, 1):
+        step((model, optimizer), factor=factor)
     optimizer.save_checkpoint(tmp_path / "step")
     state = optimizer.state_dict()
     assert state["loss_scale"] == {"scale": 32768.0, "calm_steps": 2}
@@ -80,51 +74,43 @@ def test_the_scale_goes_on_after_a_checkpoint(wrap: Wrap, tmp_path: Path) -> Non
         lambda o: o.load_state_dict(state),
         lambda o: o.load_state_dict(torch.load(tmp_path / "optimizer.pt")),
     ):
-        twin, twin_optimizer = wrap(layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=setting))
-        load(twin_optimizer)
-        step(twin, twin_optimizer)
-        assert twin_optimizer.stats.loss_scale == 32768
-        step(twin, twin_optimizer)
-        assert twin_optimizer.stats.loss_scale == 65536
+        twin = wrap(layers(), precision=fp16(growth_interval=3))
+        load(twin[1])
+        for scale in (32768, 65536):
+            step(twin)
+            assert twin[1].stats.loss_scale == scale
     _, other = wrap(layers())
     with pytest.raises(pagoda.CheckpointError, match="float16"):
         other.load_checkpoint(tmp_path / "step")
 
 
-def test_a_fixed_scale_changes_no_bit_and_does_not_forgive(wrap: Wrap) -> None:
-    outcomes = []
+def test_a_fixed_scale_changes_no_norm_and_does_not_forgive(wrap: Wrap) -> None:
+    norms = []
     for scale in (1, 256):
-        model, optimizer = wrap(
-            layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=scale), clip_grad_norm=0.01
-        )
+        precision = pagoda.MixedPrecision("fp16", loss_scale=scale)
+        model, optimizer = wrap(layers(), precision=precision, clip_grad_norm=0.01)
         for seed in range(3):
-            x = inputs(seed)
-            # Without denormal gradients at either scale, so that every one is exact.
-            optimizer.scale(1000 * model(x, [0, 1, 2])).backward()
-            optimizer.step()
-        outcomes.append((optimizer.stats.grad_norm, optimizer.stats.group_norms))
-    assert outcomes[0][0] == pytest.approx(outcomes[1][0], rel=1e-2)
-    optimizer.scale(model(x, [0, 1, 2]) * 1e9).backward()
+            step((model, optimizer), seed, 1000)  # no denormal gradients at either scale, so that each is exact
+        norms.append(optimizer.stats.grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
     with pytest.raises(pagoda.NonFiniteGradientError, match="not finite"):
-        optimizer.step()
+        step((model, optimizer), factor=1e9)
 
 
 def test_a_loss_that_was_not_scaled_is_refused(wrap: Wrap) -> None:
     model, optimizer = wrap(layers(), precision="fp16")
     with pytest.raises(pagoda.UsageError, match=r"optimizer\.scale\(loss\)\.backward"):
-        model(torch.ones(2, WIDTH), [0]).backward()
+        loss_of_layers(model).backward()
     model, optimizer = wrap(layers(), precision="bf16")
-    loss = model(torch.ones(2, WIDTH), [0])
+    loss = loss_of_layers(model)
     assert optimizer.scale(loss) is loss
 
 
 def test_a_scale_that_cannot_go_lower_names_the_gradient(wrap: Wrap) -> None:
-    model, optimizer = wrap(layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=pagoda.LossScale(initial=2.0)))
-    optimizer.scale(model(torch.ones(2, WIDTH), [0, 1, 2]) * math.inf).backward()
-    optimizer.step()
-    optimizer.scale(model(torch.ones(2, WIDTH), [0, 1, 2]) * math.inf).backward()
+    wrapped = wrap(layers(), precision=fp16(initial=2.0))
+    step(wrapped, factor=math.inf)
     with pytest.raises(pagoda.NonFiniteGradientError, match=r"'layers\.2\.0\.(weight|bias)' is not finite, the first"):
-        optimizer.step()
+        step(wrapped, factor=math.inf)
 
 
 @pytest.mark.parametrize("gradients", ["fp32", "bf16"])
@@ -135,9 +121,8 @@ def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: 
     plain = layers().bfloat16()
     total: dict[str, torch.Tensor] = {}
     for seed in range(8):
-        x = inputs(seed)
         for module in (model, plain):
-            module(x, [0, 1, 2]).backward()
+            module(inputs(seed), [0, 1, 2]).backward()
         for name, param in plain.named_parameters():
             grad = param.grad.to(kept)  # type: ignore[union-attr]
             total[name] = total[name] + grad if name in total else grad
@@ -148,13 +133,11 @@ def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: 
 
 
 def test_norms_of_groups_add_up_to_the_norm(wrap: Wrap) -> None:
-    model = layers()
+    model, plain = layers(), layers()
     groups = [{"params": layer.parameters()} for layer in model.get_submodule("layers")]  # type: ignore[union-attr]
     model, optimizer = wrap(model, param_groups=groups, precision="fp32", clip_grad_norm=1e-3)
-    plain = layers()
-    x = inputs(1)
     for module in (model, plain):
-        module(x, [0, 2]).backward()
+        module(inputs(1), [0, 2]).backward()
     optimizer.step()
     first, second, third = optimizer.stats.group_norms
     assert second is None
@@ -164,33 +147,23 @@ def test_norms_of_groups_add_up_to_the_norm(wrap: Wrap) -> None:
     assert optimizer.stats.grad_norm == pytest.approx(math.hypot(first, third), rel=1e-12)
 
 
-BAD_SETTINGS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "scale without fp16": ("bf16", {"loss_scale": 2.0}, "precision='fp16'"),
-    "no power of two": ("fp16", {"loss_scale": 1000}, "power of two"),
-    "no such scaling": ("fp16", {"loss_scale": "automatic"}, "'dynamic'"),
-    "no such precision": ("fp8", {}, "bf16, fp16, fp32"),
-    "no such gradients": ("bf16", {"gradients": "fp16"}, "bf16, fp32"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SETTINGS)
-def test_settings_that_make_no_sense_are_refused(case: str, wrap: Wrap) -> None:
-    precision, settings, message = BAD_SETTINGS[case]
-    with pytest.raises(pagoda.ConfigError, match=message):
-        wrap(layers(), precision=pagoda.MixedPrecision(precision, **settings))
-    wrap(layers())
-
-
-@pytest.mark.parametrize(
-    "settings", [{"initial": 3.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}, {"growth_factor": 0.5}], ids=str
+BAD_SETTINGS: tuple[tuple[Any, dict[str, Any], str], ...] = (
+    ("bf16", {"loss_scale": 2.0}, "precision='fp16'"),
+    ("fp16", {"loss_scale": 1000}, "power of two"),
+    ("fp16", {"loss_scale": "automatic"}, "'dynamic'"),
+    ("fp8", {}, "bf16, fp16, fp32"),
+    ("bf16", {"gradients": "fp16"}, "bf16, fp32"),
 )
-def test_loss_scales_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(pagoda.ConfigError, match=next(iter(settings))):
-        pagoda.LossScale(**settings)
 
 
-def test_a_weight_beyond_fp16_is_refused_by_name() -> None:
+def test_settings_that_make_no_sense_are_refused(wrap: Wrap) -> None:
     model = layers()
+    for precision, settings, message in BAD_SETTINGS:
+        with pytest.raises(pagoda.ConfigError, match=message):
+            wrap(model, precision=pagoda.MixedPrecision(precision, **settings))
+    for name, value in (("initial", 3.0), ("backoff_factor", 1.0), ("growth_interval", 0), ("growth_factor", 0.5)):
+        with pytest.raises(pagoda.ConfigError, match=name):
+            pagoda.LossScale(**{name: value})
     with torch.no_grad():
         model.get_parameter("layers.1.0.bias")[3] = 7e4
     with pytest.raises(pagoda.ConfigError, match=r"'layers\.1\.0\.bias' has a value of 70000.*bf16"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.tiny_text import model as llama
+from pairwise import each_once
 from torch import nn
 from torch.nn import functional
 
@@ -80,7 +81,7 @@ def eight_bits(model: nn.Module) -> nn.Module:
 
 def adapted(quantize: Callable[[nn.Module], nn.Module], dora: bool = False) -> Any:
     peft = pytest.importorskip("peft")
-    base = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=4).requires_grad_(False)
+    base = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3).requires_grad_(False)
     torch.manual_seed(1)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian", use_dora=dora)
     return peft.get_peft_model(quantize(base), settings, autocast_adapter_dtype=False)
@@ -121,32 +122,24 @@ def wrapped(case: str, directory: Path, activations: ActivationMode = "recompute
     return pagoda.wrap(MODELS[case](), RULE, memory=memory, precision="fp32", activations=activations)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("case", MODELS)
-def test_quantized_weights_on_ssd_train_adapters_with_the_bits_of_torch(
+@each_once(case=[*MODELS], activations=["recompute", "keep"])
+def test_quantized_weights_on_ssd_train_adapters_with_the_bits_of_torch_and_resume(
     case: str, activations: ActivationMode, tmp_path: Path
 ) -> None:
     plain = MODELS[case]()
     trained = [param for param in plain.parameters() if param.requires_grad]
-    expected = train(plain, torch.optim.SGD(trained, lr=0.5))
-    model, optimizer = wrapped(case, tmp_path, activations=activations)
-    assert train(model, optimizer) == expected
+    sgd = torch.optim.SGD(trained, lr=0.5)
+    expected = train(plain, sgd, 2)
+    model, optimizer = wrapped(case, tmp_path / "ssd", activations)
+    assert train(model, optimizer, 2) == expected
     assert pagoda.plan_of(model).bytes["ssd"]["weight"] > pagoda.plan_of(model).bytes["host"].get("weight", 0)
     with torch.no_grad():
-        assert outcome(model.eval()).item() == outcome(plain).item()
-    optimizer.close()
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_a_run_over_quantized_weights_resumes(case: str, tmp_path: Path) -> None:
-    model, optimizer = wrapped(case, tmp_path / "ssd")
-    train(model, optimizer, 2)
+        assert outcome(model.eval()).item() == outcome(plain.eval()).item()
     optimizer.save_checkpoint(tmp_path / "saved")
-    expected = train(model, optimizer, 2)
     optimizer.close()
-    model, optimizer = wrapped(case, tmp_path / "another")
+    model, optimizer = wrapped(case, tmp_path / "another", activations)
     optimizer.load_checkpoint(tmp_path / "saved")
-    assert train(model, optimizer, 2) == expected
+    assert train(model, optimizer, 2) == train(plain.train(), sgd, 2)
     optimizer.close()
     if case != "bytes":
         out = export(tmp_path / "saved", tmp_path / "adapter")
@@ -191,10 +184,12 @@ def inner(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name) is not None]
 
 
-def test_quantized_weights_in_a_param_group_are_refused() -> None:
+def test_quantized_weights_are_neither_trained_nor_cast() -> None:
     model = adapted(eight_bits)
     with pytest.raises(pagoda.ConfigError, match=r"is quantized.*leave it out of param_groups"):
         pagoda.wrap(model, pagoda.AdamW(), param_groups=model.parameters(), precision="fp32")
+    with pytest.raises(pagoda.ConfigError, match=r"Int8Tensor.*precision"):
+        pagoda.wrap(model, pagoda.AdamW(), precision="bf16")
 
 
 def test_eight_bits_of_bitsandbytes_are_refused() -> None:
@@ -203,12 +198,6 @@ def test_eight_bits_of_bitsandbytes_are_refused() -> None:
     layer.weight = bitsandbytes.nn.Int8Params(torch.randn(64, 64), requires_grad=False, has_fp16_weights=False)
     with pytest.raises(pagoda.ConfigError, match="Linear4bit"):
         pagoda.wrap(nn.Sequential(layer.to("cpu"), nn.Linear(64, 1)), pagoda.AdamW(), precision="fp32")
-
-
-def test_tensors_that_compute_in_another_dtype_are_refused() -> None:
-    model = adapted(eight_bits)
-    with pytest.raises(pagoda.ConfigError, match=r"Int8Tensor.*precision"):
-        pagoda.wrap(model, pagoda.AdamW(), precision="bf16")
 
 
 def test_an_evaluated_model_of_bitsandbytes_says_how_to_unpack() -> None:

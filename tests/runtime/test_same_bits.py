@@ -1,41 +1,129 @@
-"""Where training state lives never changes a bit: every placement against the same run with all of it in RAM."""
+"""Training agrees with plain torch within rounding, and where training state lives never changes a bit.
 
-import itertools
-from functools import cache
+Plain torch keeps an fp32 master, a bf16 copy for compute, and runs torch.optim.AdamW on the master. It rounds the same
+values in other places (the master to bf16 with ties to even or away from zero, the update in several kernels or in
+one). An element whose gradient is rounding noise may still step the other way, since Adam normalises it; hence a bound
+on the mean and one on the share of such elements.
+"""
+
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from zoo import (
     ALL_ON_SSD,
     ARENA,
     ARENA_ALL_ON_SSD,
+    HOST_WEIGHTS,
     PAGE,
-    PLACEMENTS,
     RESIDENT,
     UNIT_LIMIT,
+    Loop,
     Outcome,
     Recipe,
-    assert_placed,
     least,
     run,
     squeeze,
     take_step,
     train,
+    usual_loop,
 )
 
 import pagoda
-from pagoda.config.training import ActivationMode, Precision
+from pagoda.config.training import Precision
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 from pagoda.plan.trace import Phase
 
 from .loops import CASES, WIDTH, Nested, built
 
+LR = 1e-3
+BF16_SHARE = 0.25
+"""Distance of elements that differ by more than a rounding to bf16, as a share of how far training moved the tensor."""
 
-@cache
-def resident_case(name: str) -> Outcome:
-    return run(built(name), RESIDENT, CASES[name].loop, clip_grad_norm=0.5)
+
+# --- plain torch -------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """The same methods as Pagoda's optimizer, in plain torch."""
+
+    def __init__(self, model: nn.Module, precision: str, clip: float | None) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p.detach().clone().requires_grad_() for p in self.params]
+        self.clip = clip
+        self.adamw = torch.optim.AdamW(self.masters, lr=LR, weight_decay=0.1)
+        self.stats = SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
+        if precision == "bf16":
+            for param in model.parameters():
+                param.data = param.data.bfloat16()
+
+    def step(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+        graded = [master for master in self.masters if master.grad is not None]
+        self.stats.grad_norm = nn.utils.clip_grad_norm_(graded, self.clip or float("inf")).item() if graded else None
+        self.adamw.step()
+        with torch.no_grad():
+            for param, master in zip(self.params, self.masters, strict=True):
+                param.copy_(master)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def reference(model: nn.Module, loop: Loop, precision: str, clip: float | None) -> Outcome:
+    outcome = Outcome()
+    optimizer = Reference(model, precision, clip)
+    torch.manual_seed(2)
+    loop(model, optimizer, outcome)
+    outcome.weights = model.state_dict()
+    outcome.optimizer = {"state": optimizer.adamw.state_dict()["state"]}
+    return outcome
+
+
+def assert_close(paged: Outcome, plain: Outcome, precision: str, start: dict[str, torch.Tensor]) -> None:
+    relative = 2e-3 if precision == "bf16" else 2e-6
+    assert paged.losses == pytest.approx(plain.losses, rel=relative)
+    assert paged.norms == [norm and pytest.approx(norm, rel=10 * relative) for norm in plain.norms]
+    assert paged.weights.keys() == plain.weights.keys()
+    for name, weight in paged.weights.items():
+        other = plain.weights[name]
+        assert weight.dtype == other.dtype, name
+        apart = (weight.double() - other.double()).abs()
+        if precision == "fp32":
+            # 5% of a step where gradients are rounding noise (the bias of attention keys), far less elsewhere.
+            assert apart.mean() <= 2e-7, name
+            assert apart.max() <= 0.05 * LR, name
+            continue
+        ulp = torch.maximum(weight.double().abs(), other.double().abs()) * 2**-7
+        beyond = torch.where(apart > ulp, apart, 0.0)
+        assert beyond.norm() <= BF16_SHARE * (other.double() - start[name].double()).norm(), name
+    # A parameter that never got a gradient has no state in either.
+    mine, others = paged.optimizer["state"], plain.optimizer["state"]
+    assert {index: of["step"] for index, of in mine.items()} == {index: of["step"] for index, of in others.items()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [
+        (Recipe("llama", frozen=True, checkpointing=True), "bf16"),
+        (Recipe("conv", clip=None, accumulation=4, steps=4), "bf16"),
+        (Recipe("conv", steps=4), "fp32"),
+    ],
+    ids=["llama-frozen-bf16", "conv-accumulation-bf16", "conv-fp32"],
+)
+def test_training_agrees_with_plain_torch_within_rounding(recipe: Recipe, precision: Precision) -> None:
+    loop = usual_loop(recipe)
+    paged = run(recipe.build(), RESIDENT, loop, lr=LR, precision=precision, clip_grad_norm=recipe.clip)
+    plain = reference(recipe.build(), loop, precision, recipe.clip)
+    assert_close(
+        paged, plain, precision, {name: value.bfloat16() for name, value in recipe.build().state_dict().items()}
+    )
+    assert len(set(plain.losses)) == len(plain.losses)
 
 
 def unusual_loops() -> list[object]:
@@ -45,34 +133,36 @@ def unusual_loops() -> list[object]:
     A gradient of a gradient needs the weights of all layers at once.
     """
     cases = []
-    placements = [placement for placement in PLACEMENTS if placement != ARENA_ALL_ON_SSD]
-    names = [name for name in CASES if name != "gradient_penalty"]
-    for (number, name), placement in itertools.product(enumerate(names), placements):
-        marks = [] if placement == (ALL_ON_SSD, ARENA)[number % 2] else [pytest.mark.slow]
-        activations = {"backward_twice": "recompute", "two_graphs_at_once": "offload"}.get(name, "keep")
-        cases.append(pytest.param(name, placement, activations, marks=marks, id=f"{name}-{placement}"))
+    for number, name in enumerate(CASES):
+        usual = [] if name == "gradient_penalty" else [(ALL_ON_SSD, ARENA)[number % 2]]
+        others = [] if not usual else [place for place in (ALL_ON_SSD, ARENA, HOST_WEIGHTS) if place not in usual]
+        cases += [pytest.param(name, usual, id=name)]
+        cases += [pytest.param(name, others, id=f"{name}-elsewhere", marks=pytest.mark.slow)]
     return cases
 
 
-@pytest.mark.parametrize(("name", "placement", "activations"), unusual_loops())
-def test_unusual_loops_do_not_depend_on_placement(
-    name: str, placement: str, activations: ActivationMode, tmp_path: Path
+@pytest.mark.parametrize(("name", "placements"), unusual_loops())
+def test_unusual_loops_agree_with_plain_torch_and_do_not_depend_on_placement(
+    name: str, placements: list[str], tmp_path: Path
 ) -> None:
-    case = CASES[name]
-    model = built(name)
-    memory = squeeze(model, placement, tmp_path, activations=activations)
-    outcome = run(model, memory, case.loop, clip_grad_norm=0.5, activations=activations)
-    assert "weight" in outcome.plan.bytes["ssd" if "ssd" in placement else "host"]  # type: ignore[union-attr]
-    outcome.assert_same_bits(resident_case(name))
+    """In fp32, where nothing but a true difference exceeds the bound."""
+    loop, fixed = CASES[name].loop, {"lr": LR, "precision": "fp32", "clip_grad_norm": 0.5}
+    resident = run(built(name), RESIDENT, loop, **fixed)  # type: ignore[arg-type]
+    assert_close(resident, reference(built(name), loop, "fp32", 0.5), "fp32", {})
+    activations: Any = {"backward_twice": "recompute", "two_graphs_at_once": "offload"}.get(name, "keep")
+    for placement in placements:
+        memory = squeeze(built(name), placement, tmp_path, precision="fp32", activations=activations)
+        outcome = run(built(name), memory, loop, activations=activations, **fixed)
+        assert "weight" in outcome.plan.bytes["ssd" if "ssd" in placement else "host"]  # type: ignore[union-attr]
+        outcome.assert_same_bits(resident)
+
+
+# --- budgets, threads, orders ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("recipe", "share"),
-    [
-        (Recipe("llama"), 0.3),
-        (Recipe("t5", clip=None, announced=True), 0.4),
-    ],
-    ids=lambda value: value.model if isinstance(value, Recipe) else value,
+    [(Recipe("llama", steps=3), 0.3), (Recipe("t5", steps=3, layers=2, clip=None, announced=True), 0.4)],
 )
 def test_any_budget_between_least_and_all_gives_the_same_bits(recipe: Recipe, share: float, tmp_path: Path) -> None:
     lowest = least(recipe, ALL_ON_SSD, tmp_path).host
@@ -88,11 +178,10 @@ def test_any_budget_between_least_and_all_gives_the_same_bits(recipe: Recipe, sh
 
 def test_several_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     """Blocks of one unit are updated at once; torch's own results may depend on the threads it computes with."""
-    recipe = Recipe("conv", accumulation=2, steps=3)
+    recipe = Recipe("conv", accumulation=2, steps=2)
     memory = least(recipe, ARENA_ALL_ON_SSD, tmp_path)
     torch.set_num_threads(2)
-    reference = train(recipe, RESIDENT)
-    train(recipe, memory).assert_same_bits(reference)
+    train(recipe, memory).assert_same_bits(train(recipe, RESIDENT))
 
 
 @pytest.mark.usefixtures("lanes_keep_up")
@@ -101,14 +190,15 @@ def test_several_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     [
         (Recipe("llama", steps=3, layers=6), ARENA_ALL_ON_SSD),
         (Recipe("gpt2", steps=3, checkpointing=True), ALL_ON_SSD),
-        (Recipe("qwen3", steps=3, checkpointing=True, layers=6), ARENA_ALL_ON_SSD),
         (Recipe("conv", steps=3), ALL_ON_SSD),  # a module that holds a parameter
     ],
     ids=lambda value: value.model if isinstance(value, Recipe) else value,
 )
 def test_only_the_first_step_has_faults(recipe: Recipe, placement: str, tmp_path: Path) -> None:
     outcome = train(recipe, least(recipe, placement, tmp_path))
-    assert_placed(outcome, placement)
+    assert outcome.plan is not None
+    assert "weight" in outcome.plan.bytes["ssd"]
+    assert all((moved["h2d"] > 0) == (placement == ARENA_ALL_ON_SSD) for moved in outcome.moved)
     assert outcome.faults[1:] == [0] * 2
 
 
@@ -123,15 +213,35 @@ def test_a_trace_has_all_micro_batches_of_a_step_in_the_order_of_their_forwards_
     assert phases == [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4
 
 
+@pytest.mark.usefixtures("lanes_keep_up")
+def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: Path) -> None:
+    """Two steps of another order make that order the plan; one does not."""
+    model = built("layers_skipped_at_random")
+    replanned, faults = [], []
+    usual, other = [0, 1, 2, 3, 4, 5, 6, 7], [4, 1, 7, 6, 3, 0, 5, 2]
+
+    def loop(model: nn.Module, optimizer: Any, _: Outcome) -> None:
+        for picked in (usual, usual, other, other, other):
+            model(torch.ones(2, WIDTH), picked).backward()
+            optimizer.step()
+            replanned.append(optimizer.stats.replanned)
+            faults.append(optimizer.stats.faults)
+
+    run(model, squeeze(model, ALL_ON_SSD, tmp_path), loop, clip_grad_norm=1.0)
+    assert (replanned[1], replanned[3], replanned[4]) == (False, True, False)
+    assert faults[2] > 0
+    assert faults[4] < faults[2]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_device(precision: Precision) -> None:
     """Its pieces take turns in two buffers; the norm is summed piece by piece wherever it comes from."""
 
-    def build() -> torch.nn.Module:
+    def build() -> nn.Module:
         torch.manual_seed(0)
-        return torch.nn.Linear(BOUNCE_ELEMENTS // 512, 1300)
+        return nn.Linear(BOUNCE_ELEMENTS // 512, 1300)
 
-    def loop(model: torch.nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    def loop(model: Any, optimizer: Any, outcome: Outcome) -> None:
         x = torch.randn(3, BOUNCE_ELEMENTS // 512, generator=torch.Generator().manual_seed(1))
         for backwards in (1, 2, 3):
             for _ in range(backwards):
@@ -143,41 +253,19 @@ def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_de
     outcome.assert_same_bits(run(build(), pagoda.Memory(host="256MiB"), loop, precision=precision, clip_grad_norm=0.5))
 
 
-@pytest.mark.usefixtures("lanes_keep_up")
-def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: Path) -> None:
-    """Two steps of another order make that order the plan; one does not."""
-    model = built("layers_skipped_at_random")
-    replanned, faults = [], []
-    usual, other = [0, 1, 2, 3, 4, 5, 6, 7], [4, 1, 7, 6, 3, 0, 5, 2]
-
-    def loop(model: torch.nn.Module, optimizer: object, _: Outcome) -> None:
-        for picked in (usual, usual, other, other, other):
-            model(torch.ones(2, WIDTH), picked).backward()
-            optimizer.step()  # type: ignore[attr-defined]
-            replanned.append(optimizer.stats.replanned)  # type: ignore[attr-defined]
-            faults.append(optimizer.stats.faults)  # type: ignore[attr-defined]
-
-    run(model, squeeze(model, ALL_ON_SSD, tmp_path), loop, clip_grad_norm=1.0)
-    assert not replanned[1]
-    assert replanned[3]
-    assert not replanned[4]
-    assert faults[2] > 0
-    assert faults[4] < faults[2]
-
-
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA])
 def test_a_plan_that_is_accepted_has_room_for_parameters_held_by_enclosing_modules(
     placement: str, tmp_path: Path
 ) -> None:
-    def build() -> torch.nn.Module:
+    def build() -> nn.Module:
         torch.manual_seed(0)
         return Nested(5)
 
-    def loop(model: torch.nn.Module, optimizer: object, outcome: Outcome) -> None:
+    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         for _ in range(2):
             loss = model(torch.ones(2, WIDTH)).float().square().mean()
             loss.backward()
-            optimizer.step()  # type: ignore[attr-defined]
+            optimizer.step()
             outcome.losses.append(loss.item())
 
     try:

@@ -12,20 +12,7 @@ import pytest
 import torch
 from pairwise import each_once
 from torch import nn
-from zoo import (
-    ALL_ON_SSD,
-    ARENA,
-    ARENA_ALL_ON_SSD,
-    HOST_WEIGHTS,
-    PAGE,
-    RESIDENT,
-    Outcome,
-    batch,
-    llama,
-    loss_of,
-    run,
-    squeeze,
-)
+from zoo import ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PAGE, Outcome, run, squeeze
 
 import pagoda
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
@@ -37,13 +24,18 @@ from pagoda.plan.placement import UNDO
 from pagoda.runtime.undo import Undo
 from pagoda.schedule import updates
 
+from .loops import inputs, layers
+
 LIMIT = 0.5
 CLIPPED, CALM = 30.0, 1e-3
 """Factors of the loss with which its gradients are clipped, and are not."""
 PATTERNS = ("....", "xxxx", ".x.x.", "..x.xx.")
 ALL_IN_RAM, ARENA_ALL_IN_RAM = "all-in-ram", "arena-all-in-ram"
 PLACEMENTS = (ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
-Between = Callable[[nn.Module, Any, Outcome], None]
+UNIT_LIMIT = "64KiB"
+RESIDENT = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
+LAYERS = 8
+Between = Callable[[Any, Any, Outcome], None]
 """What a user does between backward and `step()`."""
 
 
@@ -52,9 +44,8 @@ def always_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "CALM_STEPS", 0)
 
 
-def built() -> nn.Module:
-    torch.manual_seed(0)
-    return llama(layers=6).train()
+def loss_of(model: nn.Module, seed: int = 100) -> torch.Tensor:
+    return model(inputs(seed), [*range(LAYERS)])  # type: ignore[no-any-return]
 
 
 def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.Memory:
@@ -63,11 +54,12 @@ def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.
         return RESIDENT
     if placement == ARENA_ALL_IN_RAM:
         placement = ARENA
-    memory = squeeze(built(), placement, directory, announced=accumulation)
+    model = layers(LAYERS)
+    memory = squeeze(model, placement, directory, announced=accumulation, unit_limit=UNIT_LIMIT)
     if placement != HOST_WEIGHTS:
         return memory
     assert isinstance(memory.host, int)
-    return replace(memory, host=memory.host + sum(p.numel() for p in built().parameters()) * 2 + 16 * PAGE)
+    return replace(memory, host=memory.host + sum(p.numel() for p in model.parameters()) * 2 + 16 * PAGE)
 
 
 class Training:
@@ -79,10 +71,9 @@ class Training:
         """Updates kept and undone in each step."""
 
     def __call__(self, model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        generator = torch.Generator().manual_seed(1)
         for step, sign in enumerate(self.pattern):
-            for _ in range(self.accumulation):
-                loss = loss_of(model(**batch("llama", generator))) * (CLIPPED if sign == "x" else CALM)
+            for number in range(self.accumulation):
+                loss = loss_of(model, self.accumulation * step + number) * (CLIPPED if sign == "x" else CALM)
                 loss.backward()
                 outcome.losses.append(loss.item())
             if self.between is not None and self.at in (None, step):
@@ -95,31 +86,22 @@ class Training:
             self.counts.append((optimizer.stats.updates_kept, optimizer.stats.updates_undone))
 
 
-def train(
-    training: Training, memory: pagoda.Memory, speculate: bool | None = True, accumulation: int | None = None
-) -> Outcome:
+def train(training: Training, memory: pagoda.Memory, speculate: bool | None = True) -> Outcome:
     return run(
-        built(),
+        layers(LAYERS),
         memory,
         training,
         clip_grad_norm=LIMIT,
-        accumulation_steps=accumulation or training.accumulation,
+        accumulation_steps=training.accumulation,
         update=pagoda.Updates(speculate=speculate),
     )
 
 
 @cache
-def reference(pattern: str, accumulation: int) -> Outcome:
-    training = Training(pattern, accumulation)
+def reference(pattern: str, accumulation: int = 1, between: Between | None = None) -> Outcome:
+    training = Training(pattern, accumulation, between)
     outcome = train(training, RESIDENT, speculate=False)
     assert set(training.counts) == {(0, 0)}
-    return outcome
-
-
-def check(training: Training, memory: pagoda.Memory) -> Outcome:
-    """Train speculatively and, for comparison, resident."""
-    outcome = train(training, memory)
-    outcome.assert_same_bits(train(Training(training.pattern, 1, training.between, training.at), RESIDENT, False))
     return outcome
 
 
@@ -147,17 +129,17 @@ def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int,
 def test_states_in_ram_are_speculated_on_only_where_asked_for(tmp_path: Path) -> None:
     """Copies of them take time of the CPU, which computes here: `speculate` left out does without."""
     training = Training("...")
-    train(training, RESIDENT, speculate=None).assert_same_bits(reference(training.pattern, 1))
+    train(training, RESIDENT, speculate=None).assert_same_bits(reference(training.pattern))
     assert set(training.counts) == {(0, 0)}
     outcome = train(training, memory_of(ARENA_ALL_IN_RAM, tmp_path))
-    outcome.assert_same_bits(reference(training.pattern, 1))
+    outcome.assert_same_bits(reference(training.pattern))
     assert training.counts[-1][0]
 
 
 def test_it_pauses_until_some_steps_were_not_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "CALM_STEPS", 3)
     training = Training(".x..x.....")
-    train(training, memory_of(ALL_ON_SSD, tmp_path)).assert_same_bits(reference(training.pattern, 1))
+    train(training, memory_of(ALL_ON_SSD, tmp_path)).assert_same_bits(reference(training.pattern))
     assert [bool(kept) for kept, _ in training.counts] == [True] + [False] * 7 + [True] * 2
     assert [bool(undone) for _, undone in training.counts] == [False, True] + [False] * 8
 
@@ -175,7 +157,7 @@ def gathered_to_modify(model: nn.Module, _optimizer: Any, _outcome: Outcome) -> 
 
 def evaluation(model: nn.Module, _optimizer: Any, outcome: Outcome) -> None:
     with torch.no_grad():
-        outcome.losses.append(loss_of(model(**batch("llama", torch.Generator().manual_seed(5)))).item())
+        outcome.losses.append(loss_of(model).item())
 
 
 def state_dicts(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
@@ -198,8 +180,7 @@ def gradients_dropped(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> N
 
 
 def one_gradient_dropped(model: nn.Module, _optimizer: Any, _outcome: Outcome) -> None:
-    next(model.parameters()).grad = None
-    for param in list(model.parameters())[3:20:4]:
+    for param in list(model.parameters())[::5]:
         param.grad = None
 
 
@@ -207,28 +188,32 @@ def clipped_by_hand(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> Non
     optimizer.clip_grad_norm_(1e-6)
 
 
+def clipped_by_torch(model: nn.Module, _optimizer: Any, _outcome: Outcome) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+
+
 def another_backward(model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
     with pytest.raises(UsageError, match="announced"):
-        loss_of(model(**batch("llama", torch.Generator().manual_seed(5)))).backward()
+        loss_of(model).backward()
     optimizer.zero_grad()
 
 
 def gradients_that_are_not_finite(model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
     optimizer.zero_grad()
-    (loss_of(model(**batch("llama", torch.Generator().manual_seed(5)))) * torch.nan).backward()
+    (loss_of(model) * torch.nan).backward()
     with pytest.raises(NonFiniteGradientError):
         optimizer.step()
 
 
-def interrupted_backward(model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+def interrupted_backward(model: Any, optimizer: Any, _outcome: Outcome) -> None:
     optimizer.zero_grad()
 
     def interrupt(_grad: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
-    hook = model.model.embed_tokens.register_forward_hook(lambda _m, _i, out: out.register_hook(interrupt) and None)
+    hook = model.layers[0].register_forward_hook(lambda _m, _i, out: out.register_hook(interrupt) and None)
     with pytest.raises(KeyboardInterrupt):
-        loss_of(model(**batch("llama", torch.Generator().manual_seed(5)))).backward()
+        loss_of(model).backward()
     hook.remove()
     optimizer.zero_grad()
 
@@ -243,6 +228,7 @@ BETWEEN = (
     gradients_dropped,
     one_gradient_dropped,
     clipped_by_hand,
+    clipped_by_torch,
     another_backward,
     gradients_that_are_not_finite,
     interrupted_backward,
@@ -252,23 +238,27 @@ BETWEEN = (
 @each_once(between=BETWEEN, placement=[ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD])
 def test_whatever_is_done_before_the_step_finds_the_old_state(between: Between, placement: str, tmp_path: Path) -> None:
     training = Training("...", between=between)
-    check(training, memory_of(placement, tmp_path))
+    train(training, memory_of(placement, tmp_path)).assert_same_bits(reference("...", 1, between))
     (first, at, last) = training.counts
     assert all(kept and not undone for kept, undone in (first, last))
     assert at[1] > 0
 
 
-def test_closing_before_the_step_leaves_the_old_state_and_frees_every_thread(tmp_path: Path) -> None:
-    before = threading.active_count()
-    model, optimizer = pagoda.wrap(
-        built(),
+def speculating(memory: pagoda.Memory) -> tuple[nn.Module, PagedOptimizer]:
+    return pagoda.wrap(
+        layers(LAYERS),
         pagoda.AdamW(lr=1e-2),
-        memory=memory_of(ALL_ON_SSD, tmp_path),
+        memory=memory,
         clip_grad_norm=LIMIT,
         accumulation_steps=1,
         update=pagoda.Updates(speculate=True),
     )
-    (loss_of(model(**batch("llama", torch.Generator().manual_seed(1)))) * CALM).backward()
+
+
+def test_closing_before_the_step_frees_every_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    model, optimizer = speculating(memory_of(ALL_ON_SSD, tmp_path))
+    (loss_of(model) * CALM).backward()
     optimizer.close()
     assert threading.active_count() == before
 
@@ -278,27 +268,19 @@ def test_closing_before_the_step_leaves_the_old_state_and_frees_every_thread(tmp
     [(ALL_IN_RAM, False), (HOST_WEIGHTS, True), (ALL_ON_SSD, False), (ARENA_ALL_ON_SSD, True)],
 )
 def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, wait: bool, tmp_path: Path) -> None:
-    """Saved between backward and step, and after a step with the next ones running on: each resumes with the bits."""
-    pages, checkpoints = tmp_path / "pages", tmp_path / "checkpoints"
-    pages.mkdir()
+    """One that is saved between backward and step is that of the step before, and the run that goes on is no other."""
+    (tmp_path / "pages").mkdir()
 
-    def save(name: str) -> Between:
-        def between(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
-            if isinstance(optimizer, PagedOptimizer):
-                optimizer.save_checkpoint(checkpoints / name, {}, wait=wait)
+    def save(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+        optimizer.save_checkpoint(tmp_path / "saved", {}, wait=wait)
 
-        return between
+    def resumed(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+        optimizer.load_checkpoint(tmp_path / "saved")
 
-    checkpoints.mkdir()
-    training = Training("..x.", between=save("before"))
-    outcome = train(training, memory_of(placement, pages))
-    outcome.assert_same_bits(reference(training.pattern, 1))
-    first = train(Training("."), RESIDENT, False)
-
-    def resumed(model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
-        optimizer.load_checkpoint(checkpoints / "before")
-
-    loaded = run(built(), RESIDENT, resumed, clip_grad_norm=LIMIT, accumulation_steps=1)
+    training = Training("..x.", between=save)
+    train(training, memory_of(placement, tmp_path / "pages")).assert_same_bits(reference(training.pattern))
+    loaded = run(layers(LAYERS), RESIDENT, resumed, clip_grad_norm=LIMIT, accumulation_steps=1)
+    first = reference(".")
     loaded.losses, loaded.norms = first.losses, first.norms
     loaded.assert_same_bits(first)
 
@@ -328,7 +310,7 @@ def test_an_update_that_failed_before_the_step_is_done_anew(
     monkeypatch.setattr(Undo, "begin", begin_doomed)
     monkeypatch.setattr(SSDTier, "store", broken)
     training = Training("...", between=let_them_fail, at=None)
-    train(training, memory_of(placement, tmp_path)).assert_same_bits(reference(training.pattern, 1))
+    train(training, memory_of(placement, tmp_path)).assert_same_bits(reference(training.pattern))
     assert all(undone and not kept for kept, undone in training.counts)
     assert len(training.counts) == 3
 
@@ -346,14 +328,7 @@ def test_an_update_that_fails_after_the_step_has_let_it_stand_is_an_error(
         store(tier, run, offset_bytes, data)
 
     monkeypatch.setattr(SSDTier, "store", fail)
-    model, optimizer = pagoda.wrap(
-        built(),
-        pagoda.AdamW(lr=1e-2),
-        memory=memory_of(HOST_WEIGHTS, tmp_path),
-        clip_grad_norm=LIMIT,
-        accumulation_steps=1,
-        update=pagoda.Updates(speculate=True),
-    )
+    model, optimizer = speculating(memory_of(HOST_WEIGHTS, tmp_path))
     broken.set()
     training = Training(".")
     training(model, optimizer, Outcome())

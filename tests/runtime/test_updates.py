@@ -1,6 +1,5 @@
 """Updates give the bits of the flat kernel, within the ring, and say when they fail."""
 
-import itertools
 import random
 import threading
 import time
@@ -19,8 +18,6 @@ from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import Run
 from pagoda.optim import AdamW, flat
 from pagoda.optimizer import PagedOptimizer
-from pagoda.plan.layout import RING_SLOTS
-from pagoda.runtime.lanes import Handle, Work
 from pagoda.runtime.unit import LiveUnit
 
 from .conftest import Wrap
@@ -83,10 +80,6 @@ class Updates:
         self.part.engine.drain()
         self.assert_all_as_expected()
         assert self.part.scheduler.gradients.pages.in_use == 0
-
-    @property
-    def free_slots(self) -> int:
-        return self.part.store.ring._free.qsize()
 
 
 @contextmanager
@@ -239,52 +232,6 @@ def test_a_failing_disk_reaches_whoever_waits_until_every_state_is_replaced(
                 running.write(unit)
         running.step(0, 1, 2, 3, seed=2)
         running.assert_ended()
-
-
-@pytest.mark.parametrize("lane", ["ssd_read", "update", "ssd_write"])
-def test_an_update_that_cannot_submit_all_its_work_ends_when_what_runs_has_ended(
-    tmp_path: Path, lane: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with updates(tmp_path, [[9000], [2048]], staged_units=4, block_limit=1) as running:
-        part, gate, submitted = running.part, threading.Event(), itertools.count()
-        part.arrive(part.units[0])
-        part.settle()
-        real = part.engine._lanes[lane].submit
-
-        def submit(work: Work, after: Sequence[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
-            if not label.endswith("layers.0"):
-                return real(work, after, nbytes, label)
-            if next(submitted):
-                raise MemoryError("no room for more work")
-
-            def gated() -> None:
-                assert gate.wait(SOON_S)
-                work()
-
-            return real(gated, after, nbytes, label)
-
-        monkeypatch.setattr(part.engine._lanes[lane], "submit", submit)
-        part.step()
-        time.sleep(0.05)
-        assert not part.scheduler.idle
-        if lane == "update":
-            assert part.scheduler.gradients.pages.in_use, "the gradient is still read"
-        gate.set()
-        with pytest.raises(MemoryError, match="no room"):
-            part.engine.drain()
-        part.settle()
-        assert running.free_slots == RING_SLOTS
-        running.assert_all_as_expected(but=[0])
-
-
-def test_close_finishes_what_was_asked_for(tmp_path: Path) -> None:
-    with updates(tmp_path, staged_units=8) as running:
-        engine = running.part.engine
-        running.step(0, 1, 2, 3)
-        written = [record.written for record in engine._executor.latest.values()]
-        engine.close()
-        assert [handle.succeeded for handle in written] == [True] * len(SIZES)
-        assert not any(thread.is_alive() for feeder in engine._executor.feeders for thread in feeder._thread._threads)
 
 
 @pytest.mark.parametrize("bad", ["every gradient", "one gradient"])
