@@ -106,7 +106,7 @@ _mappings: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
 
 
 def _keep_mappings() -> None:
-    """In a forked process: never unmap what it did not get, as something else may lie at those addresses there."""
+    """In a forked child: never unmap arenas. The child has none, and other memory may lie at their addresses."""
     for mapping in _mappings:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
@@ -121,7 +121,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many references keep `tensor`'s storage alive, the one that asking takes included.
+    """How many references keep `tensor`'s storage alive, including the one that this call takes.
 
     A tensor that nobody else holds reads `FRESH_USE_COUNT`. Each further live tensor over the same storage
     (a view, a `detach()`, a `Parameter`, a `param.data`) adds one, whether Python or the autograd graph holds

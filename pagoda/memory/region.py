@@ -42,7 +42,7 @@ class Region:
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """The address of the first byte."""
         return self.arena.address + self.start * self.page_bytes
 
     def take(self, pages: int) -> "Region":
@@ -72,7 +72,7 @@ class Region:
         return self.arena.view(self.start * self.page_bytes + offset, nbytes)
 
     def poison(self) -> None:
-        """Nothing uses these pages any more: in debug mode they hold NaN from now on."""
+        """In debug mode, fill these pages with NaN. Call it when they are no longer used."""
         if self.poisoned:
             self.arena.poison(self.start * self.page_bytes, self.nbytes)
 

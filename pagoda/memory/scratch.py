@@ -18,19 +18,19 @@ from pagoda.memory.ssd.striped import StripedFile, portion_of
 from pagoda.memory.ssd.xxh3 import hashes_of
 
 _GROWTH_BYTES = 64 << 20
-"""Room is taken in banks of at least so much, so that there are few of them."""
+"""The least size of a bank, so that there are few banks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Pages of one bank that adjoin."""
+    """Consecutive pages of one bank."""
 
     bank: int
     run: Run
 
 
 class Scratch(ABC):
-    """Pages that nobody knows the number of before a step has run: the tier grows by a bank when more are asked for.
+    """Pages whose number is unknown before a step runs. The scratch grows by one bank when it needs more pages.
 
     Invariant: `in_use_bytes <= peak_bytes <= capacity_bytes <= room_bytes`, always. What is allocated may lie in
     several pieces, so nothing is lost to fragmentation. NOT thread-safe; transfers of pieces are.
@@ -56,7 +56,7 @@ class Scratch(ABC):
         self.peak_bytes = self.in_use_bytes
 
     def alloc(self, nbytes: int) -> tuple[Piece, ...] | None:
-        """Pages for `nbytes`; None where the room does not have them. Raises as the system does that gives no more."""
+        """Pages for `nbytes`; None if there is no room. Raises the errors of opening a bank."""
         left = pages_for(nbytes, self.page_bytes)
         after = self.in_use_bytes + left * self.page_bytes
         if after > self.room_bytes or not self._grow_to(after):
@@ -84,10 +84,10 @@ class Scratch(ABC):
 
     @abstractmethod
     def _open(self, pages: int) -> bool:
-        """Take one more bank; False where a limit that is not the room's forbids it."""
+        """Add a bank. Returns False if a limit besides `room_bytes` forbids it."""
 
     def _grow_to(self, nbytes: int) -> bool:
-        """Have a capacity of `nbytes` or more, by one bank; False where a limit forbids it."""
+        """Grow to a capacity of at least `nbytes` by one bank at most. Returns False if a limit forbids it."""
         have = self.capacity_bytes
         if nbytes <= have:
             return True
@@ -103,7 +103,7 @@ class MemoryScratch(Scratch):
     """Scratch pages in RAM."""
 
     def __init__(self, room_bytes: int, page_bytes: int, arena: Callable[[int], Arena], poison: bool = False) -> None:
-        """`arena` gives RAM; `poison` fills pages with NaN whenever nobody has them."""
+        """`arena` makes an arena of a given size. With `poison`, free pages are filled with NaN."""
         super().__init__(room_bytes, page_bytes)
         self._arena = arena
         self._poison = poison
@@ -129,13 +129,13 @@ class MemoryScratch(Scratch):
 
 
 class SSDScratch(Scratch):
-    """Scratch pages in files without a name, striped over the drives, which vanish with the process.
+    """Scratch pages in unnamed files, striped over the drives. The files vanish with the process.
 
     Every write hashes each page, every read compares, as `SSDTier` does.
     """
 
     def __init__(self, room_bytes: int, page_bytes: int, directories: Mapping[Path, int | None]) -> None:
-        """`directories` has most bytes of each, None for no limit."""
+        """`directories` maps each directory to its limit in bytes; None is no limit."""
         super().__init__(room_bytes, page_bytes)
         self._directories = tuple(directories)
         self._left = [None if limit is None else limit // page_bytes for limit in directories.values()]

@@ -1,22 +1,22 @@
-"""Which unit comes first, where the time of each may change."""
+"""A priority queue of units whose times may change."""
 
 from heapq import heapify, heappop, heappush
 from math import inf
 
 _MOST_STALE = 4
-"""Entries for each unit, on average, above which a heap is made anew without those that are out of date."""
+"""With more heap entries per unit than this, the heap is rebuilt without its outdated entries."""
 
 
 class Agenda:
-    """Units, each with one time. A unit that has another time costs as much as a new one."""
+    """Units, each with one time. Changing a time costs as much as adding a unit."""
 
     def __init__(self) -> None:
         self._times: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []
-        """(time, unit), some of them out of date: not as `_times` has it."""
+        """(time, unit). An entry is outdated if `_times` has another time for its unit, or none."""
 
     def put(self, unit: int, time: float) -> None:
-        """From now on a unit has this time, and no other."""
+        """Set the time of a unit."""
         if self._times.get(unit) == time:
             return
         self._times[unit] = time
@@ -26,7 +26,7 @@ class Agenda:
             heapify(self._heap)
 
     def first(self) -> tuple[float, int] | None:
-        """The least time, and its unit."""
+        """The least time and its unit; None if there are no units."""
         while self._heap:
             time, unit = self._heap[0]
             if self._times.get(unit) == time:
@@ -39,5 +39,5 @@ class Agenda:
         return self._times.get(unit, inf)
 
     def remove(self, unit: int) -> None:
-        """A unit has no time any more."""
+        """Remove a unit and its time."""
         del self._times[unit]

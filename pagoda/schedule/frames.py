@@ -10,8 +10,8 @@ from pagoda.memory.pool import PagePool
 class Frames:
     """The frames [0, count), cut into slabs at least as long as the longest run; the last slab may be shorter.
 
-    Invariant: no run crosses a border of slabs. So runs in use that touch k slabs leave every other slab whole, and a
-    holder of one slab more than can be in use at once can always make room for one more run.
+    Invariant: no run crosses a border of slabs. So if the runs in use touch k slabs, every other slab is whole. A
+    holder with one slab more than can be in use at once can always make room for one more run.
     """
 
     def __init__(self, count: int, slab: int) -> None:
@@ -26,11 +26,11 @@ class Frames:
 
     @property
     def slabs(self) -> int:
-        """How many there are."""
+        """The number of slabs."""
         return len(self._slabs)
 
     def alloc(self, count: int) -> Run | None:
-        """`count` adjoining frames from the slab with the least room that has them, or None."""
+        """`count` adjoining frames, from the slab whose longest free run fits tightest; None if no slab fits."""
         at = bisect_left(self._by_room, (count, -1))
         if at == len(self._by_room):
             return None
@@ -54,10 +54,10 @@ class Frames:
         return run.start // self._slab
 
     def window(self, slab: int, count: int, price: Callable[[Run], float | None]) -> list[Run] | None:
-        """Which runs of a slab to free, at the least price, so that `count` frames adjoin; None if none."""
+        """The cheapest runs of a slab to free so that `count` frames adjoin; None if no choice makes that room."""
         return self._slabs[slab].cheapest_window(count, price)
 
     def _moved(self, at: int, index: int) -> None:
-        """A slab, found at this place of `_by_room`, has another longest free run."""
+        """Update the entry at index `at` of `_by_room`: the longest free run of its slab has changed."""
         del self._by_room[at]
         insort(self._by_room, (self._slabs[index].largest_free, index))

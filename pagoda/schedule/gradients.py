@@ -36,13 +36,13 @@ class Record:
     clean: bool = False
     """Whether SSD holds the same bytes, or will once the transfer under way has ended."""
     complete: bool = False
-    """Whether this backward is through with it."""
+    """Whether this backward adds nothing more to it."""
     in_use: bool = False
     """Whether an update reads the buffer."""
     wanted: bool = False
     """Whether an update waits for it to be in RAM."""
     lost: bool = False
-    """Whether a part of it did not arrive, or could not be read back. Then nothing can use it."""
+    """Whether a part of it failed to arrive or to be read back. A lost gradient cannot be used."""
     dropped: bool = False
     """Nobody needs it any more: its buffer is free once nothing moves it."""
 
@@ -80,13 +80,13 @@ class Gradients:
         self._records: dict[int, Record] = {}
         """unit -> the record of this step."""
         self._idle: dict[Record, None] = {}
-        """Records whose shared buffer nothing moves or reads, in the order in which that came about."""
+        """Records whose shared buffer nothing moves or reads, longest idle first."""
         self._busy: dict[Record, None] = {}
-        """Other records with a shared buffer."""
+        """The other records with a shared buffer: something moves or reads their buffers."""
         self._waiting: dict[Record, None] = {}
         """Records that need a buffer: for an update, or for what autograd has made."""
         self._spilling_fails = False
-        """A SPILL has failed since compute last made a gradient: it is not tried again at once."""
+        """Whether a SPILL has failed since compute last made a gradient. No other is tried until the next one."""
         self.changes = False
         """Whether something has come about since the last pump that may give a buffer to a record: else it need not be
         pumped."""
@@ -139,13 +139,13 @@ class Gradients:
             self.drop(record)
 
     def drop(self, record: Record) -> None:
-        """Nobody needs a gradient any more."""
+        """Drop a gradient that is no longer needed."""
         self._waiting.pop(record, None)
         record.made, record.dropped = 0, True
         self._changed(record)
 
     def take(self, unit: int) -> Record:
-        """Hand the record of this step over: what arrives from now on is of the next step."""
+        """Hand over the record of this step. Later gradients belong to the next step."""
         return self._records.pop(unit)
 
     def take_all(self) -> list[Record]:
@@ -169,7 +169,7 @@ class Gradients:
     # --- decisions ---
 
     def pump(self) -> None:
-        """Give buffers to the records that wait for one, those of updates first: they free buffers again."""
+        """Give buffers to the records that wait for one. Updates come first, because they free buffers."""
         self.changes = False
         for record in sorted(self._waiting, key=lambda record: not record.wanted):
             if record.transferring or (record.in_use and record.made):

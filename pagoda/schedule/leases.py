@@ -33,9 +33,9 @@ from pagoda.schedule.order import Order
 from pagoda.schedule.versions import Versions
 
 MOST_PREFETCHES = 2
-"""A prefetch starts while fewer FETCHes are under way. More would delay what compute comes to wait for."""
+"""A prefetch starts only while fewer FETCHes than this run. More would delay fetches that compute waits for."""
 _CANDIDATES = 16
-"""Slabs that a prefetch tries to take frames from. What compute waits for tries all."""
+"""The number of slabs in which a prefetch looks for frames. A fetch that compute waits for looks in all of them."""
 
 
 class LeaseState(Enum):
@@ -72,7 +72,7 @@ class Leases:
         read: Callable[[int], None],
         issue: Callable[[Operation], None],
     ) -> None:
-        """`read` is told of a unit whose weights a FETCH is about to read in their home."""
+        """`read` is called with a unit before a FETCH reads its weights from their home."""
         self._plan = plan
         self._read = read
         self._order = order
@@ -84,9 +84,9 @@ class Leases:
         self._owner: dict[int, Lease] = {}
         """first frame -> the lease that holds it, ended ones too."""
         self._users = [0] * len(plan.units)
-        """Forwards and backwards that use each unit now, or wait for it."""
+        """By unit, how many forwards and backwards use it now or wait for it."""
         self._waiting: dict[int, int] = {}
-        """unit -> how many of them wait for it, the first unit first."""
+        """unit -> how many of its users wait for it, in the order in which units began to wait."""
         self._last_used = -1
         """The unit that compute used last."""
         self._missing = Agenda()
@@ -99,11 +99,11 @@ class Leases:
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True
-        """Whether something has come about since the last pump that may let a fetch start."""
+        """Whether an event since the last pump may let a fetch start."""
         self._reclaiming = 0
-        """RECLAIM operations without an answer."""
+        """The number of RECLAIM operations that have no answer yet."""
         self._filling = 0
-        """Fetches under way."""
+        """The number of FETCH operations that have not ended."""
         self._fetching: list[list[int]] = [[] for _ in plan.units]
         """The versions that they bring, by unit; more than one if the weights that the first brings have become old."""
         self._others_read = [0] * len(plan.units)
@@ -114,7 +114,7 @@ class Leases:
     # --- events ---
 
     def access(self, unit: int) -> None:
-        """Compute begins to use a unit, whose time has come in `order` already."""
+        """Compute begins to use a unit. `order` has already advanced to this access."""
         self.changes = True
         self._users[unit] += 1
         self._waiting[unit] = self._waiting.get(unit, 0) + 1
@@ -170,15 +170,15 @@ class Leases:
             self._free(lease)
 
     def others_read(self, unit: int, begin: bool) -> None:
-        """Another rank begins to read a unit's weights in their home, or has ended that."""
+        """Another rank begins or ends a read of a unit's weights in their home."""
         self._others_read[unit] += 1 if begin else -1
 
     def let_go(self, lease: Lease) -> None:
-        """Nothing refers any more to a lease that could not be reclaimed."""
+        """A lease that could not be reclaimed is no longer referred to."""
         self._free(lease)
 
     def changed(self, unit: int) -> None:
-        """A unit's weights are about to be others: its lease ends."""
+        """A unit's weights are about to change, so its lease ends."""
         lease = self._leases.get(unit)
         if lease is not None:
             self._end(lease)
@@ -231,13 +231,13 @@ class Leases:
         self.changes = False
 
     def serve(self) -> None:
-        """Let compute go on where it can read what it waits for."""
+        """Resume compute for each unit whose weights it can now read."""
         for unit in [*self._waiting] if self._waiting else ():
             if self._versions.readable(unit) is not None and self._has_weights(unit):
                 del self._waiting[unit]
 
     def _has_weights(self, unit: int) -> bool:
-        """Whether compute can read a unit's weights, as far as leases go."""
+        """Whether the leases let compute read a unit's weights."""
         lease = self._leases.get(unit)
         return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is LeaseState.READY)
 

@@ -70,7 +70,7 @@ class Order:
         return self._chosen.units() if announces else ()
 
     def expect(self, units: Sequence[int]) -> None:
-        """A router has chosen units, which are used next, in this order."""
+        """A router has chosen the units that are used next, in this order."""
         self._chosen.announce(units)
 
     def end_step(self) -> bool:
@@ -100,7 +100,7 @@ class Order:
 
     @property
     def position(self) -> int:
-        """Accesses of the trace that the step has come past."""
+        """The number of accesses of the trace that the step has passed."""
         return (self._cursor.position + 1) % self._uses.period
 
     def next_use(self, unit: int) -> float:
@@ -118,5 +118,5 @@ class Order:
         return self._uses.after(self._stand_in[unit], self._uses.period - 1)
 
     def counted_on(self, unit: int) -> bool:
-        """Whether a unit will be used, as far as is known; of experts that the last step did not use, it is not."""
+        """Whether a unit is expected to be used. Experts that the last step did not use are not."""
         return unit in self._chosen.coming or self._steadiness.counts_on(unit)

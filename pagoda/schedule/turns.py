@@ -1,9 +1,9 @@
 """Asynchronous updates: after which steps a unit is updated, and which steps see that.
 
-With a bound of N steps, a unit is updated after every N-th step, by the gradients of these N steps, and PUBLISH shows
-that to accesses one step later. Units take turns, so each step updates about 1 / N of them. What a step reads does not
-depend on when updates end, so ranks agree on it without a message. A drain has everything applied, and shows it unless
-a step has begun.
+With a bound of N steps, a unit is updated after every N-th step, by the gradients of these N steps. PUBLISH shows the
+new weights to accesses one step later. Units take turns, so each step updates about 1 / N of them. Which version a step
+reads does not depend on when updates end, so ranks agree on it without a message. A drain applies every gradient. It
+also shows the result, unless a step has begun.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Turns:
         queue: Callable[[Update], None],
         issue: Callable[[Operation], None],
     ) -> None:
-        """`queue` has an update begin, after those of its unit before it."""
+        """`queue` starts an update after the earlier updates of its unit."""
         self._most = plan.max_staleness
         self._versions = versions
         self._leases = leases
@@ -56,7 +56,7 @@ class Turns:
                 self._show(unit)
 
     def drain(self) -> None:
-        """Every gradient is to be applied. The turns begin anew."""
+        """Ask for the updates by all gradients, and restart the turns."""
         self._turn = 0
         show = self._publish if self._step_begun else self._show
         for unit, weights in enumerate(self._versions.of):
@@ -70,7 +70,7 @@ class Turns:
         self._turn = 0
 
     def _close(self, unit: int) -> None:
-        """Ask for the update by all gradients of a unit that have come together."""
+        """Ask for the update by all gradients that a unit has collected."""
         weights = self._versions.of[unit]
         if weights.open:
             records, weights.open = weights.open, []
@@ -86,7 +86,7 @@ class Turns:
             self._publish(unit)
 
     def _publish(self, unit: int) -> None:
-        """Say which extent of a unit accesses read, and which update comes to it."""
+        """Say which extent of a unit accesses read, and which update writes that extent."""
         weights = self._versions.of[unit]
         steps = self._versions.awaited(unit, weights.due - len(weights.open))
         self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, steps=steps, home=weights.front))

@@ -102,4 +102,4 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestPoolAgainstModel.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

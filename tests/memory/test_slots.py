@@ -147,7 +147,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
 
 TestBookkeeping = Bookkeeping.TestCase
-TestBookkeeping.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBookkeeping.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def store(table: SlotTable, first: int, count: int) -> list[int]:

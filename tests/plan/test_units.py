@@ -25,52 +25,38 @@ def names(unit: UnitSpec) -> set[str]:
 
 
 @given(module_trees, limits, itemsizes)
-def test_units_cut_the_pre_order_of_parameters_into_consecutive_stretches(
+def test_units_are_consecutive_parameters_of_whole_modules_within_the_limit(
     root: ModuleSpec, limit: int, itemsize: int
 ) -> None:
-    position = {param.name: place for place, param in enumerate(root.walk())}
-    placed = [sorted(position[slot.param.name] for slot in unit.slots) for unit in discover(root, limit, itemsize)]
-    assert [place for stretch in placed for place in stretch] == list(range(len(position)))
-
-
-@given(module_trees, limits, itemsizes)
-def test_a_unit_above_the_limit_holds_only_what_one_module_holds_itself(
-    root: ModuleSpec, limit: int, itemsize: int
-) -> None:
-    own = {module.name: {param.name for param in module.params} for module in modules(root)}
-    for unit in discover(root, limit, itemsize):
-        if sum(slot.param.numel for slot in unit.slots) * itemsize > limit:
-            assert names(unit) == own[unit.module]
-
-
-@given(module_trees, limits, itemsizes)
-def test_a_subtree_that_fits_the_limit_is_never_split(root: ModuleSpec, limit: int, itemsize: int) -> None:
     units = discover(root, limit, itemsize)
+    position = {param.name: place for place, param in enumerate(root.walk())}
+    placed = [sorted(position[slot.param.name] for slot in unit.slots) for unit in units]
+    assert [place for stretch in placed for place in stretch] == list(range(len(position)))
+    own = {module.name: {param.name for param in module.params} for module in modules(root)}
+    for unit in units:
+        if sum(slot.param.numel for slot in unit.slots) * itemsize > limit:
+            assert names(unit) == own[unit.module], "only a module's own parameters may exceed the limit"
     for module in modules(root):
         subtree = {param.name for param in module.walk()}
         if subtree and weight_bytes(module, itemsize) <= limit:
-            assert any(subtree <= names(unit) for unit in units)
+            assert any(subtree <= names(unit) for unit in units), "a subtree that fits is never split"
 
 
 @given(module_trees, limits, itemsizes)
-def test_parameters_of_a_unit_are_aligned_and_do_not_overlap(root: ModuleSpec, limit: int, itemsize: int) -> None:
+def test_a_unit_lays_its_parameters_out_aligned_without_overlap_and_trainable_ones_first(
+    root: ModuleSpec, limit: int, itemsize: int
+) -> None:
     for unit in discover(root, limit, itemsize):
         end = 0
         for slot in unit.slots:
             assert slot.offset % ALIGN_ELEMENTS == 0
             assert slot.offset >= end
             end = slot.offset + slot.param.numel
-        assert end <= unit.numel < end + ALIGN_ELEMENTS
-
-
-@given(module_trees, limits, itemsizes)
-def test_trainable_parameters_are_the_prefix_of_their_unit(root: ModuleSpec, limit: int, itemsize: int) -> None:
-    for unit in discover(root, limit, itemsize):
-        for slot in unit.slots:
             if slot.param.trainable:
-                assert slot.offset + slot.param.numel <= unit.trainable_numel
+                assert end <= unit.trainable_numel
             else:
                 assert slot.offset >= unit.trainable_numel
+        assert end <= unit.numel < end + ALIGN_ELEMENTS
         assert (unit.trainable_numel > 0) == any(slot.param.trainable for slot in unit.slots)
 
 
