@@ -1,4 +1,4 @@
-"""Layout: how many elements and pages every state of every unit takes, on one rank."""
+"""Layout: the number of elements and pages of every state of every unit, on one rank."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -17,59 +17,60 @@ WEIGHT, GRAD = "weight", "grad"
 MASTER = (WEIGHT, "weight_low")
 """The states that hold a parameter's fp32 master."""
 WEIGHT_BACK, GRAD_QUEUE = "weight_back", "grad_queue"
-"""What asynchronous updates need beside: a second extent of every weight, and the gradients that wait, which are those
-of as many steps as a weight may lag."""
+"""Extents that asynchronous updates need in addition: a second extent of every weight, and the waiting gradients of as
+many steps as a weight may lag behind."""
 
 
 def before(state: str) -> str:
-    """The extent in RAM that keeps what a state was before an update that may have to be undone."""
+    """The extent in RAM with the old values of a state, for an update that may have to be undone."""
     return f"{state}_before"
 
 
 RING_SLOTS = 4
-"""Blocks in flight on SSD at once, at least: one being read, one updated, one written, one to spare."""
+"""Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare."""
 FETCH_PIECE_BYTES = 4 << 20
 PIECE_ELEMENTS = 1 << 20
-"""Elements of a state that a checkpoint writes, and hashes, at a time."""
+"""Number of elements of a state that a checkpoint writes and hashes at a time."""
 BLOCK_ELEMENTS = 1 << 20
-"""Elements the update kernel takes at a time: its streams then stay a few MiB, and two threads share a unit."""
+"""Number of elements that an update kernel takes at a time. Its streams then take a few MiB, and two threads share a
+unit."""
 _ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES = 16, 4 << 20
-"""Most of one buffer between activations and SSD."""
+"""Largest buffer between activations and SSD."""
 
 
 SMALL = 64
-"""A state with fewer elements than one in so many of the parameters' stays in RAM."""
+"""A state stays in RAM if it has less than one element for this many elements of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Elements [start, stop) of a unit, of one parameter, that an update takes at once."""
+    """Elements [start, stop) of a unit that an update takes at once. They belong to one parameter."""
 
     start: int
     stop: int
     slot: int
     whole: bool
-    """Whether it is the parameter, in its shape."""
+    """Whether it is the whole parameter, in its shape."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes that follow from units, states and page size alone."""
+    """Sizes that depend only on units, states and page size."""
 
     units: tuple[UnitSpec, ...]
     states: tuple[StateSpec, ...]
-    """The optimizer's states in order; the first is the weight."""
+    """The optimizer's states in order. The first one is the weight."""
     page_bytes: int
     block_limit: int = BLOCK_ELEMENTS
     """Most elements of a streamed block."""
     ranks: Ranks | None = None
-    """None where one rank has everything."""
+    """None if one rank has everything."""
     rank: int = 0
-    """The one whose extents these are; 0 for all where all have as many elements."""
+    """The rank that these extents belong to. 0 if all ranks have equally many elements."""
     expert_units: frozenset[int] = frozenset()
-    """Units of experts: a step uses some of them, and only some of the ranks share each."""
+    """Units of experts. A step uses some of them, and only some ranks share each."""
     gradient: torch.dtype | None = None
-    """What gradients are accumulated and kept in; None: what weights have."""
+    """The dtype in which gradients are accumulated and kept. None: the weights' dtype."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -77,7 +78,7 @@ class Layout:
 
     @property
     def offloaded_itemsize(self) -> int:
-        """Bytes of an element of a gradient on its way from compute; longer ones are widened where they are kept."""
+        """Bytes per element of a gradient on its way from compute. A wider gradient is widened where it is kept."""
         return min(self.gradient_dtype.itemsize, self.weight.dtype.itemsize)
 
     @property
@@ -86,20 +87,20 @@ class Layout:
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
-        """States beside the weight that RAM or SSD is home to: low half of the master, first and second moment."""
+        """The states other than the weight that live in RAM or on SSD: the low half of the master, and the moments."""
         return tuple(state for state in self.states[1:] if state not in self.small)
 
     @property
     def in_two(self) -> bool:
-        """Whether an update of moments on SSD may have two parts: they are functions of gradients alone, and no other
-        state of theirs is in RAM."""
+        """Whether an update of moments on SSD may have two parts. The moments must be functions of gradients alone,
+        without other states in RAM."""
         own = [state for state in self.states if state.name not in MASTER]
         return bool(own) and self.weight.whole is None and all(state.of_gradients for state in own)
 
     @cached_property
     def small(self) -> tuple[StateSpec, ...]:
-        """States with one element for many parameters: scales, factors, counts. RAM is always home to them: a streamed
-        block's share of one would be a few KiB, far below a page."""
+        """States with one element for many parameters: scales, factors, counts. They always live in RAM, because a
+        streamed block's share of one would be a few KiB, far less than a page."""
         most = sum(unit.trainable_numel for unit in self.units) // SMALL
         return tuple(
             state
@@ -108,7 +109,7 @@ class Layout:
         )
 
     def span(self, unit: UnitSpec, slot: int, state: StateSpec) -> ShapedSpan | None:
-        """What a parameter has of a state; None where it has none."""
+        """A parameter's part of a state. None if it has none."""
         if state.shape_of is not None:
             return self._packed[state.name].span(unit, slot)
         placed = unit.slots[slot]
@@ -125,23 +126,23 @@ class Layout:
 
     @cached_property
     def slices(self) -> Slices:
-        """What each rank holds. Where every rank has all weights, equal slices are whole pages of these, so that an
-        update never shares a page with what other ranks send. Slices of whole parameters may share pages."""
+        """The part that each rank holds. If every rank has all weights, equal slices are whole pages of them, so that
+        an update never shares a page with data from other ranks. Slices of whole parameters may share pages."""
         whole = ALIGN_ELEMENTS
         if self.ranks is not None and not self.ranks.shards_weights:
             whole = self.page_bytes // self.weight.dtype.itemsize
         return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, whole)
 
     def is_cut(self, unit: UnitSpec, state: str) -> bool:
-        """Whether ranks have slices of a state of a unit, not all of it each."""
+        """Whether ranks have slices of a state of a unit, and not all of it."""
         if self.ranks is None or self.group(unit) == 1:
             return False
         whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
         return not whole.get(WEIGHT if state == WEIGHT_BACK else state, False)
 
     def cuts(self, unit: UnitSpec) -> list[Cut]:
-        """What of this rank's slice updates of a rule that takes parameters whole take at once: these, and pieces of
-        what may be cut."""
+        """The blocks of this rank's slice for a rule that takes whole parameters: whole parameters, and pieces of those
+        that may be cut."""
         takes_whole = self.weight.whole
         assert takes_whole is not None
         cuts: list[Cut] = []
@@ -156,7 +157,7 @@ class Layout:
         return cuts
 
     def part(self, unit: UnitSpec, cut: Cut, state: StateSpec) -> ShapedSpan | None:
-        """Where what a cut has of a state lies in this rank's extent; None where its parameter has none."""
+        """A cut's part of a state in this rank's extent. None if its parameter has none."""
         span = self.span(unit, cut.slot, state)
         if span is None:
             return None
@@ -167,7 +168,7 @@ class Layout:
         return ShapedSpan(first + cut.start - unit.slots[cut.slot].offset, count, (count,))
 
     def _begin(self, unit: UnitSpec, state: str) -> int:
-        """Element of a state with which this rank's extent of it begins."""
+        """The element of a state with which this rank's extent begins."""
         if not self.is_cut(unit, state):
             return 0
         mine = self.slices.of_state(unit, state, [self.slices.updated(unit, self.rank)])
@@ -175,7 +176,7 @@ class Layout:
 
     @cached_property
     def _widest_cut(self) -> int:
-        """Elements of the largest cut of any rank; 0 for a rule that takes any block."""
+        """Elements of the largest cut of any rank. 0 for a rule that takes any block."""
         takes_whole = self.weight.whole
         if takes_whole is None:
             return 0
@@ -184,7 +185,7 @@ class Layout:
         return max(sizes, default=0)
 
     def most_in_block(self, state: StateSpec) -> int:
-        """Elements of a state that a block of an update has at most, on any rank."""
+        """Most elements of a state in a block of an update, on any rank."""
         takes_whole = self.weight.whole
         if takes_whole is None:
             return state.elements(self.block_elements)
@@ -199,8 +200,8 @@ class Layout:
 
     @property
     def work_elements(self) -> int:
-        """fp32 elements for copies of the gradient of what an update takes at once, and of its master unless that is
-        stored; 0 for a rule that needs no copies."""
+        """fp32 elements for copies of a block's gradient, and of its master unless that is stored. 0 for a rule that
+        needs no copies."""
         if not self.weight.copied:
             return 0
         tensors = 1 if self.weight.dtype is torch.float32 else 2
@@ -213,27 +214,27 @@ class Layout:
 
     @property
     def least_ring_slots(self) -> int:
-        """Blocks that the ring must hold: a rule that takes parameters whole needs one."""
+        """Number of blocks that the ring must hold. A rule that takes whole parameters needs one."""
         return RING_SLOTS if self.weight.whole is None else 1
 
     def itemsize(self, state: str) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         if state == GRAD:
             return self.gradient_dtype.itemsize
         name = WEIGHT if state == WEIGHT_BACK else state
         return next(s.dtype.itemsize for s in self.states if s.name == name)
 
     def group(self, unit: UnitSpec) -> int:
-        """Ranks that share the state of a unit."""
+        """Number of ranks that share the state of a unit."""
         return self.slices.group(unit)
 
     @property
     def shares_experts(self) -> bool:
-        """Whether ranks add up gradients of units that each of them uses in an order of its own, or not at all."""
+        """Whether ranks add up gradients of units that each of them uses in its own order, or not at all."""
         return bool(self.expert_units) and self.ranks is not None and self.ranks.shares_experts
 
     def elements(self, unit: UnitSpec, state: str) -> int:
-        """Elements of one extent on this rank: all, or a slice."""
+        """Elements of an extent on this rank: all, or a slice."""
         cut = self.is_cut(unit, state)
         if state in self._packed:
             if not cut:
@@ -245,18 +246,18 @@ class Layout:
         return -(-(trained + (slice_elements(frozen, self.group(unit)) if cut else frozen)) // per)
 
     def updated_elements(self, unit: UnitSpec) -> int:
-        """Parameters of a unit that this rank updates at most: whole quantization blocks."""
+        """Most parameters of a unit that this rank updates, in whole quantization blocks."""
         return self.slices.room(unit, self.slices.place(unit, self.rank))
 
     def updated_bytes(self, unit: UnitSpec, state: StateSpec) -> int:
-        """Bytes of a state that the update of a unit reads, and writes, on this rank."""
+        """Bytes of a state that the update of a unit reads and writes on this rank."""
         if state.shape_of is not None:
             return self.elements(unit, state.name) * state.dtype.itemsize
         return state.nbytes(self.updated_elements(unit))
 
     @cached_property
     def bytes_per_parameter(self) -> Mapping[str, float]:
-        """State -> bytes of it for each parameter that is trained, without padding."""
+        """State -> bytes per trained parameter, without padding."""
         trained = max(1, sum(slot.param.numel for unit in self.units for slot in unit.slots if slot.param.trainable))
         return {
             state.name: state.dtype.itemsize / state.per
@@ -267,7 +268,7 @@ class Layout:
 
     @property
     def bytes_per_update(self) -> float:
-        """Bytes of RAM that the update of one parameter reads and writes: every state twice, the gradient once."""
+        """Bytes of RAM that the update of one parameter reads and writes: every state twice, and the gradient once."""
         return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)
 
     def pages(self, unit: UnitSpec, state: str) -> int:
@@ -279,11 +280,11 @@ class Layout:
 
     @cached_property
     def _known_pages(self) -> dict[tuple[int, str], int]:
-        """Pages of extents that were asked for before: a planner asks for each some dozen times."""
+        """Pages of extents that were asked for before. A planner asks for each about a dozen times."""
         return {}
 
     def of_all_ranks(self) -> list["Layout"]:
-        """This layout on every rank, where ranks hold other numbers of elements than each other; else itself."""
+        """This layout on every rank if ranks hold different numbers of elements, otherwise only itself."""
         if not self.slices.differ:
             return [self]
         assert self.ranks is not None
@@ -299,19 +300,19 @@ class Layout:
         return changed
 
     def trained_weight_pages(self, unit: UnitSpec) -> int:
-        """Pages of an extent's weights that an update changes, with what lies before them."""
+        """Pages of an extent's weights from its start to the last one that an update changes."""
         elements = self.updated_elements(unit) if self.is_cut(unit, WEIGHT) else unit.trainable_numel
         return pages_for(elements * self.weight.dtype.itemsize, self.page_bytes)
 
     def undo_pages(self, unit: UnitSpec, in_ram: Container[str]) -> dict[str, int]:
-        """State -> pages of a copy of what an update of a unit changes of it, for states whose home is RAM."""
+        """State -> pages of a copy of what a unit's update changes, for states that live in RAM."""
         copied = {s.name: self.pages(unit, s.name) for s in self.states if s.name in in_ram}
         if WEIGHT in copied:
             copied[WEIGHT] = self.trained_weight_pages(unit)
         return {state: pages for state, pages in copied.items() if pages}
 
     def lease_of(self, unit: UnitSpec) -> int:
-        """Pages of a lease: the whole unit, made of every rank's slice, the last ones as long as the others."""
+        """Pages of a lease: the whole unit, made from every rank's slice. The last slices are as long as the others."""
         elements = unit.numel
         if self.is_cut(unit, WEIGHT):
             group, trained = self.group(unit), unit.trainable_numel
@@ -325,22 +326,22 @@ class Layout:
 
     @property
     def sharing_pages(self) -> int:
-        """Pages in which the updated slices of a unit's weights come together, on their way to a copy on SSD."""
+        """Pages in which the updated slices of a unit's weights are gathered on their way to a copy on SSD."""
         return max(map(self.trained_weight_pages, filter(self.gathers_after_update, self.units)), default=0)
 
     @cached_property
     def block_elements(self) -> int:
-        """Elements per streamed block, such that every streamed state's share of it is whole pages; of a rule that
-        takes parameters whole, those of the largest."""
+        """Elements of a streamed block. Every streamed state's share of it is whole pages. For a rule that takes whole
+        parameters, the elements of the largest one."""
         if self.weight.whole is not None:
             return max(1, self._widest_cut)
         per_page = self.page_bytes // min(s.dtype.itemsize for s in (self.weight, *self.moments))
-        # So that the ring holds one unit at most.
+        # So that the ring holds at most one unit.
         quarter = max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
         return -(-min(self.block_limit, quarter + 1) // per_page) * per_page
 
     def block_pages(self, state: str) -> int:
-        """Pages of a block's share of a state, wherever it begins."""
+        """Pages of a block's share of a state, wherever it begins in a page."""
         if self.weight.whole is None:
             return pages_for(self.block_elements * self.itemsize(state), self.page_bytes)
         return self._window_pages[state]
@@ -358,7 +359,7 @@ class Layout:
         return pages
 
     def window(self, part: ShapedSpan, state: StateSpec) -> tuple[int, int]:
-        """(offset, bytes) of the whole pages of an extent that hold a part of it."""
+        """Offset and bytes of the whole pages of an extent that contain a part of it."""
         first, end = part.first * state.dtype.itemsize, (part.first + part.count) * state.dtype.itemsize
         offset = first // self.page_bytes * self.page_bytes
         return offset, pages_for(end - offset, self.page_bytes) * self.page_bytes
@@ -371,7 +372,7 @@ class Layout:
 
     @property
     def piece_pages(self) -> int:
-        """Pages that hold a piece of a checkpoint, wherever it begins in its first page."""
+        """Pages that contain a piece of a checkpoint, wherever it begins in its first page."""
         spans = (span.count for packed in self._packed.values() for span in packed.spans())
         widest = min(PIECE_ELEMENTS, max(*(unit.numel for unit in self.units), *spans, 0))
         return pages_for(widest * max(s.dtype.itemsize for s in self.states), self.page_bytes) + 1
@@ -382,16 +383,16 @@ class Layout:
         return max(1, min(_ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES // self.page_bytes))
 
     def lease_pages(self, ahead: int) -> int:
-        """Frames with which a unit, those around it and `ahead` more can be leased at once, wherever they lie.
+        """Frames with which a unit, the units around it and `ahead` more can be leased at once, wherever they lie.
 
-        Whatever is in use may touch a slab each, so each counts as a slab, that is as the widest unit.
+        Each of these may touch a slab, so each counts as a slab, which is as large as the widest unit.
         """
         in_use, widest, total = self._leases
         return min(total, (in_use + ahead) * widest)
 
     @cached_property
     def _leases(self) -> tuple[int, int, int]:
-        """(units in use at once, frames of the widest lease, frames of all)."""
+        """Units in use at once, frames of the widest lease, and frames of all leases."""
         leases = [self.lease_of(unit) for unit in self.units]
         return 1 + max(len(around) for around in enclosing(self.units).values()), max(leases), sum(leases)
 

@@ -1,4 +1,4 @@
-"""Which tier is home to each state of each unit: from everything in RAM to everything on SSD."""
+"""Decides which tier is home to each state of each unit, from everything in RAM to everything on SSD."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,30 +34,31 @@ from pagoda.plan.placement import (
 from pagoda.plan.units import UnitSpec
 
 COPIED_SHARE = 4
-"""A checkpoint may hold copies of one in so many bytes of RAM's states: most is written before its next update."""
+"""Copies for a checkpoint may take one of this many bytes of the states in RAM. Most states are written before their
+next update."""
 _STAGED = 4
-"""Gradients of the widest unit that the staging region holds at most, where units are updated during backward."""
+"""Most gradients of the widest unit in the staging region, if units are updated during backward."""
 
 
 def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int = 2) -> Placement:
-    """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
+    """Fill RAM with the states that save the most traffic per byte. The rest goes to SSD.
 
-    A byte of weights on SSD costs up to four transfers a step (forward, backward, update in and out), a byte of
-    gradients at least two, a byte of moments two: so weights get RAM first, then gradients, then moments, each in
-    the order of the forward pass, because the first units of the next forward have the least slack. Where units are
-    updated during backward, gradients need only a few buffers. `staging_buffers` is how many gradients of the largest
-    unit fit the staging region at least (with one, backward waits for each to be written). Without SSD, RAM keeps every
-    gradient of a step of several passes from the first to the last.
+    A byte of weights on SSD costs up to four transfers per step (forward, backward, update in and out), a byte of
+    gradients at least two, and a byte of moments two. So weights get RAM first, then gradients, then moments. Within
+    each, units come in forward order, because the first units of the next forward have the least slack. If units are
+    updated during backward, gradients need only a few buffers. `staging_buffers` is the least number of gradients of
+    the largest unit that fit the staging region. With one, backward waits until each is written. Without SSD, RAM keeps
+    every gradient of a step of several passes from the first pass to the last.
 
-    Units with moments on SSD are updated speculatively where `options` allow that and there is room to keep their old
-    states: on SSD after checkpoints, in RAM after moments, or before them if the split says so. Units with all their
-    states in RAM are too, in what is left of it, if the split says so.
+    Units with moments on SSD are updated speculatively if `options` allow it and there is room for their old states: on
+    SSD after checkpoints, in RAM after moments, or before them if the split says so. Units with all states in RAM are
+    updated speculatively in the remaining RAM if the split says so.
 
-    The device, where the split lets it be home to states, is filled first. It takes whole units. Where some units are
-    updated on the device, and RAM holds what it leaves of them, it takes states in the order of RAM instead: weights
-    and gradients move most often. Their other states pass the device.
+    If the split makes the device a home of states, the device is filled first, with whole units. If the device updates
+    some units, and RAM holds the rest of their states, it takes states in the order of RAM instead, because weights and
+    gradients move most often. Their other states pass the device.
 
-    Raises BudgetError naming the tier, the shortfall and the setting that would help.
+    Raises BudgetError with the tier, the shortfall and the setting that would help.
     """
     split = options.split or DEFAULT_SPLIT
     if split.device_update_share and split.device_home_share and budgets.device is not None:
@@ -69,18 +70,18 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
 
 @dataclass(frozen=True, slots=True)
 class _InRam:
-    """Units whose weights, gradients and moments have room in RAM, and the pages that the buffers for others get."""
+    """Units whose weights, gradients and moments fit RAM, and the pages of the buffers for the others."""
 
     weights: frozenset[int]
     grads: frozenset[int]
     moments: frozenset[int]
     staging: int
     leases: int = 0
-    """Where fetched weights take RAM only because some have their home on SSD."""
+    """Pages of leases that are in RAM only because some weights live on SSD."""
 
 
 class _Placer:
-    """Works through the levels of `place`, from everything in RAM to everything on SSD. All sizes are pages."""
+    """Tries the levels of `place`, from everything in RAM to everything on SSD. All sizes are in pages."""
 
     def __init__(
         self, layout: Layout, budgets: Budgets, options: Options, staging_buffers: int, whole_units: bool = True
@@ -95,14 +96,14 @@ class _Placer:
         self.transient = options.update_during_backward
         self.speculates = options.may_speculate
         self.in_two = layout.in_two and layout.ranks is None and not (self.asynchronous or self.transient)
-        """Whether updates of state on SSD may have two parts."""
+        """Whether updates of states on SSD may have two parts."""
         self.update_ring = 0
-        """Pages of the device through which the states of units pass that are updated there."""
+        """Pages of the device for slots through which states pass for their update."""
         if self.split.device_update_share and self.device is not None:
             self.update_ring = slot_count(layout) * slot_pages(layout)
         self.trained = [unit for unit in layout.units if unit.trainable_numel]
         self.on_ranks = layout.of_all_ranks() if self.split.device_home_share else [layout]
-        """The layouts of all ranks, where they differ and units may live on the device; else this one."""
+        """The layouts of all ranks if they differ and units may live on the device, otherwise this one."""
         self.may_be_at_home: tuple[str, ...] = (
             WEIGHT,
             *[WEIGHT_BACK] * self.asynchronous,
@@ -110,7 +111,7 @@ class _Placer:
             *(s.name for s in layout.states[1:]),
         )
         self.at_home = self._at_home(whole_units)
-        """(unit, state) that live on the device."""
+        """(unit, state) pairs that live on the device."""
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
         self.moment = self._by_unit(*(state.name for state in layout.moments))
@@ -124,7 +125,7 @@ class _Placer:
         """Without the fixed lines."""
 
     def _by_unit(self, *states: str) -> dict[int, int]:
-        """unit -> pages of some states; none where the device is their home."""
+        """unit -> pages of some states, without those that live on the device."""
         layout = self.layout
         return {
             unit.index: sum(layout.pages(unit, state) for state in states if (unit.index, state) not in self.at_home)
@@ -132,7 +133,7 @@ class _Placer:
         }
 
     def place(self) -> Placement:
-        """Homes, then the buffers between them, then what the rest is for."""
+        """Choose homes, then the buffers between them, then the use of the remaining pages."""
         device = self._device_lines()
         kept = self._divided()
         homes = self._homes(kept)
@@ -177,7 +178,8 @@ class _Placer:
     # --- host RAM -----------------------------------------------------------------------------------------
 
     def _divided(self) -> _InRam:
-        """What RAM is home to: everything if that fits, else weights, gradients and moments as far as they go."""
+        """The states that live in RAM: everything if it fits, otherwise weights, gradients and moments in this
+        order."""
         needed = self.needed_in_memory()
         if needed <= self.host:
             staging = min(self.grads, self.host - sum(self.weight.values()) - sum(self.moment.values()))
@@ -204,8 +206,8 @@ class _Placer:
         return sum(self.weight.values()) + sum(self.moment.values()) + gradients
 
     def _divided_weights(self, everything: int) -> tuple[frozenset[int], int, int]:
-        """(units whose weights live in RAM, pages of leases, pages left for gradients and moments); without SSD,
-        `everything` would be needed."""
+        """Units whose weights live in RAM, pages of leases, and pages left for gradients and moments. `everything` is
+        the number of pages that would be needed without SSD."""
         layout, weights = self.layout, sum(self.weight.values())
         most = int(self.split.weight_share * weights)
         taken = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=False)
@@ -232,7 +234,7 @@ class _Placer:
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
 
     def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
-        """(units whose gradients live in RAM, pages of the staging region)."""
+        """Units whose gradients live in RAM, and pages of the staging region."""
         all_fit = self.grads <= left and self.split.grad_share >= 1
         if self.transient:
             return frozenset(), min(self.most_staging, self.grads if all_fit else left)
@@ -242,7 +244,7 @@ class _Placer:
         return first_that_fit(self.grad, room), self.least_staging
 
     def _fixed_lines(self) -> dict[str, int]:
-        """Lines of host RAM that do not depend on where the other states live."""
+        """Lines of RAM that do not depend on where other states live."""
         layout = self.layout
         lines = {state.name: sum(self._by_unit(state.name).values()) for state in layout.small}
         lines[CHECKPOINT] = layout.piece_pages
@@ -282,7 +284,7 @@ class _Placer:
         }
 
     def _home_lines(self, tier: str, homes: Mapping[tuple[int, str], str], kept: _InRam) -> dict[str, int]:
-        """State -> pages of a tier that is home to it, those of fixed and of transient buffers left out."""
+        """State -> pages of a tier that is its home, without fixed and transient buffers."""
         elsewhere = {state.name for state in self.layout.small}
         if self.asynchronous or (self.ssd is None and kept.grads != self.all):
             elsewhere.add(GRAD)
@@ -293,15 +295,15 @@ class _Placer:
         return lines
 
     def _slot(self, weights_on_ssd: bool) -> int:
-        """Pages of a block of the states that stream through RAM. The second part of an update has no use for the
-        weights that it computes, and leaves them there."""
+        """Pages of a block of the states that stream through RAM. The second part of an update leaves the weights that
+        it computes there, because nobody needs them."""
         layout = self.layout
         weights_on_ssd = weights_on_ssd or (self.in_two and self.split.two_part_share > 0)
         return sum(layout.block_pages(s.name) for s in (*[layout.weight] * weights_on_ssd, *layout.moments))
 
     def _ring_slots(self, slot: int, taken: int) -> int:
-        """The least, and as many more as RAM is left for, up to the blocks of the largest unit; where parameters are
-        taken whole one more, for the first of the next unit."""
+        """Number of slots: at least the minimum, and as many more as fit RAM, up to the blocks of the largest unit. A
+        rule that takes whole parameters gets at most one more, for the first parameter of the next unit."""
         layout, least = self.layout, self.layout.least_ring_slots
         if layout.weight.whole is not None:
             most = least + 1
@@ -310,8 +312,8 @@ class _Placer:
         return max(least, min(most, (self.host - taken) // slot))
 
     def _undo(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
-        """Pages, in RAM and on SSD, that keep the old states of a unit beside the new. `weight_in` and `moments_in` say
-        whether RAM is home to its weights, and to its moments."""
+        """Pages in RAM and on SSD for the old states of a unit. `weight_in` and `moments_in`: whether its weights and
+        moments live in RAM."""
         if not unit.trainable_numel:
             return 0, 0
         layout = self.layout
@@ -324,9 +326,10 @@ class _Placer:
     def _speculate(
         self, kept: _InRam, slot: int, on_device: frozenset[int], host: dict[str, int], ssd: dict[str, int]
     ) -> frozenset[int]:
-        """Units whose old states there is room for beside the new: adds the lines of undoing.
+        """Units whose old states fit in addition to the new ones. Adds the lines for undoing updates.
 
-        First those with moments on SSD, whose updates take longest; of the others what leaves room for a checkpoint.
+        Units with moments on SSD come first, because their updates take longest. The others must leave room for a
+        checkpoint.
         """
         if not self.speculates:
             return frozenset()
@@ -346,11 +349,12 @@ class _Placer:
         return chosen
 
     def _copied(self, host: Mapping[str, int]) -> int:
-        """For what a checkpoint has not written of RAM's states when their next update comes, where that fits."""
+        """Pages for states in RAM that a checkpoint has not written when their next update comes, if they fit."""
         return sum(host.get(state.name, 0) for state in self.layout.states) // COPIED_SHARE
 
     def _spare(self, ssd: Mapping[str, int]) -> int:
-        """Pages on SSD for what changes while as many checkpoints as asked for, or as fit, keep theirs."""
+        """Pages on SSD for changes while checkpoints keep their own pages: as many checkpoints as requested, or as
+        fit."""
         needed = sum(ssd.values()) - ssd.get(UNDO, 0)
         state = needed - ssd.get(GRAD, 0)
         if self.options.keep_checkpoints is not None:
@@ -399,10 +403,10 @@ class _Placer:
         return frozenset(unit for unit, _ in self.at_home) | share
 
     def _at_home(self, whole_units: bool) -> frozenset[tuple[int, str]]:
-        """(unit, state) that live on the device: as many as the share of it holds that nothing else needs.
+        """(unit, state) pairs that live on the device: as many as fit the share of its memory that nothing else needs.
 
-        Whole units, or of those that it updates first all weights, then all gradients, then the rest. The last unit is
-        not among them, so there is always something to lease.
+        These are whole units. Or, if `whole_units` is false, all weights of the units that the device updates, then
+        their gradients, then the rest. The last unit is never among them, so there is always something to lease.
         """
         layout, share = self.layout, self.split.device_home_share
         if not share or self.device is None:
@@ -427,12 +431,12 @@ class _Placer:
         return frozenset(at_home)
 
     def _most_at_home(self, unit: UnitSpec, states: Sequence[str]) -> int:
-        """Pages that states of a unit take of the device if they live there, on the rank that has most of them: the
-        same live there on all ranks."""
+        """Pages of the device that states of a unit take if they live there, on the rank that has most of them. The
+        same states live there on all ranks."""
         return max(sum(self._lines_at_home(layout, unit, states).values()) for layout in self.on_ranks)
 
     def _lines_at_home(self, layout: Layout, unit: UnitSpec, states: Sequence[str]) -> dict[str, int]:
-        """Line -> pages that states of a unit take of the device if they live there."""
+        """Line -> pages of the device that states of a unit take if they live there."""
         lines = {state: layout.pages(unit, state) for state in states}
         if self.options.max_staleness is not None and GRAD in lines:
             lines[GRAD_QUEUE] = self.options.max_staleness * lines[GRAD]
@@ -455,15 +459,15 @@ class _Placer:
 
 
 def first_that_fit(pages: Mapping[int, int], room: int) -> frozenset[int]:
-    """The first units, in the order of `pages`, that fit together; none behind one that does not."""
+    """The first units, in the order of `pages`, that fit together. Units after one that does not fit are left out."""
     taken = takewhile(lambda pages: pages <= room, accumulate(pages.values()))
     return frozenset(unit for unit, _ in zip(pages, taken, strict=False))
 
 
 def last_that_fit(pages: Mapping[int, tuple[int, int]], ram: int, ssd: int) -> tuple[frozenset[int], int, int]:
-    """Units that fit together, given what each takes in RAM and on SSD, and what they take there.
+    """Units that fit together, given the pages of each in RAM and on SSD, and the pages that they take.
 
-    The last units come first, because backward has their gradients first. Units that need nothing are none.
+    The last units come first, because backward has their gradients first. Units that need no pages are left out.
     """
     chosen = set()
     taken_ram = taken_ssd = 0

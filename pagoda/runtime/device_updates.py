@@ -1,4 +1,4 @@
-"""Updates on the device: blocks of states pass it through a ring, while the CPU updates other units."""
+"""Updates on the device: blocks of states pass it through slots, while the CPU updates other units."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ class Slot(NamedTuple):
 
     number: int
     states: Mapping[str, torch.Tensor]
-    """Flat, by name, in StateSpec order."""
+    """Flat, by name, in the order of the StateSpecs."""
     gradient: torch.Tensor
     work: torch.Tensor | None
     """For fp32 copies, if the rule computes on them."""
@@ -36,11 +36,12 @@ class Slot(NamedTuple):
 class DevicePath(StreamPath):
     """Updates blocks on the device, by an element-wise rule.
 
-    States that live there are updated in place, weights once compute has read them for the last time. Others come from
-    RAM, or from SSD through the ring in RAM. A block of them comes to a slot on the device, is updated and goes back,
-    all of it in the pipe of its slot, so that the device waits for no thread between the three. Blocks of other slots
-    come and go meanwhile. The gradient comes too, unless it lives there. Gradients of several steps come one after
-    another. An update ends when all of it is home, as on the CPU. Plans have no speculative updates of such units.
+    States that live on the device are updated in place, weights once compute has read them for the last time. Other
+    states come from RAM, or from SSD through the ring in RAM. A block of them is copied to a slot on the device,
+    updated, and copied back. All three steps are in the pipe of the slot, so the device waits for no thread between
+    them. Blocks of other slots move at the same time. The gradient is copied too, unless it lives on the device.
+    Gradients of several steps come one after another. An update ends when all its states are home, as on the CPU. Plans
+    have no speculative updates of such units.
     """
 
     def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane], device: Device) -> None:
@@ -52,7 +53,7 @@ class DevicePath(StreamPath):
         """Whether units that live on the device need a slot too."""
 
     def _open_slots(self) -> list[Slot]:
-        """The ring's pages of the device's tier, if the plan has a ring."""
+        """The slots in the device's memory, if the plan has them."""
         layout, tier = self._store.plan.layout, self._store.device
         assert tier is not None
         at, _ = slot_offsets(layout)
@@ -120,7 +121,8 @@ class DevicePath(StreamPath):
         bring: Callable[[UnitGradient], torch.Tensor],
         slot: Slot | None,
     ) -> None:
-        """Update a block where its states lie now; `bring` says where its part of a gradient does, until the next."""
+        """Update a block in the given states. `bring` returns the block's part of a gradient, which is valid until its
+        next call."""
         for record, pieces in groupby(block.pieces, lambda piece: piece[0]):
             gradient = bring(record)
             for _, piece in pieces:
@@ -135,7 +137,7 @@ class DevicePath(StreamPath):
         states: Mapping[str, torch.Tensor],
         slot: Slot | None,
     ) -> None:
-        """Update a piece of the block from `start` on, of which are the gradient and the states."""
+        """Update a piece of the block that begins at `start`, with the block's gradient and states."""
         first, size = piece.start - self._store.shards.updated(unit).start - start, piece.stop - piece.start
         parts = [states[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
         self._kernel(parts, gradient[first : first + size], piece.arguments)

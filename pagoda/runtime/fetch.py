@@ -1,4 +1,4 @@
-"""Fetching: weights from their home to the frames of a lease."""
+"""Fetches weights from their home to the frames of a lease."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
 _PIECE_BYTES = 8 << 20
-"""A fetch from SSD into host frames is cut into pieces of about this size, for the lane's threads to share."""
+"""Size of the pieces into which a fetch from SSD to RAM is cut, so that the lane's threads share it."""
 
 
 class _Part(NamedTuple):
-    """Bytes of a lease, and the byte at which they begin in an extent, or in a piece of it."""
+    """Bytes of a lease, and their first byte in an extent or a piece of it."""
 
     target: torch.Tensor
     start: int
@@ -30,8 +30,8 @@ class _Part(NamedTuple):
 class Fetcher:
     """Fills leases over the lanes.
 
-    Three ways: host RAM to a device of its own (h2d); SSD straight into host frames (ssd_read); SSD to a device of
-    its own through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
+    There are three ways: RAM to a separate device (h2d); SSD directly to frames in RAM (ssd_read); SSD to a separate
+    device through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
     """
 
     def __init__(self, store: Store, lanes: dict[str, Lane], device: Device) -> None:
@@ -44,8 +44,8 @@ class Fetcher:
         self._ring = Ring(store.host.take(pages) for _ in range(FETCH_SLOTS if pages else 0))
 
     def fill(self, unit: LiveUnit, into: torch.Tensor, free: Event, after: tuple[Handle, ...]) -> Handle:
-        """Start bringing a unit's weights, or this rank's slice of them, into `into`, uint8, whole pages long, once
-        compute has passed `free` and `after` have ended."""
+        """Start to bring a unit's weights, or this rank's slice of them, to `into` (uint8, whole pages), once compute
+        has passed `free` and `after` have ended."""
         label = f"fetch {unit.spec.name}"
         front = self._store.front[unit.index]
         home = self._store.tensor(unit.index, front)
@@ -68,7 +68,7 @@ class Fetcher:
         return all_of(fills)
 
     def _slices(self, unit: LiveUnit, whole: torch.Tensor) -> list[_Part]:
-        """This rank's slice of a unit's weights, where it belongs in the whole."""
+        """This rank's slice of a unit's weights, at its place in the whole."""
         itemsize = self._store.dtype(WEIGHT).itemsize
         return [
             _Part(whole[span.start * itemsize : span.stop * itemsize], span.at * itemsize)
@@ -76,7 +76,8 @@ class Fetcher:
         ]
 
     def _pieces(self, parts: Sequence[_Part]) -> Iterator[tuple[int, list[_Part]]]:
-        """The pieces of an extent that have bytes of some part: byte at which one begins, and what it has of parts."""
+        """The pieces of an extent that contain bytes of the parts: the first byte of each piece, and the parts in
+        it."""
         end = max((start + target.numel() for target, start in parts), default=0)
         for at in range(0, end, self._piece_bytes):
             held = []
@@ -94,7 +95,7 @@ class Fetcher:
     def _through_ring(
         self, run: Run, parts: Sequence[_Part], at: int, after: tuple[Handle, ...], free: Event, label: str
     ) -> Handle:
-        """Bring bytes of an extent from `at` on, in whole pages, to parts that begin in that piece."""
+        """Bring whole pages of an extent, from byte `at` on, to the parts in that piece."""
         taken: list[Region] = []
         nbytes = sum(part.target.numel() for part in parts)
         end = max(start + target.numel() for target, start in parts)
@@ -119,7 +120,7 @@ class Fetcher:
         return handle
 
     def _copy(self, parts: Sequence[_Part], source: torch.Tensor, free: Event) -> Event:
-        """Start copying to all parts; returns when the last has come, behind which all have."""
+        """Start to copy to all parts. Returns the event of the last copy, behind all others."""
         event = PAST
         for target, start in parts:
             event = self._device.copy_in(target, source[start : start + target.numel()], free)

@@ -75,7 +75,7 @@ class HostPath(StreamPath):
         return addresses
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
-        """Update a piece of the block from `start` on."""
+        """Update a piece of the block that begins at `start`."""
         buffer = record.buffer
         assert buffer is not None
         within, origin = self._store.shards.updated(unit.spec).start, self._store.shards.origin(unit.spec, GRAD)

@@ -1,4 +1,4 @@
-"""The store: the home of every extent, and access to it element by element off the hot path."""
+"""The store: the home of every extent, and slow access to its elements."""
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
@@ -29,11 +29,11 @@ LOW = "weight_low"
 class Store:
     """Allocates every extent where the plan puts it.
 
-    Host extents are tensors over the host arena; SSD extents are runs of pages, of which gradients' are in no
-    checkpoint. Element-wise `read` and `write` serve construction, checkpoints and inspection; they run only while no
-    update is in flight, and wait for a slot of the ring, through which pages of SSD reach them.
+    Extents in RAM are tensors over the host arena. Extents on SSD are runs of pages; those of gradients are in no
+    checkpoint. `read` and `write` of elements serve construction, checkpoints and inspection. They run only while no
+    update is in flight, and wait for a slot of the ring, through which pages of SSD pass.
 
-    Where updates are asynchronous, weights have two extents. The front is the one that leases read.
+    With asynchronous updates, weights have two extents. Leases read the front.
     """
 
     def __init__(
@@ -44,17 +44,18 @@ class Store:
         device: Device,
         shards: Shards | None = None,
     ) -> None:
-        """`directories` of the SSD tier have most bytes of each, None for no limit. Raises as `SSDTier` does."""
+        """`directories` of the SSD tier, each with its most bytes, or None for no limit. Raises the errors of
+        `SSDTier`."""
         self.plan = plan
         self.shards = shards or Shards(plan.layout, None)
-        """Which elements the extents hold."""
+        """The elements that the extents hold."""
         self.assemble: Callable[[UnitSpec, StateSpec, int, torch.Tensor], None] | None = None
-        """Fills in, on every rank at once, what the other ranks have of some elements of a state."""
+        """Called on every rank at once: fills in the other ranks' elements of a state."""
         placement, page = plan.placement, plan.page_bytes
         lines = placement.lines
         self._device = device
         self.device = _open_device_tier(plan, device, poison)
-        """All that a device of its own has of pages, taken at once; None where compute reads host RAM."""
+        """All pages of a separate device. None if compute reads RAM."""
         self.host = Region.of(HOST, device.host_arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
         self.ssd: SSDTier | None = None
         if SSD in lines:
@@ -69,44 +70,44 @@ class Store:
         slots = placement.ring_slots
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
         self.ring = Ring(self.host.take(pages_per_slot) for _ in range(slots))
-        """Slots through which states on SSD stream. Each is lent to one block at a time."""
+        """Slots through which states on SSD stream. Each serves one block at a time."""
         self.front = dict.fromkeys(range(len(plan.units)), WEIGHT)
-        """unit -> which extent of its weights compute reads."""
+        """unit -> the extent of its weights that compute reads."""
         self.newest = dict(self.front)
-        """unit -> which of them has the newest."""
+        """unit -> the extent with its newest weights."""
         work = placement.pages(HOST, WORK)
         self.work = self.host.take(work) if work else None
-        """Frames in which parameters are updated, for rules that take them whole."""
+        """Frames for fp32 copies, if the rule computes on them."""
         self.spare = self.host.take(placement.pages(HOST, CHECKPOINT))
-        """Frames for what a checkpoint has not written yet when its update comes."""
+        """Frames for states that a checkpoint has not written when their next update comes."""
         self.writes = 0
-        """How often `write` was called."""
+        """Number of calls of `write`."""
         self._replacing = False
         """Whether every state is being replaced."""
         self.host_bytes = page * sum(n for line, n in lines[HOST].items() if line not in (LEASES, STAGING))
-        """Bytes of homes and rings; leases and staging come on top, as they are used."""
+        """Bytes of homes and rings, without leases and staging, whose use varies."""
 
     def dtype(self, state: str) -> torch.dtype:
         """Dtype of a state."""
         return self.plan.layout.gradient_dtype if state == GRAD else self._spec(state).dtype
 
     def left_on_drives(self, directories: Mapping[Path, int | None]) -> dict[Path, int | None]:
-        """What page files leave of each directory's limit, in bytes; None for no limit."""
+        """Bytes of each directory's limit that page files leave, or None for no limit."""
         taken = self.ssd.bytes_on_drives if self.ssd is not None else {}
         return {at: None if limit is None else limit - taken.get(at, 0) for at, limit in directories.items()}
 
     def tensor(self, unit: int, state: str) -> torch.Tensor | None:
-        """An extent in host RAM or on the device, shape [elements of its pages], or None when its home is SSD."""
+        """An extent in RAM or on the device, shape [elements of its pages]. None if its home is SSD."""
         return self._tensors.get((unit, state))
 
     def in_place(self, unit: int, numel: int) -> torch.Tensor:
-        """The first `numel` weights of a unit that are in memory, with a storage object that nobody else holds."""
+        """The first `numel` weights of a unit in memory, with a storage object that nobody else holds."""
         home = self._tensors[unit, self.front[unit]]
         tier = self._tier_of(unit, self.front[unit])
         return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
 
     def copy_out(self, unit: int, state: str, first: int, count: int, into: memoryview) -> None:
-        """Copy elements [first, first + count) of an extent in memory to `into`, of their bytes, and wait for that."""
+        """Copy elements [first, first + count) of an extent in memory to the bytes of `into`, and wait for the copy."""
         source = self._tensors[unit, state][first : first + count]
         target = torch.frombuffer(into, dtype=source.dtype)
         if self.lives_on_device(unit, state):
@@ -115,15 +116,15 @@ class Store:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def lives_on_device(self, unit: int, state: str) -> bool:
-        """Whether a device of its own is home to an extent."""
+        """Whether the home of an extent is a separate device."""
         return self.plan.placement.home(unit, state) == DEVICE
 
     def at(self, address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Elements of host RAM from an address on, shape [numel]."""
+        """Elements of RAM from an address on, shape [numel]."""
         return self.host.arena.tensor(address - self.host.arena.address, numel, dtype)
 
     def update_lane(self, unit: int) -> str:
-        """The lane whose work ends last before a unit's new weights can be used, most likely."""
+        """The lane that most likely ends last before a unit's new weights can be used."""
         if unit in self.plan.placement.on_device:
             return "device_update"
         if self.run(unit, WEIGHT) is not None:
@@ -131,26 +132,26 @@ class Store:
         return "ssd_read" if any(self.run(unit, s.name) is not None for s in self.plan.layout.states) else "update"
 
     def gradients(self, unit: int) -> list[torch.Tensor]:
-        """Every gradient extent of a unit that lives in RAM: several where gradients wait for updates."""
+        """All gradient extents of a unit in RAM. There are several if gradients wait for updates."""
         return self._gradients[unit]
 
     def newest_extent(self, unit: int, state: str) -> str:
-        """Name of the extent that has the newest values of a state."""
+        """Name of the extent with the newest values of a state."""
         return self.newest[unit] if state == WEIGHT else state
 
     def run(self, unit: int, state: str) -> Run | None:
-        """The slots of an SSD extent, or None when its home is elsewhere."""
+        """The slots of an extent on SSD, or None if its home is elsewhere."""
         return self._runs.get((unit, state))
 
     def runs(self, unit: int, state: str) -> list[Run]:
-        """The slots of every SSD extent of a state: weights have two where updates are asynchronous."""
+        """The slots of every extent of a state on SSD. With asynchronous updates, weights have two."""
         names = (WEIGHT, WEIGHT_BACK) if state == WEIGHT else (state,)
         return [run for name in names if (run := self.run(unit, name)) is not None]
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count) of a unit's state, shape [count].
 
-        Where ranks have slices of it, every rank has to ask for the same at once.
+        If ranks have slices of the state, every rank must ask for the same elements at once.
         """
         spec = self.plan.units[unit]
         extent = self.newest_extent(unit, state)
@@ -176,9 +177,9 @@ class Store:
         return out
 
     def read_into(self, window: memoryview, unit: int, state: str, start: int, count: int) -> memoryview:
-        """The bytes of elements [start, start + count) of an SSD extent, read into `window`, which is page-aligned.
+        """The bytes of elements [start, start + count) of an extent on SSD, read into `window`, which is page-aligned.
 
-        Updates may be in flight, of other elements.
+        Updates of other elements may be in flight.
         """
         itemsize = self.dtype(state).itemsize
         first, end = start * itemsize, (start + count) * itemsize
@@ -188,10 +189,10 @@ class Store:
         return window[first - offset : end - offset]
 
     def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements of a unit's state from `start` on with `values`, shape [count], of the state's dtype.
+        """Overwrite elements of a unit's state, from `start` on, with `values` of shape [count] and the state's dtype.
 
-        Of elements that other ranks have nothing is written. Weights are written to both of their extents, since
-        updates copy only what they train.
+        Elements of other ranks are not written. Weights are written to both of their extents, because updates copy only
+        the weights that they train.
         """
         self.writes += 1
         both = state == WEIGHT and self.plan.options.max_staleness is not None
@@ -204,7 +205,7 @@ class Store:
         return bool(self._held(unit, state, start, stop))
 
     def _held(self, unit: UnitSpec, state: str, start: int, stop: int) -> list[Span]:
-        """What of a state's elements [start, stop) is on this rank."""
+        """The parts of a state's elements [start, stop) that are on this rank."""
         return [part for span in self.shards.held(unit, state) if (part := span.within(start, stop)) is not None]
 
     def _spec(self, state: str) -> StateSpec:
@@ -227,8 +228,8 @@ class Store:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Inside, a page that cannot be read is no obstacle to writing a part of it: the rest is lost, and will be
-        written too, or be of no use."""
+        """Inside, parts of a page can be written even if the page cannot be read. The rest of the page is lost. It will
+        be written too, or is not needed."""
         self._replacing = True
         try:
             yield
@@ -236,7 +237,7 @@ class Store:
             self._replacing = False
 
     def _open(self, unit: UnitSpec) -> None:
-        """Take the pages of a unit's extents, and of what an update that may be undone changes in RAM."""
+        """Take the pages of a unit's extents, and RAM for the states that an update may have to restore."""
         layout, placement = self.plan.layout, self.plan.placement
         states = [state.name for state in layout.states]
         for state in (*states, *(() if self.plan.options.max_staleness is None else (WEIGHT_BACK,)), GRAD):
@@ -266,13 +267,13 @@ class Store:
         return [home, *(tier.take(pages).tensor(home.dtype) for _ in waiting)]
 
     def _tier_of(self, unit: int, state: str) -> Region:
-        """The memory that is home to an extent that is not on SSD."""
+        """The memory that holds an extent that is not on SSD."""
         tier = self.device if self.lives_on_device(unit, state) else self.host
         assert tier is not None
         return tier
 
     def close(self, device: bool = True) -> None:
-        """Release the tiers, of the device only if told so; host memory goes with the last tensor over it."""
+        """Release the tiers, and the device only if `device`. RAM is released with the last tensor in it."""
         self._tensors.clear()
         self._gradients.clear()
         self.host.arena.close()
@@ -284,9 +285,9 @@ class Store:
     def _windows(
         self, slot: Region, state: str, start: int, count: int
     ) -> Iterator[tuple[slice, int, memoryview, torch.Tensor]]:
-        """(which of them, byte offset in the extent, whole pages to move there or from there, the elements in these),
-        part by part of elements [start, start + count) of an extent on SSD. The pages are those of a slot of the ring.
-        """
+        """Cut elements [start, start + count) of an extent on SSD into parts. Each part has its slice of the elements,
+        its byte offset in the extent, the whole pages to move, and the elements in them. The pages are those of a slot
+        of the ring."""
         dtype, page, end = self.dtype(state), self.plan.page_bytes, start + count
         first = start
         while first < end:
@@ -304,7 +305,7 @@ class Store:
         self.ssd.load(self._runs[unit, state], offset, window)
 
     def _load_around(self, unit: int, state: str, offset: int, window: memoryview) -> None:
-        """What a window holds beside what is about to be written to it."""
+        """Load the bytes of a window that are not about to be overwritten."""
         try:
             self._load(unit, state, offset, window)
         except StorageError:

@@ -1,4 +1,4 @@
-"""Streams: how the states of an update come from SSD and go back, block by block, through the ring in RAM."""
+"""Streams: move the states of an update from SSD and back, block by block, through the ring in RAM."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -16,16 +16,16 @@ from pagoda.schedule.operations import Writes
 
 
 class Part(NamedTuple):
-    """What a block has of a state."""
+    """A block's part of a state."""
 
     elements: range
-    """Of the state's extent."""
+    """Elements of the state's extent."""
     page_at: int
-    """Byte of the extent at which the first page that has some of it begins."""
+    """Byte of the extent at which the part's first page begins."""
 
 
 class Moved(NamedTuple):
-    """States on SSD that a part of an update reads, and those that it writes."""
+    """The states on SSD that a part of an update reads, and those that it writes."""
 
     read: Sequence[str]
     written: Sequence[str]
@@ -47,8 +47,8 @@ class StreamPath(UpdatePath):
         self._ring = store.ring
         on_device = store.plan.placement.on_device
         self._kept_free = layout.least_ring_slots if any(self._streamed[unit] for unit in on_device) else 0
-        """Slots that reading ahead leaves free. If two feeders share the ring, each needs slots that the other one does
-        not hold for an update that has yet to come."""
+        """Number of slots that reading ahead leaves free. Two feeders may share the ring. Then each needs slots that
+        the other does not hold for an update that has not been asked for yet."""
         self._ahead_unit = -1
         """The unit that is read ahead."""
         self._ahead: dict[int, tuple[Region, list[Handle]]] = {}
@@ -65,8 +65,8 @@ class StreamPath(UpdatePath):
             offset += layout.block_pages(state.name) * store.plan.page_bytes
 
     def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
-        """Submit the arithmetic of a block, once `after` have ended. `parts` has the block's part of each state. States
-        on SSD are in `slot`, and their new values must be there when the returned handle ends."""
+        """Submit the computation of a block, to start once `after` have ended. `parts` has the block's part of each
+        state. States on SSD are in `slot`. When the returned handle ends, their new values must be there."""
         raise NotImplementedError
 
     def begin(self, unit: int) -> None:
@@ -98,11 +98,11 @@ class StreamPath(UpdatePath):
         return [read for _, reads in dropped.values() for read in reads]
 
     def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        """The blocks of `cuts` that can be read before those before them are written."""
+        """The blocks of `cuts` that can be read before earlier blocks are written."""
         return self.cuts(unit)
 
     def _take_slot(self, start: int) -> tuple[Region, list[Handle]]:
-        """A slot for a block of the unit that is fed, and the reads that bring it, if it was read ahead."""
+        """A slot for a block, and the handles of its reads if the block was read ahead."""
         if start in self._ahead:
             return self._ahead.pop(start)
         slot = self._ring.take_if_free()
@@ -146,7 +146,7 @@ class StreamPath(UpdatePath):
         return Moved(streamed, master) if writes is Writes.WEIGHTS else Moved(moments, moments)
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
-        """What a block has of each state; nothing of a state that its parameter has not."""
+        """A block's part of each state. States that its parameter does not have are left out."""
         spec, parts = self._store.plan.units[unit], {}
         for state in self._states:
             origin = self._store.shards.origin(spec, state.name)
@@ -169,8 +169,8 @@ class StreamPath(UpdatePath):
         names: Sequence[str],
         after: tuple[Handle, ...] = (),
     ) -> Iterator[Handle]:
-        """Move a block of some states between their SSD extents and the ring, in whole pages; `weights` names the
-        weights' extent. What was written before on the first of these pages is there before it is read."""
+        """Move a block's parts of some states between SSD and the ring, in whole pages. `weights` names the extent of
+        the weights. A read waits for earlier writes to its first page."""
         store, ssd, page = self._store, self._store.ssd, self._store.plan.page_bytes
         reading = lane == "ssd_read"
         for name in names:

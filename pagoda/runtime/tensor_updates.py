@@ -1,4 +1,4 @@
-"""Updates of rules that take parameters whole: as they are stored, or as fp32 copies in a work area."""
+"""Updates by rules that take whole parameters, as they are stored, or as fp32 copies in a work area."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,14 +31,15 @@ class Cuts:
             {cut.start - begin: cut for cut in self._layout.cuts(unit)}
             for unit, begin in zip(store.plan.units, begins, strict=True)
         ]
-        """unit -> first element of a cut, from the first that this rank updates on -> cut."""
+        """unit -> first element of a cut, counted from the first element that this rank updates -> cut."""
 
     def of(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """First and last element of every block of a unit's update."""
         return [(start, start + cut.stop - cut.start) for start, cut in self._of[unit.index].items()]
 
     def spans(self, unit: UnitSpec, start: int) -> dict[StateSpec, ShapedSpan]:
-        """What the block from `start` on has of each state, of those that its parameter has."""
+        """The part of each state that belongs to the block that begins at `start`. States that its parameter does not
+        have are left out."""
         cut = self._of[unit.index][start]
         spans = {state: self._layout.part(unit, cut, state) for state in self._layout.states}
         return {state: span for state, span in spans.items() if span is not None}
@@ -52,9 +53,9 @@ class Cuts:
         kept: torch.Tensor,
         states: Mapping[str, torch.Tensor],
     ) -> None:
-        """Update the block from `start` on by its gradient as it is kept; both it and the states are flat.
+        """Update the block that begins at `start` with its gradient as it is stored. Gradient and states are flat.
 
-        There is a `bench` if the rule computes on copies.
+        `bench` is given if the rule computes on copies.
         """
         cut, rule = self._of[unit.index][start], piece.hyper.rule
         shape = unit.slots[cut.slot].param.shape if cut.whole else (cut.stop - cut.start,)
@@ -69,11 +70,11 @@ class Cuts:
 
 
 class Workbench:
-    """Where parameters are updated one after another: their gradient is copied here, and their master where its halves
-    are stored."""
+    """Updates parameters one after another on fp32 copies: of the gradient, and of the master if it is stored in
+    halves."""
 
     def __init__(self, area: torch.Tensor, weight: torch.dtype, device: Device) -> None:
-        """`area` is flat fp32, as large as `Layout.work_pages` says, and of the memory that `device` has."""
+        """`area` is flat fp32 of the size that `Layout.work_pages` gives, in the memory of `device`."""
         gradient, *master = area.chunk(1 if weight is torch.float32 else 2)
         self._gradient, self._master = gradient, master[0] if master else None
         self._device = device
@@ -87,7 +88,7 @@ class Workbench:
         low: torch.Tensor | None,
         states: Mapping[str, torch.Tensor],
     ) -> None:
-        """One step of a parameter of that shape, or of a flat piece of one. Gradient and weights are flat."""
+        """One step of a parameter of this shape, or of a flat piece of one. Gradient and weights are flat."""
         rule, count = piece.hyper.rule, kept.numel()
         assert isinstance(rule, TensorRule)
         gradient = self._gradient[:count].copy_(kept)
@@ -104,7 +105,7 @@ class Workbench:
 
 
 class CutPath(StreamPath):
-    """A path whose blocks are those of `Cuts`.
+    """Updates the blocks of `Cuts`.
 
     Parts of several parameters may share a page of a state on SSD. So a block is read after the last write to its first
     page.
@@ -119,7 +120,7 @@ class CutPath(StreamPath):
         return self._cuts.of(unit)
 
     def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        """The first block. Others may share its pages."""
+        """The first block. Later blocks may share its pages."""
         return self.cuts(unit)[:1]
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
@@ -142,7 +143,7 @@ class TensorPath(CutPath, HostPath):
             self._bench = Workbench(store.work.tensor(torch.float32), self._states[0].dtype, Device())
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
-        """Update the cut from `start` on, which is within the piece's parameter."""
+        """Update the cut that begins at `start`. It lies within the piece's parameter."""
         buffer = record.buffer
         assert buffer is not None
         spans = self._cuts.spans(unit.spec, start)

@@ -1,4 +1,4 @@
-"""A unit of the live model: its parameters, what they look like between uses, and what is pending for them."""
+"""A unit of the live model: its parameters, their placeholders between uses, and its counters."""
 
 import weakref
 from typing import Any
@@ -20,9 +20,10 @@ _DATA: Any = torch.Tensor.data
 
 
 class ShownParameter(nn.Parameter):
-    """The class of a parameter while a forward may read it: it notices what is written past autograd, to its `data`.
+    """The class of a parameter while a forward may read it. It detects writes to its `data`, which autograd does not
+    see.
 
-    Each tensor that `data` gives has a version counter of its own.
+    Each tensor that `data` returns has its own version counter.
     """
 
     @property
@@ -39,7 +40,7 @@ class ShownParameter(nn.Parameter):
 
 
 def written_in_forward(name: str) -> str:
-    """The message for a parameter whose weights a forward has written to."""
+    """The error message for a parameter to which a forward has written."""
     return (
         f"Parameter {name!r} was written to inside a forward, where only what compute reads of it is in memory: the "
         "write is lost, or changes a part of the master's bits alone. Write between steps, inside `with "
@@ -50,9 +51,9 @@ def written_in_forward(name: str) -> str:
 class LiveUnit:
     """The parameters of one unit, in the order of its slots.
 
-    Invariant: outside its modules' forward every parameter is hidden: its shape, dtype and device stay true, and using
-    its value raises. What it shows is a placeholder, a NaN expanded to its shape, for code that torch does not see. Of
-    a DTensor, that is said of this rank's part: the parameter itself stays, and shows another part.
+    Invariant: outside its modules' forward, every parameter is hidden. Its shape, dtype and device are true, and any
+    use of its values raises an error. For code that torch does not see, it contains a placeholder: NaN expanded to its
+    shape. For a DTensor this holds for the rank's part: the parameter itself stays, and shows another part.
     """
 
     def __init__(
@@ -67,40 +68,41 @@ class LiveUnit:
         self.params = params
         self._owners = [[(weakref.ref(module), name) for module, name in of_param] for of_param in owners]
         self.active = 0
-        """Forwards of this unit's modules that are running now; above zero the lease is pinned."""
+        """Number of running forwards of this unit's modules. Above zero, the lease is pinned."""
         self.version = 0
         """Counts changes of the weights, as a tensor's version counter does."""
         self.packed = 0
-        """References to the weights that autograd graphs hold; above zero a backward may still read them."""
+        """Number of references to the weights in autograd graphs. Above zero, a backward may still read them."""
         self.used = False
-        """True once a graph may give the unit a gradient, since its gradients were last cleared."""
+        """True if a graph may give the unit a gradient since its gradients were last cleared."""
         self.updated = False
-        """True from an update during backward until `step()`."""
+        """True between an update during backward and `step()`."""
         self.gathered: set[int] = set()
-        """Slots whose parameters hold real tensors at the user's wish."""
+        """Slots whose parameters hold real tensors because the user asked for it."""
         self.trainable = sum(slot.param.trainable for slot in spec.slots)
-        """Slots that have optimizer state and a gradient extent: the first ones. They may be frozen now."""
+        """Number of slots with optimizer state and a gradient extent. They come first. Some may be frozen now."""
         self.grouped = set(range(self.trainable))
-        """Slots whose parameters are in a param group: only they are updated."""
+        """Slots whose parameters are in a param group. Only these are updated."""
         self.steps = [0] * self.trainable
-        """Updates each of those parameters has had."""
+        """Number of updates of each of these parameters."""
         self._versions: list[int] = []
-        """That of each parameter when the unit was shown: writing in place counts on."""
+        """Version of each parameter when the unit was shown. In-place writes increase it."""
         self._kinds = [type(param) for param in params]
         """The classes of the parameters while they are not hidden."""
         self.markers: list[torch.Tensor] = []
-        """What each trainable parameter shows as its gradient while that lies in its extent."""
+        """The marker of each trainable parameter, which it shows as its gradient while the gradient is in its
+        extent."""
         self.forms = [Form.of(param) or QuantizedForm.of(param, dtype) for param in params]
-        """How a parameter that is a DTensor shows this rank's part, or a quantized one its bytes; None for others."""
+        """How a DTensor shows this rank's part, or a quantized parameter its bytes. None for other parameters."""
         nans = [torch.full((8,), torch.nan, dtype=dtype, device=device)[0] for _ in params]
         self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(nans, spec.slots, strict=True)]
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
         self.blanks = [nan.expand(param.shape) for nan, param in zip(nans, params, strict=True)]
-        """The same in the whole parameter's shape."""
+        """The placeholders in the shapes of the whole parameters."""
 
     @property
     def owners(self) -> list[list[Owner]]:
-        """Who holds each parameter; several for a tied one. A unit does not keep them alive."""
+        """The modules that hold each parameter, several for a tied one. The unit does not keep them alive."""
         return [[(m, name) for of, name in of_param if (m := of()) is not None] for of_param in self._owners]
 
     @property
@@ -112,26 +114,27 @@ class LiveUnit:
         return self.spec.slots[slot].param.name
 
     def part_index(self, slot: int) -> int:
-        """Which of its equal parts this rank has of a parameter; 0 where it has all of it."""
+        """Index of this rank's part among the equal parts of a parameter. 0 if this rank has all of it."""
         form = self.forms[slot]
         if not isinstance(form, Form) or self.spec.slots[slot].param.shard is None:
             return 0
         return form.mesh.get_local_rank()
 
     def stored_name(self, slot: int) -> str:
-        """What this rank's part of a parameter is called in a checkpoint; the parameter's name where it has all."""
+        """The name of this rank's part of a parameter in a checkpoint. The parameter's name if this rank has all of
+        it."""
         shard = self.spec.slots[slot].param.shard
         return self.name(slot) if shard is None else shard.name_of_part(self.name(slot), self.part_index(slot))
 
     def part(self, slot: int) -> torch.Tensor:
-        """What a parameter shows of itself now, on this rank."""
+        """The tensor that a parameter shows now, on this rank."""
         param: Any = self.params[slot]
         form = self.forms[slot]
         part: torch.Tensor = param.data if form is None else form.part_of(param)
         return part
 
     def set_part(self, slot: int, part: torch.Tensor) -> None:
-        """Let a parameter show this, for everyone to use. It stays the leaf that autograd knows."""
+        """Make a parameter show `part`, for everyone to use. It stays the leaf that autograd knows."""
         param: Any = self.params[slot]
         param.__class__ = self._kinds[slot]
         form = self.forms[slot]
@@ -141,22 +144,22 @@ class LiveUnit:
             form.show(param, part)
 
     def replace_param(self, slot: int, param: nn.Parameter) -> None:
-        """Let another one, which shows the placeholder, be the parameter of a slot."""
+        """Replace the parameter of a slot by another one that shows the placeholder."""
         self.params[slot] = param
         self._kinds[slot] = type(param)
 
     def as_param(self, slot: int, part: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor in a parameter's shape, as the parameter is: a DTensor where that is one."""
+        """This rank's part of a tensor in a parameter's shape, as a DTensor if the parameter is one."""
         form = self.forms[slot]
         return part if form is None else form.around(part)
 
     def part_of(self, slot: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor in a parameter's shape, be that a DTensor or one that every rank has."""
+        """This rank's part of a tensor in a parameter's shape. The tensor is a DTensor, or every rank has all of it."""
         form = self.forms[slot]
         return value if form is None else form.part_of(value)
 
     def new_param(self, slot: int, part: torch.Tensor) -> nn.Parameter:
-        """Another parameter that shows this, with the attributes of the one in a slot."""
+        """A new parameter that shows `part`, with the attributes of the slot's parameter."""
         param = self.params[slot]
         made = nn.Parameter(self.as_param(slot, part), param.requires_grad)
         made.__dict__.update(param.__dict__)
@@ -164,15 +167,15 @@ class LiveUnit:
 
     @property
     def expected(self) -> list[int]:
-        """Slots that get a gradient from a backward that uses all parameters: in a group, and not frozen."""
+        """Slots that get a gradient from a backward that uses all parameters: those in a group that are not frozen."""
         with as_plain():
             return [slot for slot in range(self.trainable) if slot in self.grouped and self.params[slot].requires_grad]
 
     def show(self, base: torch.Tensor) -> None:
         """Point the parameters into a lease. `base`: the unit's weights, shape [numel].
 
-        They must stay the leaves that autograd knows, so their data is swapped. Raises UsageError where one was moved
-        or cast.
+        The parameters must stay the leaves that autograd knows, so their data is swapped. Raises UsageError if a
+        parameter was moved or cast.
         """
         for slot, param in enumerate(self.params):
             kind = param.__class__ = self._kinds[slot]
@@ -185,17 +188,18 @@ class LiveUnit:
                 param.__class__ = ShownParameter
 
     def view(self, slot: int, base: torch.Tensor) -> torch.Tensor:
-        """What a parameter shows of a lease, on this rank."""
+        """The tensor that a parameter shows of a lease, on this rank."""
         placed = self.spec.slots[slot]
         return base.as_strided(placed.param.shape, self._strides[slot], base.storage_offset() + placed.offset)
 
     def is_kept(self, slot: int) -> bool:
-        """Whether graphs keep the parameter itself past all hooks, so that backward finds it hidden."""
+        """Whether graphs keep the parameter itself without calling hooks, so that it is hidden in backward."""
         form = self.forms[slot]
         return isinstance(form, QuantizedForm) and form.is_kept
 
     def hide(self) -> str | None:
-        """Hide the parameters again; returns the name of one that was written to since they were shown."""
+        """Hide the parameters again. Returns the name of a parameter that was written to since they were shown, if
+        any."""
         written = None
         for slot, version in enumerate(self._versions):
             param = self.params[slot]
@@ -214,7 +218,7 @@ class LiveUnit:
         self.params[slot].__class__ = hidden_class(self._kinds[slot])
 
     def begin_hiding(self) -> None:
-        """Hide the parameters from now on, outside forwards."""
+        """From now on, hide the parameters outside forwards."""
         for slot, param in enumerate(self.params):
             self._kinds[slot] = type(param)
             if isinstance(self.forms[slot], Form):

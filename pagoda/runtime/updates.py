@@ -1,4 +1,4 @@
-"""Updates: the optimizer's math, unit by unit, block by block."""
+"""Updates: one unit's optimizer step as a sequence of blocks, and the thread that submits them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from pagoda.schedule.operations import Writes
 
 
 class WeightExtents(NamedTuple):
-    """The extents that an update reads a unit's weights from and writes them to."""
+    """The extents from which an update reads a unit's weights, and to which it writes them."""
 
     read: str
     write: str
@@ -28,21 +28,22 @@ IN_PLACE = WeightExtents(WEIGHT, WEIGHT)
 
 
 class Update(NamedTuple):
-    """One unit's update, as a feeder is given it."""
+    """One unit's update, as a feeder gets it."""
 
     parts: Sequence[tuple[UnitGradient, Sequence[Segment]]]
-    """The gradients of one step or of several, which are applied one after another, and what each of them changes."""
+    """The gradients of one or several steps, which are applied one after another, each with the segments that it
+    changes."""
     weights: WeightExtents
     undo: Undo | None
-    """Keeps what an update that may have to be undone changes."""
+    """Keeps the old states if the update may have to be undone."""
     kept: Handle | None
-    """Ends when a checkpoint that has yet to read the old states has a copy of them."""
+    """Ends when a checkpoint that still needs the old states has a copy of them."""
     updated: Handle
     """Ends when the new weights are in their home."""
     written: Handle
-    """Ends when every state is."""
+    """Ends when every state is in its home."""
     used: Callable[[], None]
-    """Told when the gradients have been read."""
+    """Called when the gradients have been read."""
     writes: Writes = Writes.ALL
 
     @property
@@ -50,7 +51,7 @@ class Update(NamedTuple):
         return self.parts[-1][0].unit
 
     def finish(self, error: BaseException | None) -> None:
-        """Mark the update as ended, before any of it was done."""
+        """Mark the update as ended before any of it was done."""
         self.written.finish(error)
         self.updated.finish(error)
 
@@ -60,15 +61,14 @@ class Block(NamedTuple):
 
     update: Update
     start: int
-    """First element, of those that this rank updates of the unit."""
+    """First element, counted from the first element that this rank updates of the unit."""
     stop: int
     pieces: Sequence[tuple[UnitGradient, Segment]]
-    """What is applied to it, one after another; [] where weights that do not change are copied."""
+    """The gradients and segments applied to it, one after another. Empty if unchanged weights are only copied."""
 
 
 class UpdatePath:
-    """How a block gets to its states, or they to it: what brings them, where they are computed, and what takes them
-    home."""
+    """The way of a block: what brings its states, where they are computed, and what takes them home."""
 
     def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
         self._store = store
@@ -76,7 +76,7 @@ class UpdatePath:
         self._states = store.plan.layout.states
         self._block = store.plan.layout.block_elements
         self.more: Callable[[], object] = lambda: None
-        """Set by the feeder. Called by any thread when reading ahead can go on, with `read_more`."""
+        """Set by the feeder. Any thread calls it when reading ahead can continue with `read_more`."""
 
     def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """First and last element of every block of a unit's update."""
@@ -84,39 +84,39 @@ class UpdatePath:
         return [(start, min(start + self._block, total)) for start in range(0, total, self._block)]
 
     def is_small(self, unit: UnitSpec) -> bool:
-        """Whether the update of a unit is done before another thread would have begun it."""
+        """Whether the update of a unit takes less time than handing it to another thread."""
         return False
 
     def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
-        """Give a block to the lanes. Adds to the lists what ends when it has been computed, and when its states on SSD
-        have been written. If it raises, the lists have all that was submitted."""
+        """Submit a block to the lanes. Adds to the lists the handles of its computation, and of the writes of its
+        states to SSD. If it raises, the lists contain everything that was submitted."""
         raise NotImplementedError
 
     def begin(self, unit: int) -> None:
         """The blocks of a unit follow."""
 
     def end(self, unit: int) -> None:
-        """They have been submitted."""
+        """All blocks of the unit have been submitted."""
 
     def read_ahead(self, unit: int) -> None:
-        """Read states of a unit that is likely to be updated next, as far as there is room."""
+        """Read states of a unit that will probably be updated next, as far as there is room."""
 
     def read_more(self) -> None:
-        """Go on with that."""
+        """Continue to read ahead."""
 
     def drop_ahead(self) -> list[Handle]:
-        """Forget what was read ahead; returns the reads."""
+        """Forget what was read ahead. Returns the handles of the reads."""
         return []
 
 
 class Feeder:
-    """The thread that feeds a path with updates, in the order in which the scheduler issues them. Small ones are fed by
-    the thread that submits them, and may overtake others."""
+    """The thread that feeds updates to a path, in the order in which the scheduler issues them. The submitting thread
+    feeds small updates itself, so they may overtake others."""
 
     def __init__(self, store: Store, path: UpdatePath) -> None:
         self.path = path
         self.refused: BaseException | None = None
-        """What every update that has not begun fails with, if anything."""
+        """The error with which every update that has not begun fails, if any."""
         self._store = store
         self._lock = threading.Lock()
         self._closed = False
@@ -124,9 +124,10 @@ class Feeder:
         path.more = lambda: self._later(path.read_more)
 
     def submit(self, update: Update) -> None:
-        """Feed an update to the path, after those before it. Its handles end when it has, however it did.
+        """Feed an update to the path, after the ones before it. Its handles end when it has ended, with or without an
+        error.
 
-        A small one in RAM is fed at once: this thread would do no less to hand it to another.
+        A small update in RAM is fed at once, because handing it to another thread would take as long.
         """
         if update.kept is None and self.path.is_small(update.unit.spec):
             self._feed(update)
@@ -135,11 +136,11 @@ class Feeder:
             update.finish(self.refused or UsageError("The optimizer is closed."))
 
     def read_ahead(self, unit: int) -> None:
-        """After what has been submitted, a unit is likely to be updated next."""
+        """After the submitted updates, this unit will probably be updated next."""
         self._later(partial(self.path.read_ahead, unit))
 
     def drop_ahead(self) -> None:
-        """Wait until nothing is read ahead any more."""
+        """Wait until nothing is being read ahead."""
         reads: list[Handle] = []
         dropped = self._later(lambda: reads.extend(self.path.drop_ahead()))
         if dropped is not None:
@@ -147,12 +148,12 @@ class Feeder:
             wait_all(reads)
 
     def _later(self, work: Callable[[], None]) -> Handle | None:
-        """Do something on this thread, after what it has been given before; None once it is closed."""
+        """Do work on this thread after everything submitted before. Returns None if the feeder is closed."""
         with self._lock:
             return None if self._closed else self._thread.submit(work)
 
     def close(self) -> None:
-        """Finish what is queued and join the thread."""
+        """Finish the queued updates and join the thread."""
         with self._lock:
             self._closed = True
         self._thread.close()
@@ -169,7 +170,8 @@ class Feeder:
     def feed(self, update: Update) -> None:
         """Submit every block of one unit's update to the lanes.
 
-        Raises only before the first block. A later error ends its handles, once the blocks under way have ended.
+        Raises only before the first block. A later error ends the update's handles once the submitted blocks have
+        ended.
         """
         if self.refused is not None:
             raise self.refused
