@@ -14,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -135,6 +137,22 @@ def gpt2(layers: int = LAYERS) -> nn.Module:
     )
 
 
+def qwen3(layers: int = LAYERS) -> nn.Module:
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
+
+
 def t5(layers: int = 4, dropout: float = 0.0) -> nn.Module:
     return T5ForConditionalGeneration(
         T5Config(
@@ -155,6 +173,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "plain": Plain,
     "llama": llama,
     "gpt2": gpt2,
+    "qwen3": qwen3,
     "t5": t5,
     "conv": ConvNet,
 }
@@ -397,3 +416,38 @@ def least_host(root: ModuleSpec, states: tuple[StateSpec, ...], too_small: Budge
     assert refused.value.tier == "host"
     assert refused.value.needed_bytes is not None
     return refused.value.needed_bytes
+
+
+def assert_placed(outcome: Outcome, placement: str) -> None:
+    """The run really kept its states where the placement says, and moved them from there."""
+    assert outcome.plan is not None
+    plan, layout = outcome.plan, outcome.plan.layout
+    host, ssd = plan.bytes["host"], plan.bytes.get("ssd", {})
+    moments = [state.name for state in layout.moments]
+    weights, moved = layout.total_pages(WEIGHT) * PAGE, outcome.moved[-1]
+    assert plan.budgets.device == (plan.peak_bytes["device"] if "device" in plan.bytes else None)
+    if placement in (ARENA, ARENA_ALL_ON_SSD):
+        assert len(layout.units) > 2
+        assert plan.peak_bytes["device"] == PAGE * layout.lease_pages(ahead=1)
+        assert 0 < outcome.peak_bytes["device"] <= plan.peak_bytes["device"] < weights
+        assert moved["h2d"] > 0
+    else:
+        assert moved["h2d"] == 0
+    if placement == ARENA:
+        assert host["weight"] == weights
+        assert not ssd
+        return
+    assert host.keys().isdisjoint(moments)
+    assert all(ssd[state] == layout.total_pages(state) * PAGE for state in moments)
+    assert outcome.peak_bytes["ssd"] == plan.peak_bytes["ssd"]
+    if placement == HOST_WEIGHTS:
+        assert host["weight"] == weights
+        assert "weight" not in ssd
+    else:
+        assert "weight" not in host
+        assert ssd["weight"] == weights
+    trainable = sum(unit.trainable_numel for unit in layout.units)
+    # An update may run on into the next step, so only the sum over steps is sure; the last one's may not count at all.
+    streamed = trainable * sum(state.dtype.itemsize for state in layout.moments) * (len(outcome.moved) - 1)
+    assert sum(step["ssd_read"] for step in outcome.moved) >= streamed
+    assert sum(step["ssd_write"] for step in outcome.moved) >= streamed
