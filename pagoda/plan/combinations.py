@@ -1,4 +1,4 @@
-"""Which features do not work together, and why: one table. All other pairs work."""
+"""The features that do not work together, with the reasons, in one table. All other pairs work."""
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
@@ -10,7 +10,7 @@ from pagoda.plan.ranks import Ranks
 
 
 class Feature(StrEnum):
-    """A setting that reaches into how state is stored or updated, as users write it."""
+    """A setting that affects how state is stored or updated, as users write it."""
 
     WHOLE = "an optimizer that takes whole parameters (Adafactor, Muon)"
     EIGHT_BIT = "moments='8bit'"
@@ -45,7 +45,7 @@ REFUSED: Mapping[frozenset[Feature], str] = {
 def features(
     options: Options, states: Sequence[StateSpec], ranks: Ranks | None, tiled: bool = False
 ) -> frozenset[Feature]:
-    """The features that a run uses. `states` are its optimizer's; `tiled` says whether `tile_limit` is set."""
+    """The features that a run uses. `states` are its optimizer's. `tiled`: whether `tile_limit` is set."""
     split = options.split or DEFAULT_SPLIT
     used = {
         F.WHOLE: states[0].whole is not None,
@@ -66,7 +66,7 @@ def features(
 
 
 def why_not(used: Collection[Feature]) -> str | None:
-    """Why some of the features do not work together; None if all do."""
+    """Why some of these features do not work together, or None if all do."""
     for pair, why in REFUSED.items():
         if pair.issubset(used):
             first, second = sorted(pair, key=[*Feature].index)
@@ -75,14 +75,14 @@ def why_not(used: Collection[Feature]) -> str | None:
 
 
 def check_features(used: Collection[Feature]) -> None:
-    """Raises ConfigError where features do not work together."""
+    """Raises ConfigError if features do not work together."""
     if (why := why_not(used)) is not None:
         raise ConfigError(f"{why}. Leave one of them out.")
 
 
 def check_experts_of_stages(ranks: Ranks) -> None:
-    """Raises ConfigError where the ranks of a stage of a pipeline, which has experts, would need weights of each other
-    at other times: a rank that waits for another stage takes part in nothing."""
+    """Raises ConfigError if the ranks of a pipeline stage with experts would need weights of each other at different
+    times. A rank that waits for another stage takes part in nothing."""
     if ranks.pipeline_parallel > 1 and (ranks.shares_experts or ranks.shards_weights):
         raise ConfigError(
             "The ranks of a stage use different experts, and a rank that waits for another stage cannot send what "

@@ -1,7 +1,7 @@
-"""Updates on a device of its own: which units' states pass it, and what that takes of its memory.
+"""Updates on a separate device: which units' states pass it, and how much of its memory that takes.
 
-States stay at home in RAM. Block by block they go to a ring on the device, with the gradient, are updated there and
-come back, while the CPU updates other units.
+States come from their home block by block to slots on the device, with the gradient, are updated there and go back,
+while the CPU updates other units.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,19 +14,19 @@ from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.units import UnitSpec
 
 UPDATE_RING = "update_ring"
-"""The line of the plan for the device's buffers."""
+"""The line of the plan for the device's slots."""
 DEVICE_SLOTS = 4
-"""Blocks on the device at once: one comes, one is updated, one goes, one to spare."""
+"""Number of blocks on the device at once: one comes, one is updated, one goes, and one is spare."""
 _ALIGN = 256
-"""Bytes: what every part of a slot starts on, as CUDA's own allocations do."""
+"""Every part of a slot starts at a multiple of this many bytes, as CUDA's own allocations do."""
 _WHOLE_SLOTS = 2
-"""Blocks on the device at once where a block is a whole parameter."""
+"""Number of blocks on the device at once if a block is a whole parameter."""
 WORK = "work"
 """fp32 copies of gradient and master, for a rule that computes on them."""
 
 
 def why_not_on_device(feature: Feature, layout: Layout, options: Options, device: int | None) -> str | None:
-    """Why the device, whose budget is `device`, cannot update units, or be home to any; None where it can."""
+    """Why the device, with the budget `device`, cannot update units or be home to any. None if it can."""
     if device is None:
         return "compute has no memory of its own: give memory.device"
     share = (options.split or DEFAULT_SPLIT).device_update_share
@@ -39,13 +39,13 @@ def why_not_on_device(feature: Feature, layout: Layout, options: Options, device
 
 
 def slot_count(layout: Layout) -> int:
-    """Blocks on the device at once; few where a block is a whole parameter: one is updated while the other moves."""
+    """Number of blocks on the device at once. If a block is a whole parameter, one is updated while the other moves."""
     return DEVICE_SLOTS if layout.weight.whole is None else _WHOLE_SLOTS
 
 
 def slot_offsets(layout: Layout) -> tuple[Mapping[str, int], int]:
-    """Where each state of a block starts in its slot, the gradient (`GRAD`) and the work area (`WORK`), and where the
-    slot ends; in bytes."""
+    """Offset in a slot, in bytes, of each state of a block, of the gradient (`GRAD`) and of the work area (`WORK`); and
+    the size of the slot."""
     sizes = {state.name: layout.most_in_block(state) * state.dtype.itemsize for state in layout.states}
     sizes |= {GRAD: layout.block_elements * layout.itemsize(GRAD), WORK: 4 * layout.work_elements}
     *starts, end = accumulate((-(-nbytes // _ALIGN) * _ALIGN for nbytes in sizes.values()), initial=0)
@@ -58,8 +58,8 @@ def slot_pages(layout: Layout) -> int:
 
 
 def on_device(units: Iterable[UnitSpec], share: float) -> frozenset[int]:
-    """The units, of those given, that are updated on the device: `share` of their parameters, spread evenly over the
-    order of forward, so that at any time both sides have some to do."""
+    """The units that are updated on the device: `share` of the parameters of `units`, spread evenly over forward, so
+    that both sides always have work."""
     chosen, so_far, taken = set(), 0, 0
     for unit in units:
         so_far += unit.trainable_numel

@@ -1,4 +1,4 @@
-"""Placement: which tier is home to each state of each unit, and how many pages each line of the plan takes."""
+"""Placement: the home tier of each state of each unit, and the pages of each line of the plan."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ LINES_AFTER_STATES = (
     *(WEIGHT_BACK, GRAD, SPARE, UNDO, GRAD_QUEUE, LEASES, UPDATE_RING, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT),
     *(WORK, COLLECTIVE_BUFFERS, SERVING, ACTIVATIONS),
 )
-"""The lines of a tier that are not states of a home, in the order in which a table shows them."""
+"""The lines of a tier that are not homes of states, in the order in which tables show them."""
 
 ACTIVATION_BUFFERS = 4
-"""Between activations and SSD: two on their way out, two on their way back."""
+"""Number of buffers between activations and SSD: two on their way out, two on their way back."""
 FETCH_SLOTS = 4
-"""Pieces of weights between SSD and a separate device at once."""
+"""Number of pieces of weights between SSD and a separate device at once."""
 BOUNCE_ELEMENTS = 1 << 20
-"""Elements of a gradient that leave a separate device at a time; two pieces are on their way at once."""
+"""Elements of a gradient that leave a separate device at a time. Two pieces are on their way at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes each tier may use; `device` is None where device and host are the same RAM, `ssd` where there is none."""
+    """Bytes that each tier may use. `device` is None if device and host are the same RAM, and `ssd` if there is
+    none."""
 
     host: int
     device: int | None = None
@@ -40,51 +41,56 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Placement:
-    """Home of every extent, and the pages of every line of the plan.
+    """The home of every extent, and the pages of every line of the plan.
 
-    Lines named after states are homes; LEASES hold weights while they are used, STAGING holds gradients on their way to
-    the update or to SSD, RING blocks of weights and moments that stream through RAM, FETCH_RING pieces of weights on
-    their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
-    COLLECTIVE_BUFFERS hold whole gradients that several ranks add up, and what that takes, SERVING weights on SSD that
-    ranks send each other: a message, or the largest unit where every rank has all weights; both are of the same size
-    for any number of ranks. CHECKPOINT holds states that a checkpoint has not written yet when their next update comes;
-    SPARE pages on SSD are for what changes while checkpoints keep theirs. WORK holds what the update of a rule that
-    takes parameters whole computes with, one parameter at a time. UNDO keeps the old states of speculated units
-    beside the new: as pages on SSD, as copies in RAM. ACTIVATIONS has the buffers through which activations go to
-    SSD; how much is offloaded, a step shows.
+    A line with the name of a state is the home of that state. The other lines:
+
+    - LEASES: weights while they are used.
+    - STAGING: gradients on their way to the update or to SSD.
+    - RING: blocks of weights and moments that stream through RAM.
+    - FETCH_RING: pieces of weights on their way from SSD to a separate device.
+    - BOUNCE: pieces of gradients on their way back from it.
+    - COLLECTIVE_BUFFERS: whole gradients that several ranks add up, and their sums. Its size does not depend on the number of ranks.
+    - SERVING: weights on SSD that ranks send each other: a message, or the largest unit if every rank has all weights.
+    - CHECKPOINT: states that a checkpoint has not written when their next update comes.
+    - SPARE: pages on SSD for changes while checkpoints keep their own pages.
+    - WORK: fp32 copies for the update of a rule that computes on them, one parameter at a time.
+    - UNDO: the old states of speculated units, as pages on SSD or copies in RAM.
+    - ACTIVATIONS: buffers through which activations go to SSD. A step shows how many bytes are offloaded.
     """
 
     homes: Mapping[tuple[int, str], str]
-    """(unit, state) -> tier. A gradient's home is HOST, or SSD when it may have to be spilled there."""
+    """(unit, state) -> tier. A gradient's home is HOST, or SSD if it may have to be spilled there."""
     lines: Mapping[str, Mapping[str, int]]
     """tier -> line -> pages."""
     ring_slots: int = 0
-    """Blocks the ring holds: RING_SLOTS, and more where RAM is left over: reads run further ahead of updates."""
+    """Number of blocks in the ring: RING_SLOTS, or more if RAM is left, so that reads run further ahead of updates."""
     speculated: frozenset[int] = frozenset()
-    """Units that are updated during backward as if nothing would be clipped; their old states are kept until that is
+    """Units that are updated during backward as if nothing will be clipped. Their old states are kept until that is
     known."""
     on_device: frozenset[int] = frozenset()
-    """Units that the device updates. Those of their states that do not live there pass it."""
+    """Units that the device updates. Their states that do not live there pass it."""
     in_two: frozenset[int] = frozenset()
-    """Units whose updates have two parts, unless they are speculative: the first writes weights, the second moments."""
+    """Units whose updates have two parts, unless they are speculative. The first part writes weights, the second
+    moments."""
 
     @cached_property
     def resident(self) -> frozenset[int]:
-        """Units whose states and gradients all have their home on the device."""
+        """Units whose states and gradients all live on the device."""
         return frozenset(unit for unit, _ in self.homes) - {
             unit for (unit, _), home in self.homes.items() if home != DEVICE
         }
 
     @property
     def passing(self) -> frozenset[int]:
-        """Units of which states or gradients pass the device for their update."""
+        """Units with states or gradients that pass the device for their update."""
         return self.on_device - self.resident
 
     def home(self, unit: int, state: str) -> str:
         return self.homes[unit, state]
 
     def streamed(self, unit: int, states: Sequence[StateSpec]) -> list[StateSpec]:
-        """The states that do not live where a unit is updated: on the device, or in RAM."""
+        """The states that do not live where their unit is updated: on the device, or in RAM."""
         away = (HOST, SSD) if unit in self.on_device else (SSD,)
         return [state for state in states if self.homes[unit, state.name] in away]
 
@@ -92,5 +98,5 @@ class Placement:
         return self.lines.get(tier, {}).get(line, 0)
 
     def units_with(self, tier: str, states: Collection[str]) -> frozenset[int]:
-        """Units of which one of the states, or several, have their home on a tier."""
+        """Units with at least one of the states on a tier."""
         return frozenset(unit for (unit, state), home in self.homes.items() if home == tier and state in states)

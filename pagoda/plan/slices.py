@@ -1,4 +1,4 @@
-"""Slices: which elements of each unit, and of each of its states, each of the ranks that share it holds."""
+"""Slices: the elements of each unit, and of each of its states, that each of the ranks sharing it holds."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements [start, stop) of a unit, or of a state of it, which lie from element `at` on in an extent."""
+    """Elements [start, stop) of a unit or of one of its states. In an extent, they begin at element `at`."""
 
     start: int
     stop: int
@@ -23,18 +23,18 @@ class Span:
         return self.stop - self.start
 
     def within(self, start: int, stop: int) -> "Span | None":
-        """What of it lies in [start, stop) of the unit; None where nothing does."""
+        """The part in [start, stop) of the unit, or None if there is none."""
         first, last = max(start, self.start), min(stop, self.stop)
         return Span(first, last, self.at + first - self.start) if first < last else None
 
 
 class Slices:
-    """The trainable elements of a unit in as many slices as ranks share it, by their place among those; its frozen
-    elements are sliced apart, equally, so that the rank that updates an element has its weight.
+    """Divides the trainable elements of each unit into slices, one for each rank that shares it. Frozen elements are
+    divided separately into equal slices, so that the rank that updates an element has its weight.
 
-    Slices are equal where the update may cut parameters anywhere. Where it takes them whole, a slice is whole
-    parameters, adjoining ones, the largest slice as small as that allows; who gets which is balanced over all units, so
-    every rank has a share of the state that is equal up to a parameter or so.
+    If the update may cut parameters anywhere, slices are equal. If it takes whole parameters, a slice is a sequence of
+    whole parameters, and the largest slice is as small as possible. The slices are assigned so that, over all units,
+    every rank has about equally much state.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Slices:
         expert_units: frozenset[int],
         whole: int = ALIGN_ELEMENTS,
     ) -> None:
-        """Equal slices are multiples of `whole` elements, but for the end of the last one."""
+        """Equal slices are multiples of `whole` elements, except at the end of the last one."""
         self._units = units
         self._states = states
         self._packed = packed
@@ -57,15 +57,15 @@ class Slices:
 
     @property
     def differ(self) -> bool:
-        """Whether ranks may hold other numbers of elements than each other."""
+        """Whether ranks may hold different numbers of elements."""
         return self._takes_whole is not None and self._ranks is not None and self._ranks.data_parallel > 1
 
     def group(self, unit: UnitSpec) -> int:
-        """Ranks that share the state of a unit."""
+        """Number of ranks that share the state of a unit."""
         return 1 if self._ranks is None else self._ranks.sharers(unit.index in self._experts)
 
     def place(self, unit: UnitSpec, rank: int) -> int:
-        """A rank's place among those that share a unit."""
+        """A rank's place among the ranks that share a unit."""
         return 0 if self._ranks is None else self._ranks.place(rank, unit.index in self._experts)
 
     def trained(self, unit: UnitSpec, place: int) -> Span:
@@ -75,7 +75,7 @@ class Slices:
         return Span(*self._of_wholes[0][unit.index][place])
 
     def frozen(self, unit: UnitSpec, place: int) -> Span:
-        """The frozen elements of a unit that the rank at a place has, where each has a slice."""
+        """The frozen elements of a unit that the rank at a place has, if weights are divided."""
         ends = equal_slice(unit.trainable_numel, unit.numel, self.group(unit), place)
         return Span(*ends, at=self.room(unit, place))
 
@@ -84,19 +84,21 @@ class Slices:
         return self.trained(unit, self.place(unit, rank))
 
     def room(self, unit: UnitSpec, place: int) -> int:
-        """Elements that extents have for a slice of the trainable ones: at least a block, so every rank has some."""
+        """Elements that extents have for a slice of trainable elements: at least a block, so that every rank has
+        some."""
         if self._takes_whole is None:
             slice_of_it = slice_elements(unit.trainable_numel, self.group(unit), self._whole_of(unit))
             return min(slice_of_it, align(unit.trainable_numel))
         return max(len(self.trained(unit, place)), min(ALIGN_ELEMENTS, unit.trainable_numel))
 
     def spans(self, unit: UnitSpec, place: int, frozen: bool) -> tuple[Span, ...]:
-        """What the rank at a place has of a unit where each has a slice; with `frozen`, of its frozen elements too."""
+        """The elements of a unit that the rank at a place has, if the unit is divided. `frozen`: include frozen
+        elements."""
         spans = [self.trained(unit, place), *([self.frozen(unit, place)] if frozen else [])]
         return tuple(span for span in spans if len(span))
 
     def of_state(self, unit: UnitSpec, state: str, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Spans of a unit's elements as those of one of its states."""
+        """Convert spans of a unit's elements to spans of one of its states."""
         packed = self._packed.get(state)
         if packed is None:
             per = next((s.per for s in self._states if s.name == state), 1)
@@ -108,7 +110,7 @@ class Slices:
         return tuple(span for span in found if len(span))
 
     def _whole_of(self, unit: UnitSpec) -> int:
-        """What equal slices of a unit are multiples of."""
+        """Equal slices of a unit are multiples of this."""
         return self._whole if self.group(unit) > 1 else ALIGN_ELEMENTS
 
     @property
@@ -125,8 +127,8 @@ class Slices:
 
     @cached_property
     def _of_wholes(self) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
-        """Of each unit, the slices of whole parameters, by place; and the bytes of all by place among those that share
-        dense units, and units of experts."""
+        """The slices of whole parameters of each unit, by place; and the bytes of all slices by place among the ranks
+        that share dense units, and units of experts."""
         by_unit = [whole_slices(self._atoms(unit), self.group(unit)) for unit in self._units]
         totals: list[list[int]] = []
         for experts in (False, True):
@@ -157,31 +159,32 @@ class Slices:
 
 
 def slice_elements(elements: int, group: int, whole: int = ALIGN_ELEMENTS) -> int:
-    """Elements of each of `group` equal slices: a multiple of `whole`, by default the blocks that are quantized
+    """Elements of each of `group` equal slices: a multiple of `whole`, which is by default a block that is quantized
     together."""
     return -(-elements // (group * whole)) * whole
 
 
 def equal_slice(start: int, stop: int, group: int, index: int, whole: int = ALIGN_ELEMENTS) -> tuple[int, int]:
-    """Slice number `index` of `group` equal ones of [start, stop). The last ones may be short or empty."""
+    """Slice number `index` of `group` equal slices of [start, stop). The last ones may be short or empty."""
     each = slice_elements(stop - start, group, whole)
     return min(start + index * each, stop), min(start + (index + 1) * each, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """The elements of a parameter, up to where the next one starts."""
+    """The elements of a parameter, up to the start of the next one."""
 
     start: int
     stop: int
     whole: bool
-    """Whether it must not be cut; others are cut into whole blocks."""
+    """Whether it must not be cut. Others are cut into whole blocks."""
 
 
 def whole_slices(atoms: Sequence[Atom], group: int) -> list[tuple[int, int]]:
-    """`group` slices of adjoining atoms, which leave those whole that must be, the largest slice as small as can be.
+    """Divide adjoining atoms into `group` slices, without cutting whole atoms, so that the largest slice is as small as
+    possible.
 
-    Some may be empty.
+    Some slices may be empty.
     """
     if not atoms:
         return [(0, 0)] * group
@@ -194,7 +197,7 @@ def whole_slices(atoms: Sequence[Atom], group: int) -> list[tuple[int, int]]:
 
 
 def _filled(atoms: Sequence[Atom], most: int) -> list[tuple[int, int]]:
-    """Slices of at most `most` elements, which no whole atom exceeds, each as full as can be."""
+    """Slices of at most `most` elements, each as full as possible. No whole atom is larger than that."""
     slices: list[tuple[int, int]] = []
     start = at = 0
     for atom in atoms:
@@ -207,10 +210,10 @@ def _filled(atoms: Sequence[Atom], most: int) -> list[tuple[int, int]]:
 
 
 def balanced(sizes: Sequence[Sequence[int]], holders: int) -> tuple[list[list[int]], list[int]]:
-    """Which of its slices each holder gets of one thing after another, so that all get about as much in all.
+    """Assign the slices of several things to holders so that all hold about equally much.
 
-    sizes: of each thing, those of its slices, one a holder. The largest goes to who has least.
-    Returns, of each thing, the number of the slice by holder; and what each holder has of all.
+    sizes: for each thing, the sizes of its slices, one per holder. The largest slice goes to the holder with the least.
+    Returns, for each thing, the number of the slice of each holder; and the total of each holder.
     """
     held = [0] * holders
     chosen: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Executes what the scheduler asks for, on simulated lanes."""
+"""Carries out the scheduler's operations on simulated lanes."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from pagoda.simulate.rates import Rates
 from pagoda.simulate.updates import SimulatedUpdates
 
 _FETCH_CHUNKS = 4
-"""Pieces of a fetch from SSD to a device of its own: one is read while the one before is copied."""
+"""Number of pieces of a fetch from SSD to a separate device. One is read while the previous one is copied."""
 
 Chain = Sequence[Work]
-"""One after another."""
+"""Pieces of work, one after another."""
 
 
 class Execution:
@@ -42,20 +42,21 @@ class Execution:
         self._fetches: dict[int, Task] = {}
         """unit -> the end of its latest FETCH."""
         self._versions = [0] * len(plan.units)
-        """Of the weights in each unit's home."""
+        """Version of the weights in each unit's home."""
         self._early: dict[int, list[Operation]] = {}
-        """unit -> operations that wait for the update that makes their version: FETCH where ranks agree, and SHARE."""
+        """unit -> operations that wait for the update that makes their version: SHARE, and FETCH if ranks must fetch
+        alike."""
         self._spills = 0
-        """SPILL operations under way."""
+        """Number of SPILL operations under way."""
         self._reading: dict[int, None] = {}
-        """Units whose UPDATE reads its gradient, the one that began first at the front."""
+        """Units whose UPDATE is reading its gradient, the first one at the front."""
         self.offloads: deque[tuple[Task, int]] = deque()
-        """(end of an OFFLOAD, bytes of the gradient as autograd has made it), in the order in which they began."""
+        """(end of an OFFLOAD, bytes of the gradient from autograd), in the order in which they began."""
         self.in_use: list[tuple[float, tuple[int, int]]] = [(0.0, (0, 0))]
-        """(seconds, (frames of leases, pages of gradient buffers)) whenever that has changed."""
+        """(seconds, (frames of leases, pages of gradient buffers)) at each change."""
 
     def pump(self) -> None:
-        """Begin everything that the scheduler asks for now."""
+        """Begin all operations that the scheduler asks for now."""
         while operations := self._scheduler.take():
             for operation in operations:
                 self._begin(operation)
@@ -64,7 +65,7 @@ class Execution:
             self.in_use.append((self._lanes.now, in_use))
 
     def lane_waited_for(self, unit: int) -> str:
-        """The lane that compute waits for, when it waits for the weights of a unit."""
+        """The lane for which compute waits when it waits for a unit's weights."""
         if self._scheduler.awaits_update(unit):
             return self._updates[unit].lanes_waited_for[unit]
         if unit in self._fetches:
@@ -72,7 +73,7 @@ class Execution:
         return "h2d" if self._plan.lease_tier == DEVICE else "ssd_read"
 
     def lane_of_buffers(self) -> str:
-        """The lane that compute waits for, when it waits for a gradient buffer."""
+        """The lane for which compute waits when it waits for a gradient buffer."""
         if self._spills or not self._reading:
             return "ssd_write" if self._spills else "d2h"
         unit = next(iter(self._reading))
@@ -97,7 +98,7 @@ class Execution:
             self._scheduler.ended(operation)
 
     def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:
-        """Give lanes an operation; it ends with the last chain."""
+        """Submit an operation to the lanes. It ends with its last chain."""
         for chain in chains:
             after: list[Task] = []
             for work in chain:
@@ -130,8 +131,8 @@ class Execution:
         self.pump()
 
     def _chains_of(self, kind: Kind, index: int) -> Sequence[Chain]:
-        """What an operation gives lanes to do; nothing for PUBLISH, for the OFFLOAD of a gradient that is made where it
-        stays, and for the FETCH of weights that are in RAM already."""
+        """The work of an operation. There is none for PUBLISH, for the OFFLOAD of a gradient that stays where it is
+        made, and for the FETCH of weights that are already in RAM."""
         unit, traffic = self._plan.units[index], self._traffic[index]
         if kind is Kind.FETCH:
             return self._fetch(index)
@@ -152,7 +153,7 @@ class Execution:
         return [chain] if chain else []
 
     def _fetch(self, index: int) -> Sequence[Chain]:
-        """From a unit's home to its lease, and then from all ranks."""
+        """From a unit's home to its lease, then from all ranks."""
         unit, traffic = self._plan.units[index], self._traffic[index]
         lanes = ["h2d"] if self._plan.lease_tier == DEVICE else ["ssd_read"]
         if self._plan.lease_tier == DEVICE and self._plan.placement.home(index, WEIGHT) == SSD:

@@ -1,4 +1,4 @@
-"""Simulated updates: the states of units stream through a ring of slots, chunk by chunk."""
+"""Simulated updates: the states of units stream through slots of a ring, chunk by chunk."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,40 +16,40 @@ from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 
 _MOST_CHUNKS = 400
-"""Pieces that the updates of a step are cut into besides one a unit at most, so that a large model takes no longer."""
+"""Most chunks of all updates of a step, in addition to at most one per unit, so that a large model takes no longer to
+simulate."""
 
 Report = Callable[[Operation], None]
 
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
-    """What lanes do for some elements of a unit, one after another: states come, are updated, and go back."""
+    """The work of lanes for some elements of a unit, one after another: states come, are updated, and go back."""
 
     come: Sequence[Work]
     update: Work
     back: Sequence[Work]
-    """Empty if nothing is written elsewhere."""
+    """Empty if nothing is written to another tier."""
 
 
 @dataclass(slots=True)
 class _Feeding:
-    """An UPDATE or PERSIST that lanes have not been given whole."""
+    """An UPDATE or PERSIST that is not completely submitted yet."""
 
     operation: Operation
     chunks: Sequence[_Chunk]
     times: float
-    """How often as long its chunks take to compute as they do by themselves."""
+    """Factor by which its chunks take longer to compute than usual."""
     ahead: list[Task]
-    """Reads of its first chunks, begun before the update was."""
+    """Reads of its first chunks that began before the update."""
     fed: int = 0
-    """Chunks that lanes have been given."""
+    """Number of submitted chunks."""
 
 
 class SimulatedUpdates:
-    """Executes UPDATE, PERSIST and READ_AHEAD, as one of the runtime's updaters does: chunk by chunk. A chunk of
-    streamed states is read, updated and written, and takes a slot of the ring until then. Updates take slots in the
-    order in which they come.
-    """
+    """Carries out UPDATE, PERSIST and READ_AHEAD chunk by chunk, as one of the runtime's feeders does. A chunk of
+    streamed states is read, updated and written, and holds a slot of the ring meanwhile. Updates take slots in the
+    order in which they come."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SimulatedUpdates:
         self._on_device = on_device
         self._lane = "device_update" if on_device else "update"
         self.lanes_waited_for = [self._lane_waited_for(unit.index) for unit in plan.units]
-        """By unit, the lane whose work ends last before new weights can be used, most likely."""
+        """For each unit, the lane that most likely ends last before its new weights can be used."""
         layout = plan.layout
         self._elements = [layout.updated_elements(unit) for unit in plan.units]
         """Parameters of each unit that this rank updates."""
@@ -84,10 +84,10 @@ class SimulatedUpdates:
         """The unit that is read ahead."""
         self._ahead: list[Task] = []
         self._sharing: list[Task] = []
-        """What must end before the next unit is shared through RAM."""
+        """Tasks that must end before the next unit is shared through RAM."""
 
     def update(self, operation: Operation) -> None:
-        """Execute an UPDATE or PERSIST."""
+        """Carry out an UPDATE or PERSIST."""
         if operation.unit != self._ahead_unit:
             self._drop_ahead()
         times = len(operation.steps) * (self._copying(operation.unit) if operation.undoable else 1.0)
@@ -97,13 +97,14 @@ class SimulatedUpdates:
         self._feed()
 
     def read_ahead(self, operation: Operation) -> None:
-        """Use free slots to read what comes next, while there is no update that needs them."""
+        """Use free slots to read what comes next, while no update needs them."""
         self._drop_ahead()
         self._ahead_unit = operation.unit
         self._feed()
 
     def _feed(self) -> None:
-        """Give lanes all that can be given now; called whenever something it may have waited for has come about."""
+        """Submit everything that can be submitted now. Called whenever something has ended that this may have waited
+        for."""
         while self._queue:
             feeding = self._queue[0]
             if not self._feed_chunk(feeding):
@@ -118,7 +119,7 @@ class SimulatedUpdates:
             self._ahead.append(read)
 
     def _feed_chunk(self, feeding: _Feeding) -> bool:
-        """Give lanes the next chunk of an update; False while there is no slot for it."""
+        """Submit the next chunk of an update. Returns False if there is no slot for it."""
         at, chunk = feeding.fed, feeding.chunks[feeding.fed]
         after: list[Task] = []
         if chunk.come:
@@ -138,13 +139,13 @@ class SimulatedUpdates:
         return True
 
     def _in_turn(self, works: Sequence[Work], task: Task) -> Task:
-        """Give lanes work, one after another, behind a task; returns the last."""
+        """Submit work, one after another, behind a task. Returns the last task."""
         for work in works:
             task = self._lanes.submit(work, [task])
         return task
 
     def _last_is_fed(self, operation: Operation, tasks: Sequence[Task]) -> None:
-        """Report how an update gets on. Its last chunk is the last of all in every lane: the first of `tasks` computes
+        """Report how an update proceeds. Its last chunk is the last one in every lane: the first of `tasks` computes
         it, and the others take its states home."""
         computed, last = tasks[0], tasks[-1]
         if not operation.in_two:
@@ -161,8 +162,8 @@ class SimulatedUpdates:
         self._lanes.when_ended(last, partial(self._lanes.when_ended, published, partial(self._ended, operation)))
 
     def share(self, unit: int, after: Sequence[Task]) -> Task:
-        """Have ranks send each other what they have updated. On its way from SSD and back, one unit after another takes
-        the room for one."""
+        """Simulate the exchange of updated slices between ranks. On the way from SSD and back, units take turns in a
+        buffer for one."""
         spec, traffic = self._plan.units[unit], self._traffic[unit]
         sent, read, write = traffic.published, traffic.sent_from_ssd, traffic.kept_on_ssd
         name, seconds = f"share {spec.name}", self._rates.ring_seconds(sent, self._plan.layout.group(spec))
@@ -181,7 +182,7 @@ class SimulatedUpdates:
         return Work(lane, name, nbytes, self._rates.seconds(lane, nbytes), pieces)
 
     def _read(self, chunk: _Chunk) -> Task | None:
-        """Begin to bring the states of a chunk, if they move and there is a slot."""
+        """Start to bring the states of a chunk, if they move and there is a slot."""
         if not chunk.come or not self._slots:
             return None
         self._slots -= 1
@@ -197,8 +198,8 @@ class SimulatedUpdates:
         self._feed()
 
     def _cut(self, unit: int, steps: int, writes: Writes) -> Sequence[_Chunk]:
-        """The chunks of a unit's update by the gradients of some steps, or of a part of it; their compute is that of
-        one, as each part computes all states."""
+        """The chunks of a unit's update by the gradients of `steps` steps, or of a part of that update. The compute
+        time is that of one step. Each part of an update computes all states."""
         traffic, name = self._traffic[unit], self._plan.units[unit].name
         layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
         rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
@@ -227,8 +228,8 @@ class SimulatedUpdates:
         return chunks
 
     def _copying(self, unit: int) -> float:
-        """By what factor an update takes longer that copies the old states which are in RAM: it reads and writes them
-        once more."""
+        """Factor by which an update takes longer if it copies the old states in RAM, which are read and written once
+        more."""
         layout, placement, spec = self._plan.layout, self._plan.placement, self._plan.units[unit]
         in_ram = (state for state in layout.states if placement.home(unit, state.name) == HOST)
         copied = sum(layout.updated_bytes(spec, state) for state in in_ram)
