@@ -50,7 +50,7 @@ class Placement:
     - RING: blocks of weights and moments that stream through RAM.
     - FETCH_RING: pieces of weights on their way from SSD to a separate device.
     - BOUNCE: pieces of gradients on their way back from it.
-    - COLLECTIVE_BUFFERS: whole gradients that several ranks add up, and their sums. Its size does not depend on the number of ranks.
+    - COLLECTIVE_BUFFERS: whole gradients that several ranks add up, and their sums.
     - SERVING: weights on SSD that ranks send each other: a message, or the largest unit if every rank has all weights.
     - CHECKPOINT: states that a checkpoint has not written when their next update comes.
     - SPARE: pages on SSD for changes while checkpoints keep their own pages.
