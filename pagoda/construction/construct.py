@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pagoda.checkpoint.pretrained import values_by_name, values_of
 from pagoda.checkpoint.state import ParameterState
@@ -28,6 +30,8 @@ from pagoda.transforms.operator_tiles import Tiling
 
 _LARGE_ELEMENTS = 1 << 20
 """Elements from which on a parameter of a transformers module waits on meta."""
+_MAKERS = WeakIdKeyDictionary()
+"""Parameter that waits on meta -> the module whose constructor made it."""
 
 
 @contextmanager
@@ -55,6 +59,7 @@ def init() -> Iterator[None]:
         meta.__dict__.update(param.__dict__)
         keep_loaded_values(module)
         waiting.append(meta)
+        _MAKERS[meta] = weakref.ref(module)
         return meta
 
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # torch's says None
@@ -261,8 +266,13 @@ class Builder:
         real = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad)
         real.__dict__.update(meta.__dict__)
         self._install(meta, real)
-        chain = [module for owner, _ in self._owners[id(meta)] for module in self._upwards(owner)]
+        owners = [owner for owner, _ in self._owners[id(meta)]]
+        chain = [module for owner in owners for module in self._upwards(owner)]
         by_model = [(m, partial(f, m)) for m in chain if (f := self._model_initialiser(m)) is not None]
+        # A module that was given the parameter of another one has initialised its own, which is gone.
+        maker = _MAKERS[meta]() if meta in _MAKERS else None
+        makers = [owner for owner in owners if owner is maker] or owners
+        chain = [module for owner in makers for module in self._upwards(owner)]
         own = [(m, g) for m in chain if (g := _own_initialiser(m)) is not None]
         attempts: tuple[list[tuple[nn.Module, Callable[[], Any]]], ...] = ([*by_model], [*own, *by_model])
         around = [(self._names[module], module) for module in self._upwards(self._owners[id(meta)][0][0])]

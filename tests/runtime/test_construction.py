@@ -349,3 +349,26 @@ def test_ties_hold_after_wrap(name: str, later: bool, wrap: Wrap) -> None:
     trained = model.state_dict()
     for first, *others in before:
         assert all(torch.equal(trained[first], trained[other]) for other in others)
+
+
+class Tied(nn.Module):
+    """A head with the weight of an embedding, or the other way round."""
+
+    def __init__(self, of_embedding: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(256, 64), nn.Linear(64, 256, bias=False)
+        if of_embedding:
+            self.head.weight = self.table.weight
+        else:
+            self.table.weight = self.head.weight
+
+
+@pytest.mark.parametrize("of_embedding", [True, False])
+def test_a_tied_parameter_is_initialised_by_the_module_that_made_it(of_embedding: bool, wrap: Wrap) -> None:
+    """An embedding draws from N(0, 1), a linear layer of 64 inputs from [-1/8, 1/8]."""
+    with pagoda.init():
+        model = Tied(of_embedding)
+    model, _ = wrap(model, RESIDENT)
+    weight = model.state_dict()["table.weight"]
+    assert weight.abs().max() > 3 if of_embedding else weight.abs().max() <= 0.125
+    assert weight.std().item() == pytest.approx(Tied(of_embedding).table.weight.std().item(), rel=0.05)
