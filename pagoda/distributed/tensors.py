@@ -94,7 +94,7 @@ class Form:
 
 
 def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorShard | None]:
-    """The shape of this rank's part of a parameter, and of what it is a part. None if the rank has the whole parameter.
+    """The shape of this rank's part of a parameter, and how the parameter is divided (None if this rank has all of it).
 
     Raises ConfigError for a DTensor that is not divided into equal parts along one dimension.
     """

@@ -155,4 +155,4 @@ class PagePool:
 
 def _check_count(count: int) -> None:
     if count < 1:
-        raise ValueError(f"asked for {count} frames; the least is 1")
+        raise ValueError(f"cannot allocate {count} frames: the minimum is 1")
