@@ -1,1 +1,2 @@
-"""Several ranks that train one model: who they are, how they talk, and which part of a unit each of them holds."""
+"""Several ranks that train one model: the processes, how they communicate, and which part of a unit each of them
+holds."""

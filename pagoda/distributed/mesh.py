@@ -1,4 +1,4 @@
-"""The mesh: every rank as a place in a grid, and the ranks that hold the parts of one thing."""
+"""The mesh: arranges ranks in a grid, and says which ranks share something."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,57 +12,57 @@ from pagoda.errors import ConfigError
 from pagoda.plan.ranks import Ranks, Stage
 
 REPLICATE, SHARD = "replicate", "shard"
-"""Dimensions of the mesh of dense weights: whole copies of the state, and the slices of one copy."""
+"""Dimensions of the mesh of dense weights: complete copies of the state, and the slices of one copy."""
 TENSOR = "tensor"
-"""Its third dimension: the parts of the parameters that tensor-parallel ranks have."""
+"""The third dimension: the tensor-parallel parts of parameters."""
 PIPELINE = "pipeline"
-"""The first dimension of the whole mesh: the stages of a pipeline, each with layers of its own."""
+"""The first dimension of the whole mesh: the stages of a pipeline, each with its own layers."""
 _DIMENSIONS = {
     **dict.fromkeys((PIPELINE, "pp"), PIPELINE),
     **dict.fromkeys((REPLICATE, "dp_replicate"), REPLICATE),
     **dict.fromkeys((SHARD, "dp_shard", "dp"), SHARD),
     **dict.fromkeys((TENSOR, "tp"), TENSOR),
 }
-"""What a torch mesh may call them."""
+"""The names that a torch mesh may use for the dimensions."""
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
-"""Dimensions of the mesh of experts: ranks that share the same experts, and ranks that have different ones."""
+"""Dimensions of the mesh of experts: ranks with the same experts, and ranks with different ones."""
 
 
 OnAllRanks = Callable[[str, Callable[[], None]], None]
-"""Runs a collective that every rank runs at the same point of its program; the text says what it is, for errors."""
+"""Runs a collective that every rank runs at the same point of its program. The text describes it, for errors."""
 
 
 class Mesh:
-    """The ranks of a run as a grid of replicas x S slices x T parts of tensors: rank r is at (r // ST, r // T % S,
-    r % T).
+    """The ranks of a run as a grid of replicas x S slices x T parts of tensors: rank r is at (r // ST, r // T % S, r %
+    T).
 
-    Ranks that divide tensors are consecutive, and so are those of a replica, so that each lies inside a node where a
-    node has as many. Along the slices, E ranks in a row have different experts, and those E apart share the state of
-    the same ones.
+    The ranks that divide a tensor are consecutive, and so are the ranks of a replica. So each of these groups is within
+    a node if the node has enough ranks. Along the slices, E consecutive ranks have different experts. Ranks at a
+    distance of E have the same experts and share their state.
 
-    Each stage of a pipeline has such a grid, of consecutive processes, and its ranks count from 0.
+    Each stage of a pipeline has such a grid of consecutive processes, and counts its ranks from 0.
     """
 
     def __init__(self, world: World, ranks: Ranks) -> None:
-        """`world` has all processes."""
+        """`world`: all processes."""
         self.pipeline_stage, place = divmod(world.rank, ranks.count)
-        """Which stage of the pipeline this rank is of, from 0."""
+        """The pipeline stage of this rank, from 0."""
         self.everyone = world
         self.world = replace(world, rank=place, size=ranks.count, first=world.rank - place)
         """The ranks of this stage."""
         self.peers = replace(
             world, rank=self.pipeline_stage, size=ranks.pipeline_parallel, first=place, apart=ranks.count
         )
-        """The ranks at this one's place in every stage."""
+        """The ranks with the same place as this one, in every stage."""
         self.ranks = ranks
         self.lane: OnAllRanks | None = None
-        """What orders all collectives, while a model is wrapped."""
+        """Orders all collectives while a model is wrapped."""
 
     def on_all_ranks(self, what: str, work: Callable[[], None]) -> None:
-        """Run a collective of compute's own, such as sending tokens to experts; returns when it has ended.
+        """Run one of compute's own collectives, such as sending tokens to experts. Returns when it has ended.
 
-        While a model is wrapped it goes over the lane that orders all collectives, where it cannot meet a gather that
-        another rank is waiting for.
+        While a model is wrapped, the collective runs on the lane that orders all collectives, so it cannot conflict
+        with a gather for which another rank waits.
         """
         if self.lane is None:
             work()
@@ -79,19 +79,19 @@ class Mesh:
 
     @cached_property
     def whole(self) -> DeviceMesh:
-        """The grid (PIPELINE, REPLICATE, SHARD, TENSOR); every rank has to ask for it at the same point."""
+        """The grid (PIPELINE, REPLICATE, SHARD, TENSOR). Every rank must access it at the same point."""
         ranks, names = self.ranks, (PIPELINE, REPLICATE, SHARD, TENSOR)
         shape = (ranks.pipeline_parallel, ranks.replicas, ranks.sharers(expert=False), ranks.tensor_parallel)
         return init_device_mesh(computes_on(self.everyone), shape, mesh_dim_names=names)
 
     @property
     def tensor(self) -> DeviceMesh:
-        """The ranks that have the parts of this one's parameters, for torch's `parallelize_module`."""
+        """The ranks that have the parts of this rank's parameters, for torch's `parallelize_module`."""
         return self.whole[TENSOR]
 
     @property
     def pipeline(self) -> dist.ProcessGroup:
-        """One rank of each stage, this one among them, for torch's `PipelineStage`."""
+        """One rank of each stage, including this one, for torch's `PipelineStage`."""
         return self.whole.get_group(PIPELINE)
 
     @property
@@ -101,14 +101,14 @@ class Mesh:
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
-        """Torchrun's numbers for the ranks that have the parts of this one's parameters, in order."""
+        """Torchrun's numbers of the ranks that have the parts of this rank's parameters, in order."""
         first = self.rank - self.tensor_index
         return tuple(self.world.number(first + part) for part in range(self.ranks.tensor_parallel))
 
     @cached_property
     def experts(self) -> DeviceMesh:
-        """The grid (EXPERT_SHARD, EXPERT) of the ranks that have the same parts of tensors; every rank has to ask for
-        it at the same point."""
+        """The grid (EXPERT_SHARD, EXPERT) of the ranks that have the same parts of tensors. Every rank must access it
+        at the same point."""
         each = self.ranks.expert_parallel
         shape = (self.ranks.pipeline_parallel, self.ranks.data_parallel // each, each, self.ranks.tensor_parallel)
         names = (PIPELINE, EXPERT_SHARD, EXPERT, TENSOR)
@@ -116,7 +116,7 @@ class Mesh:
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
-        """The ranks among which tokens travel to their experts: one of each part of the experts."""
+        """The ranks that exchange tokens for their experts: one rank for each part of the experts."""
         return self.experts.get_group(EXPERT)
 
     @property
@@ -125,25 +125,25 @@ class Mesh:
         return self.ranks.expert_part(self.rank)
 
     def sharers(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
-        """Ranks that hold the slices of one copy of a unit's state, a rank's (this one's by default) among them, in the
-        order of the slices; `expert` for a unit of experts."""
+        """The ranks that hold the slices of the copy of a unit's state to which a rank (by default this one) belongs,
+        in the order of slices. `expert`: the unit is one of experts."""
         rank = self.rank if rank is None else rank
         first = rank // self._replica * self._replica
         return tuple(other for other in self.family(expert, rank) if first <= other < first + self._replica)
 
     def copies(self, rank: int | None = None) -> tuple[int, ...]:
-        """Ranks that hold the same slices of units' states as a rank, this one by default, one a replica."""
+        """The ranks that hold the same slices of units' states as a rank (by default this one), one in each replica."""
         rank = self.rank if rank is None else rank
         return tuple(range(rank % self._replica, self.size, self._replica))
 
     def family(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
-        """As `sharers`, of every replica."""
+        """Like `sharers`, but for all replicas."""
         apart = self.ranks.tensor_parallel * (self.ranks.expert_parallel if expert else 1)
         return tuple(range((self.rank if rank is None else rank) % apart, self.size, apart))
 
     @property
     def _replica(self) -> int:
-        """Consecutive ranks that have one copy of the state."""
+        """The number of consecutive ranks that have one copy of the state."""
         return self.ranks.count // self.ranks.replicas
 
 
@@ -154,16 +154,16 @@ def open_mesh(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
 ) -> Mesh:
-    """The mesh of the processes that torchrun started, for `wrap(mesh=...)`; of one process without torchrun.
+    """The mesh of the processes that torchrun started, for `wrap(mesh=...)`. Without torchrun, the mesh of one process.
 
-    `stage` is ZeRO's: what is divided over the ranks. `replicas` is the number of whole copies of the state (hybrid
-    sharding), `expert_parallel` the number of ranks over which experts are divided. `tensor_parallel` consecutive ranks
-    divide each parameter, as torch's `parallelize_module(model, mesh.tensor, ...)` says, and get the same batches; the
-    state of their parts is shared out over the ranks that have the same part. `pipeline_parallel` is the number of
-    stages: equally many consecutive ranks wrap the layers of a stage, and divide its state. Every rank calls it,
-    equally.
+    `stage` is the stage of ZeRO: what is divided over the ranks. `replicas` is the number of complete copies of the
+    state (hybrid sharding). `expert_parallel` is the number of ranks over which experts are divided. `tensor_parallel`
+    is the number of consecutive ranks that divide each parameter, as in torch's `parallelize_module(model, mesh.tensor,
+    ...)`. They get the same batches, and the state of each part is divided over the ranks that have the same part.
+    `pipeline_parallel` is the number of stages. Each stage has the same number of consecutive ranks, which wrap its
+    layers and divide their state. Every rank must call this with the same arguments.
 
-    Raises ConfigError where the ranks cannot be divided like that.
+    Raises ConfigError if the ranks cannot be divided like that.
     """
     world = launched()
     if pipeline_parallel < 1 or world.size % pipeline_parallel:
@@ -178,9 +178,9 @@ def open_mesh(
 
 
 def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
-    """The mesh, or that of a torch mesh whose dimensions are some of those in `_DIMENSIONS`, in this order.
+    """The given mesh, or the mesh for a torch mesh whose dimensions are a subset of `_DIMENSIONS` in this order.
 
-    Raises ConfigError for any other torch mesh. Every rank calls it.
+    Raises ConfigError for any other torch mesh. Every rank must call it.
     """
     if isinstance(mesh, Mesh):
         return mesh

@@ -1,4 +1,4 @@
-"""The order of collectives: the same on every rank, although ranks may want different ones."""
+"""The order of collectives, which is the same on every rank although ranks may want different collectives."""
 
 import hashlib
 from collections import defaultdict
@@ -15,45 +15,45 @@ class CollectiveKind(IntEnum):
     """A kind of collective, or of message, that a rank wants."""
 
     GATHER = 0
-    """A unit's whole weights, from every rank's slice."""
+    """Collect a unit's whole weights from every rank's slice."""
     REDUCE = 1
-    """The mean of every rank's gradient of a unit, in slices."""
+    """Compute the mean of every rank's gradient of a unit, in slices."""
     SHARE = 2
-    """A unit's updated weights, where every rank has all of them and updated a slice (stages 1 and 2)."""
+    """Collect a unit's updated weights, if every rank has all of them and has updated a slice (stages 1 and 2)."""
     ON_ALL_RANKS = 3
     """A collective that runs only once all ranks want it."""
     BEGIN = 4
-    """To follow a list of collectives that all ranks have run before."""
+    """Follow a list of collectives that all ranks have run before."""
     LEAVE = 5
-    """To leave: the rank has closed its optimizer."""
+    """Leave: the rank has closed its optimizer."""
     FAIL = 6
-    """To stop all ranks: something has failed on this one."""
+    """Stop all ranks: something has failed on this rank."""
 
 
 _SERVED = (CollectiveKind.REDUCE, CollectiveKind.SHARE)
-"""A rank takes part in these without wanting them, as soon as it wants anything."""
+"""A rank that waits for anything takes part in these without wanting them."""
 _FIRST = ((CollectiveKind.GATHER,), (CollectiveKind.BEGIN,), _SERVED)
-"""The kinds that come first, in this order: they bring ranks that have fallen behind to where the others are."""
+"""The kinds that come first, in this order. They let ranks that are behind catch up with the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective that a rank wants. Calls of one kind about the same thing are answered together."""
+    """A collective that a rank wants. Calls of the same kind about the same thing are answered together."""
 
     kind: CollectiveKind
     about: int = 0
-    """The unit; of BEGIN, the part of the program."""
+    """The unit. For BEGIN, the part of the program."""
     what: str = ""
-    """Of ON_ALL_RANKS: the name of the collective, for errors."""
+    """For ON_ALL_RANKS: the name of the collective, for errors."""
     version: int = 0
-    """The unit's number of updates; in a list, since the part of the program began."""
+    """The unit's number of updates. In a list, the number since the part of the program began."""
     due: int = field(default=0, compare=False)
     """Compute's position in the trace."""
     lists: tuple[int, ...] = ()
-    """Of BEGIN: a hash of each list that the rank can follow; 0 for none."""
+    """For BEGIN: a hash of each list that the rank can follow. 0 for none."""
 
     def is_with(self, other: "Call") -> bool:
-        """Whether one collective answers both."""
+        """Whether one collective answers both calls."""
         return (self.kind, self.about, self.what) == (other.kind, other.about, other.what)
 
     @property
@@ -66,12 +66,12 @@ class Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """A part of compute's program: a step from its first access to its end, or what follows it."""
+    """A part of compute's program: a step from its first access to its end, or what comes after a step."""
 
     number: int | None
-    """0 between steps, 1 in a step; None for evaluation between steps, which has no list."""
+    """0 between steps, 1 in a step. None for evaluation between steps, which has no list."""
     trace: object
-    """The trace that steps are expected to follow."""
+    """The expected trace of steps."""
     versions: tuple[int, ...]
     """Each unit's number of updates when the part began."""
 
@@ -80,21 +80,21 @@ class Order:
     """Decides with the other ranks which collective comes next. One thread calls all methods, in compute's order.
 
     *With a list.* When a part of the program begins, each rank announces hashes of two lists of collectives: the list
-    that it wanted the last time, and the last list that all ranks had in common. If all ranks have one in common, they
-    follow it, and announce nothing before its collectives. A rank that comes to an entry has taken part in all entries
-    before it, also in those that it does not want. It comes to an entry only once compute has reached the entry's place
-    in the trace, and it never passes over an entry that needs all ranks. A collective that is not in the list, or not
-    due yet, does not advance the list: a rank asks the other ranks for such weights directly, and before any other such
-    collective it passes over the rest of the list.
+    that it wanted the last time, and the last list that all ranks had in common. If all ranks share one of them, they
+    follow it, and announce nothing before its collectives. A rank that reaches an entry has taken part in all earlier
+    entries, including those that it does not want. It reaches an entry only once compute has reached the entry's place
+    in the trace, and it never skips an entry that needs all ranks. A collective that is not in the list, or not due
+    yet, does not advance the list. A rank requests such weights directly from the other ranks. Before any other such
+    collective, it skips the rest of the list.
 
     *Without a list.* Before each collective, every rank announces what it wants. Ranks that want weights are answered
-    first: together if all want the same, else each by itself. Then comes BEGIN, then the first rank that wants a
-    collective in which the others can take part: they do, and announce again what they want. So ranks may want things
-    in any order, and none waits for ever: a rank that announces nothing is computing, or in a collective.
+    first: together if all want the same weights, otherwise each separately. BEGIN comes next, and then the first rank
+    that wants a collective in which the others can take part. They do so, and announce again what they want. So ranks
+    may want things in any order, and none waits forever: a rank that announces nothing is computing or in a collective.
 
     *The end.* A rank on which something has failed takes part in the rest of its list, so that no rank waits for it,
     and then announces the failure. Once a rank has failed or left, all others raise RankError at their next
-    announcement. If ranks want different collectives that need all of them, all raise UsageError.
+    announcement. If ranks want different collectives that need all ranks, all raise UsageError.
     """
 
     def __init__(
@@ -105,40 +105,40 @@ class Order:
         sharers: Callable[[int], Collection[int]],
         listed: bool = True,
     ) -> None:
-        """`take_part` takes part in a collective that this rank does not want, given its kind, the unit and the
-        unit's number of updates (None if only ranks with other parts of the unit take part). `family` gives the ranks
-        that have a part of a unit that is also here, `sharers` those that have the slices of one copy of it. `listed`
-        says that ranks may follow lists."""
+        """`take_part` takes part in a collective that this rank does not want. Its arguments are the kind, the unit and
+        the unit's number of updates (None if only ranks with other parts of the unit take part). `family` returns the
+        ranks that have a part of a unit that is also on this rank, and `sharers` the ranks that have the slices of one
+        copy of it. `listed`: ranks may follow lists."""
         self._transport = transport
         self._do_take_part = take_part
         self._family = family
         self._sharers = sharers
         self._listed = listed
         self._part: Part | None = None
-        """The part that this rank is in."""
+        """The current part of this rank's program."""
         self._known: dict[int, list[Sequence[Call]]] = defaultdict(lambda: [(), ()])
         """By part: the list of the last time, and the last list that all ranks had in common."""
         self._trace: object = None
-        """The trace in which entries of the known lists are due."""
+        """The trace to which the entries of known lists refer."""
         self._list: Sequence[Call] = ()
-        """The list that all ranks follow; empty for none."""
+        """The list that all ranks follow. Empty if there is none."""
         self._next = 0
         self._wanted: list[Call] | None = None
-        """What this rank has wanted in this part, if that may become a list."""
+        """What this rank has wanted in this part, if it may become a list."""
         self._broken: BaseException | None = None
         """The error that has ended all communication."""
         self.failed = False
-        """Whether something has failed here, so that others cannot use what this rank gives."""
+        """Whether something has failed here, so that other ranks cannot use this rank's data."""
         self._stops = False
         """Whether to stop the others at the next announcement."""
         self.asked = 0
-        """Units that this rank had to ask for by itself, since the list does not have them."""
+        """The number of units that this rank had to request by itself, because the list does not have them."""
         self.served = 0
-        """Collectives of other ranks that this one took part in without wanting them."""
+        """The number of collectives in which this rank took part without wanting them."""
 
     def come_to(self, call: Call, part: Part | None) -> bool:
-        """Come to a collective about a unit. Returns True if all ranks that share the unit take part now, False if this
-        rank must ask for it by itself."""
+        """Reach a collective about a unit. Returns True if all ranks that share the unit take part now, and False if
+        this rank must request the weights by itself."""
         if part is not self._part:
             self._enter(part)
         if self._wanted is not None and self._broken is None:
@@ -152,8 +152,8 @@ class Order:
         return {*self._sharers(call.about)}.issubset(asking)
 
     def come_together(self, call: Call, part: Part | None, step: bool | None) -> None:
-        """Come to a collective that needs all ranks. `step` is given if a step ends with it, and says whether to expect
-        the next one to be like it."""
+        """Reach a collective that needs all ranks. `step` is not None if a step ends with it. It then says whether the
+        next step is expected to be like this one."""
         if part is not self._part or step is not None:
             self.leave(whole=step is not False)
         elif self._wanted is not None and not self._claim(call):
@@ -161,7 +161,7 @@ class Order:
         self._settle(call)
 
     def leave(self, whole: bool) -> None:
-        """End the part: take part in the rest of its list, and remember what it was if it was `whole`."""
+        """End the part: take part in the rest of its list. If the part was `whole`, remember its list."""
         if self._wanted is not None:
             assert self._part is not None
             assert self._part.number is not None
@@ -175,8 +175,8 @@ class Order:
         self._settle(Call(CollectiveKind.LEAVE))
 
     def fail(self, call: Call, part: Part | None, alike: bool) -> None:
-        """Take part in a collective whose input has failed here, and stop the others. After a collective that all do
-        `alike`, stop them only at the next announcement, since more such collectives may follow."""
+        """Take part in a collective whose input has failed here, and stop the others. If all ranks run this collective
+        `alike`, stop them only at the next announcement, because more such collectives may follow."""
         self.failed = True
         if alike or self.come_to(call, part) or call.kind is not CollectiveKind.GATHER:
             self._take_part(call.kind, call.about, call.version)
@@ -185,7 +185,7 @@ class Order:
             self._stop()
 
     def _enter(self, part: Part | None) -> None:
-        """Come to another part of compute's program."""
+        """Begin another part of compute's program."""
         self.leave(whole=True)
         self._part = part
         if part is None or part.number is None or not self._listed:
@@ -205,7 +205,7 @@ class Order:
         self._next = 0
 
     def _claim(self, call: Call) -> bool:
-        """Come to an entry of the list; returns False if the list does not have it, or it is not due yet."""
+        """Advance to an entry of the list. Returns False if the list does not have it, or it is not due yet."""
         entry = call
         if call.kind is not CollectiveKind.ON_ALL_RANKS:
             entry = replace(call, version=call.version - self._version(call.about))
@@ -222,7 +222,7 @@ class Order:
         return False
 
     def _rest(self) -> Sequence[Call]:
-        """The entries before the next one that needs all ranks; they count as passed over."""
+        """Skip to the next entry that needs all ranks, and return the entries before it."""
         first = self._next
         while self._next < len(self._list) and self._list[self._next].kind is not CollectiveKind.ON_ALL_RANKS:
             self._next += 1
@@ -230,7 +230,7 @@ class Order:
 
     def _pass_over(self, entries: Iterable[Call]) -> None:
         if self._broken is not None or self._transport.broken:
-            return  # nobody takes part any more
+            return  # no rank takes part any more
         for entry in entries:
             self.served += 1
             self._take_part(entry.kind, entry.about, self._version(entry.about) + entry.version)
@@ -239,7 +239,7 @@ class Order:
         try:
             self._do_take_part(kind, unit, version)
         except BaseException:
-            if not self.failed and not self._transport.broken:  # it has not taken part yet, and the others wait for it
+            if not self.failed and not self._transport.broken:  # the others wait until this rank takes part
                 self.failed = True
                 self._do_take_part(kind, unit, version)
                 self._stop()
@@ -254,7 +254,7 @@ class Order:
         self._broken = self._broken or RankError(f"Rank {self._transport.rank} has failed: see its first error.")
 
     def _settle(self, call: Call) -> Sequence[Call]:
-        """Take part in what others want until it is the turn of `call`; returns every rank's call."""
+        """Take part in collectives of other ranks until it is the turn of `call`. Returns every rank's call."""
         if self._stops:
             self._stops = False
             self._stop()
@@ -275,13 +275,13 @@ class Order:
             raise
 
     def _choose(self, mine: Call, calls: Sequence[Call]) -> Call:
-        """The call whose turn it is."""
+        """The call that is next."""
         if mine.kind in (CollectiveKind.LEAVE, CollectiveKind.FAIL):
             return mine
         me = f"rank {self._transport.rank}"
         for rank, call in enumerate(calls):
             if call.kind is CollectiveKind.FAIL:
-                raise RankError(f"Rank {rank} has failed, so {me} stops: see its own error.")
+                raise RankError(f"Rank {rank} has failed, so {me} stops: see the error of rank {rank}.")
         for rank, call in enumerate(calls):
             if call.kind is CollectiveKind.LEAVE:
                 raise RankError(
@@ -295,7 +295,7 @@ class Order:
         return chosen
 
     def _askers(self, call: Call, calls: Sequence[Call]) -> tuple[int, ...]:
-        """The ranks that have a part of the unit that is also here, and want what `call` wants.
+        """The ranks that have a part of the unit that is also here, and want the same as `call`.
 
         Raises RankError if they want different versions of the weights.
         """
@@ -315,7 +315,7 @@ class Order:
 
 
 def _hash(calls: Sequence[Call], updates: int) -> int:
-    """The hash of a list in a part that begins after so many updates; 0 for an empty one."""
+    """The hash of a list in a part that begins after `updates` updates. 0 for an empty list."""
     if not calls:
         return 0
     said = repr([updates, *((call.kind.value, call.about, call.what, call.version, call.due) for call in calls)])

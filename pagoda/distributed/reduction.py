@@ -1,4 +1,4 @@
-"""The reduction: the mean of ranks' gradients of a unit, in slices, by all-to-alls and sums in the order of ranks."""
+"""The reduction: the mean of ranks' gradients of a unit, in slices, with all-to-alls and sums in the order of ranks."""
 
 import ctypes
 import mmap
@@ -21,30 +21,31 @@ from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec
 
 GIVEN, DROPPED, NOT_FINITE = 1, 2, 4
 """Bits of a parameter's flag in a header: the rank has a gradient of it; the user has dropped earlier gradients of it;
-the gradient is NaN or infinite (set only where the update may begin before `step()`)."""
+the gradient is NaN or infinite (set only if the update may begin before `step()`)."""
 Flags = Any
 """numpy uint8 [parameters]."""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory in which gradients are added up, where compute leaves them. Its size does not depend on the number of
-    ranks."""
+    """Memory in which gradients are summed, in the tier where compute leaves them. Its size does not depend on the
+    number of ranks."""
 
     dtype: torch.dtype
     """The dtype of gradients."""
     header_bytes: int
     fills: tuple[torch.Tensor, torch.Tensor]
-    """uint8, each for the whole gradient of the widest unit: backward fills one while the other is reduced."""
+    """Two uint8 buffers, each for the whole gradient of the largest unit. Backward fills one while the other is
+    reduced."""
     landing: torch.Tensor
-    """uint8, of the same size: messages from other ranks."""
+    """A uint8 buffer of the same size for messages from other ranks."""
     sums: torch.Tensor
-    """fp32 [1 or, with replicas, one more than those, elements of a piece]: the sum over a replica's ranks, and those
-    of all replicas."""
+    """fp32 [rows, elements of a piece]. The first row is the sum over a replica's ranks. With several replicas, one
+    more row for each holds the replicas' sums."""
 
     @classmethod
     def open(cls, tier: Region, layout: Layout, dtype: torch.dtype) -> "Buffers":
-        """Take what the plan has for gradients of `dtype`, from the tier where compute leaves them."""
+        """Take the planned buffers for gradients of `dtype` from the tier where compute leaves gradients."""
         planned, page = reduce_buffers(layout), layout.page_bytes
         assert planned is not None
         sizes = (planned.whole_pages, planned.whole_pages, planned.landing_pages)
@@ -59,13 +60,13 @@ class AllToAll:
     """The layout of one all-to-all: a rank's messages to all places, one after another in a buffer."""
 
     at: int
-    """First byte of the messages in the buffer."""
+    """The first byte of the messages in the buffer."""
     spans: list[Span]
-    """The elements of the unit in each message: a part of the slice of the rank at that place."""
+    """The elements of the unit in each message. They are a part of the slice of the rank at that place."""
     starts: list[int]
-    """First byte of each message, and the end of the last, from `at` on."""
+    """The first byte of each message and the end of the last one, relative to `at`."""
     header_bytes: int
-    """Bytes before the elements of each message."""
+    """The number of bytes before the elements of each message."""
 
     def messages(self, buffer: torch.Tensor) -> torch.Tensor:
         """All messages."""
@@ -77,23 +78,23 @@ class AllToAll:
 
 
 Mean = tuple[Span, torch.Tensor, bool]
-"""A span of a unit, the mean of ranks' gradients of it, and whether it lies in this rank's slice."""
+"""A span of a unit, the mean of ranks' gradients of it, and whether the span is in this rank's slice."""
 
 
 class Reduction:
-    """Adds up gradients of units over the ranks that share each.
+    """Sums gradients of units over the ranks that share each unit.
 
-    A rank's messages to all places lie one after another in a buffer, so an all-to-all takes them as they are. A
-    header goes before the elements of each message. A rank without a gradient takes part too: its messages are zeros,
-    of which others read only the flags. Equal slices go in one all-to-all. Slices of different sizes go in several,
-    each as large as the room for arriving messages allows. Each rank adds up what it gets in the order of ranks
-    (`optim.means` states the rounding). With replicas, a replica's ranks are added up first, then the replicas' sums,
-    in fp32 throughout.
+    A rank's messages to all places are one after another in a buffer, so an all-to-all can send them without a copy.
+    Each message has a header before its elements. A rank without a gradient takes part too. Its messages are zeros, of
+    which others read only the flags. Slices of equal size need one all-to-all. Slices of different sizes need several,
+    each as large as the room for arriving messages allows. Each rank sums the messages that it receives in the order of
+    ranks (`optim.means` states the rounding). With replicas, the sums over a replica's ranks come first, and then the
+    sum over replicas, all in fp32.
     """
 
     def __init__(self, shards: Shards, groups: Mapping[tuple[int, ...], Group], buffers: Buffers, divisor: int) -> None:
-        """`groups`, by their ranks: those that have the slices of a unit, and those that have the same slices, one in
-        each replica. Sums are divided by `divisor`."""
+        """`groups` maps tuples of ranks to groups: the ranks that have the slices of a unit, and the ranks that have
+        the same slices, one in each replica. Sums are divided by `divisor`."""
         self._shards = shards
         self._groups = groups
         self._buffers = buffers
@@ -102,7 +103,7 @@ class Reduction:
         self._nothing: torch.Tensor | None = None
 
     def all_to_alls(self, spec: UnitSpec) -> list[AllToAll]:
-        """The all-to-alls of a unit's gradient, which lie one after another in a buffer."""
+        """The all-to-alls of a unit's gradient, which are one after another in a buffer."""
         known = self._laid_out.get(spec.index)
         if known is not None:
             return known
@@ -120,10 +121,10 @@ class Reduction:
         return found
 
     def reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags) -> tuple[Flags, Iterator[Mean]]:
-        """The flags of all ranks together, and the means of a unit's gradient that belong in this rank's extent.
+        """The combined flags of all ranks, and the means of a unit's gradient that belong in this rank's extent.
 
-        `mine` has this rank's messages without their headers; None if it has no gradient. The caller must exhaust the
-        iterator: ranks communicate in it.
+        `mine` is a buffer with this rank's messages, in which this method fills in the flags. None if the rank has no
+        gradient. The caller must exhaust the iterator, because ranks communicate in it.
         """
         count, first = len(flags), self.all_to_alls(spec)[0]
         if mine is None:
@@ -168,7 +169,7 @@ class Reduction:
     def _add_up(
         self, spec: UnitSpec, span: Span, rows: Sequence[torch.Tensor], by_place: Flags, mean: torch.Tensor
     ) -> None:
-        """Compute the `mean` of a span of a unit; `rows` are the gradients of the ranks at each place."""
+        """Compute the `mean` of a span of a unit. `rows` are the gradients of the ranks at each place."""
         sums = self._buffers.sums
         for start in range(0, len(span), sums.shape[1]):
             stop = min(start + sums.shape[1], len(span))
@@ -184,7 +185,7 @@ class Reduction:
         return self._groups[self._shards.sharers(spec)]
 
     def _of_copies(self, mine: torch.Tensor) -> torch.Tensor:
-        """The values of the ranks that have the same slice, [replicas, elements of `mine`]."""
+        """The values of `mine` on all ranks that have the same slice, [replicas, elements of `mine`]."""
         group, count = self._groups[self._shards.copies], mine.numel()
         room = self._buffers.sums[1:].view(-1).view(mine.dtype)[: len(group.ranks) * count]
         found = room.view(len(group.ranks), count)
@@ -193,7 +194,7 @@ class Reduction:
         return found
 
     def _zeros(self) -> torch.Tensor:
-        """Messages of a rank that has no gradient. Nobody writes to them, so in RAM they take no memory."""
+        """The messages of a rank without a gradient. They are never written to, so in RAM they take no memory."""
         landing = self._buffers.landing
         if landing.is_cuda:
             return torch.zeros_like(landing)
@@ -203,19 +204,19 @@ class Reduction:
 
 
 def _wait(means: torch.Tensor) -> None:
-    """Let other lanes and streams read what this one has written."""
+    """Wait until other lanes and streams can read what this lane has written."""
     if means.is_cuda:
         torch.cuda.current_stream(means.device).synchronize()
 
 
 def _part(span: Span, start: int, stop: int) -> Span:
-    """The span's elements [start, stop), counted from its own start."""
+    """Elements [start, stop) of a span, counted from its own start."""
     return Span(min(span.start + start, span.stop), min(span.start + stop, span.stop))
 
 
 def _ranges(spec: UnitSpec, by_place: Flags, start: int, stop: int) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """Split [start, stop) of a unit into ranges whose parameters have gradients on the same ranks: (first element, end,
-    places of these ranks)."""
+    """Split [start, stop) of a unit into ranges whose parameters have gradients on the same ranks. Yields (first
+    element, end, places of these ranks)."""
     first, before = start, None
     for slot, placed in enumerate(spec.slots):
         if placed.offset >= stop or not placed.param.trainable:

@@ -1,4 +1,4 @@
-"""The service: a rank's requests to another rank, outside the order of collectives."""
+"""The service: answers requests from other ranks, outside the order of collectives."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -14,22 +14,23 @@ from pagoda.errors import PagodaError, RankError
 
 _EVER = timedelta(days=365)
 _REQUEST, _ANSWER = range(2)
-"""Tags of messages."""
+"""The tags of messages."""
 _STOP = -1
-"""In place of a unit: the thread is to end."""
+"""Sent in place of a unit to end the thread."""
 _CLOSE_S = 2.0
-"""How long a rank waits for its thread when it closes."""
+"""Seconds that a rank waits for its thread when it closes."""
 
 Answer = Callable[[int, int], Iterable[torch.Tensor]]
-"""Given a unit and a version, the messages that make this rank's slice of it, in RAM. Raises RankError to refuse."""
+"""Given a unit and a version, returns the messages that contain this rank's slice, in RAM. Raises RankError to
+refuse."""
 
 
 class Service:
-    """Every rank answers the others on a thread and in a process group of its own, whatever else goes on. So a request
-    waits for nothing that the asking rank has to do."""
+    """Answers the other ranks on a separate thread and in a separate process group, independently of all other work. So
+    a request never waits for the rank that makes it."""
 
     def __init__(self, transport: Transport, answer: Answer) -> None:
-        """Every rank makes one at the same point."""
+        """Every rank must create its service at the same point."""
         self._transport = transport
         self._answer = answer
         (self._group,) = new_groups(transport.world, [range(transport.size)], backend="gloo", timeout=_EVER)
@@ -37,8 +38,8 @@ class Service:
         self._thread.start()
 
     def ask(self, unit: int, version: int, targets: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
-        """Get other ranks' slices of a unit after `version` updates. `targets` are the ranks, and where the messages of
-        each go. Only one thread asks. Raises RankError if a rank refuses, or is gone."""
+        """Get other ranks' slices of a unit after `version` updates. `targets` are the ranks and the tensors that
+        receive each rank's messages. Only one thread may call it. Raises RankError if a rank refuses or is gone."""
         refusals = []
         try:
             for rank, _ in targets:
@@ -53,13 +54,13 @@ class Service:
             raise RankError(refusals[0])
 
     def close(self) -> None:
-        """Stop answering. All ranks close at the same point: each ends the thread of the next one."""
+        """Stop answering. All ranks close at the same point, and each ends the thread of the next rank."""
         with suppress(RuntimeError):
             self._send(torch.tensor([_STOP, 0]), (self._transport.rank + 1) % self._transport.size, _REQUEST)
         self._thread.join(_CLOSE_S)
 
     def _receive(self, rank: int, messages: Sequence[torch.Tensor]) -> str | None:
-        """Receive what `_reply` sends; returns the reason if the rank refuses."""
+        """Receive what `_reply` sends. Returns the reason if the rank refuses."""
 
         def receive(into: torch.Tensor) -> None:
             work = dist.irecv(into.view(torch.uint8), group=self._group, tag=_ANSWER, group_src=rank)
@@ -81,7 +82,7 @@ class Service:
         return None
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # a rank has ended, and so will all others
+        with suppress(RuntimeError):  # a rank has ended, and all others will too
             while True:
                 request = torch.empty(2, dtype=torch.int64)
                 number = dist.recv(request, src=None, group=self._group, tag=_REQUEST)
@@ -91,7 +92,8 @@ class Service:
                 self._reply(dist.get_group_rank(self._group, number), unit, version)
 
     def _reply(self, asking: int, unit: int, version: int) -> None:
-        """Send messages. Before each, and after the last, send the length of a refusal: 0 if there is none."""
+        """Send messages. Before each message and after the last one, send the length of a refusal, which is 0 if there
+        is none."""
         fine = torch.zeros(1, dtype=torch.int64)
         try:
             for message in self._answer(unit, version):

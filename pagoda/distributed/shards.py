@@ -1,4 +1,4 @@
-"""Shards: this rank's part of every unit, and the ranks that have the others."""
+"""Shards: this rank's part of every unit, and the ranks that have the other parts."""
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.world import World
@@ -9,7 +9,7 @@ from pagoda.plan.units import UnitSpec
 
 
 class Shards:
-    """Where the elements of each unit lie, by rank; without a mesh, all of them are here."""
+    """Which rank has which elements of each unit. Without a mesh, this rank has all of them."""
 
     def __init__(self, layout: Layout, mesh: Mesh | None) -> None:
         self._layout = layout
@@ -17,40 +17,40 @@ class Shards:
         self._mesh = mesh or Mesh(World(), Ranks(1, 1))
         self.rank = self._mesh.rank
         self.copies = self._mesh.copies()
-        """Ranks that have the same slices as this one."""
+        """The ranks that have the same slices as this one."""
         self._sharers = {unit.index: self._mesh.sharers(self._is_expert(unit)) for unit in layout.units}
         self._updated: dict[tuple[int, int], Span] = {}
-        """(unit, rank) -> what the rank updates of it."""
+        """(unit, rank) -> the elements that the rank updates."""
 
     def sharers(self, unit: UnitSpec) -> tuple[int, ...]:
-        """Ranks that have the slices of a unit, by their place there."""
+        """The ranks that have the slices of a unit, by place."""
         return self._sharers[unit.index]
 
     def family(self, unit: UnitSpec) -> frozenset[int]:
-        """Ranks that have a slice of a unit, of any copy of it."""
+        """The ranks that have a slice of any copy of a unit."""
         return frozenset(self._mesh.family(self._is_expert(unit)))
 
     def having(self, unit: UnitSpec, slot: int) -> tuple[int, ...]:
-        """Ranks that have the same parameter, or the same part of it."""
+        """The ranks that have the same parameter, or the same part of it."""
         if unit.slots[slot].param.shard is None and not self._is_expert(unit):
             return tuple(range(self._mesh.size))
         return tuple(sorted(self.family(unit)))
 
     def writes(self, unit: UnitSpec, slot: int) -> bool:
-        """Whether this rank writes what `responsible` says of a parameter: of those that tensor-parallel ranks have
-        whole, the first does."""
+        """Whether this rank writes its `responsible` elements of a parameter. If tensor-parallel ranks each have the
+        whole parameter, only the first writes."""
         return self._mesh.tensor_index == 0 or unit.slots[slot].param.shard is not None
 
     def counts(self, unit: UnitSpec, slot: int) -> bool:
-        """Whether this rank's elements of a parameter are those of their copies that a norm counts."""
+        """Whether a norm counts this rank's elements of a parameter, and not another rank's copy of them."""
         return self.writes(unit, slot) and self.copies[0] == self.rank
 
     def is_cut(self, unit: UnitSpec, state: str) -> bool:
-        """Whether ranks have slices of a state of a unit, not all of it each."""
+        """Whether each rank has a slice of a unit's state, and not all of it."""
         return self._layout.is_cut(unit, state)
 
     def spans(self, unit: UnitSpec, state: str, rank: int | None = None) -> tuple[Span, ...]:
-        """The elements of a unit that a rank's extent of a state is for, this one's by default."""
+        """The elements of a unit in a rank's extent of a state. The default is this rank."""
         frozen = state == WEIGHT
         if not self.is_cut(unit, state):
             return (Span(0, unit.numel if frozen else unit.trainable_numel),)
@@ -58,7 +58,7 @@ class Shards:
 
     @property
     def differ(self) -> bool:
-        """Whether slices have sizes of their own, as whole parameters have."""
+        """Whether slices have different sizes, because they consist of whole parameters."""
         return self._slices.differ
 
     def trained_slices(self, unit: UnitSpec) -> list[Span]:
@@ -66,17 +66,17 @@ class Shards:
         return [self._slices.trained(unit, place) for place in range(len(self.sharers(unit)))]
 
     def frozen_slices(self, unit: UnitSpec) -> list[Span]:
-        """The frozen elements of a unit that each sharer has, by place, where ranks have slices of the weights."""
+        """The frozen elements of a unit that each sharer has, by place, if ranks have slices of the weights."""
         return [self._slices.frozen(unit, place) for place in range(len(self.sharers(unit)))]
 
     def held(self, unit: UnitSpec, state: str, rank: int | None = None) -> tuple[Span, ...]:
-        """As `spans`, in elements of the state, which are fewer or others where it has shapes of its own."""
+        """Like `spans`, in elements of the state. These differ from the unit's elements if the state has its own
+        shapes."""
         return self._slices.of_state(unit, state, self.spans(unit, state, rank))
 
     def responsible(self, unit: UnitSpec, state: str) -> tuple[Span, ...]:
-        """What this rank alone writes of a state into a checkpoint, in elements of the state: its slice, also where it
-        has all of it. Nothing where another replica's rank does.
-        """
+        """The part of a state that only this rank writes to a checkpoint, in elements of the state: its slice, even if
+        it has the whole state. Empty if a rank of another replica writes it."""
         if self.copies[0] != self.rank:
             return ()
         spans = self._slices.spans(unit, self._place(unit, None), frozen=state == WEIGHT)
@@ -85,7 +85,7 @@ class Shards:
         return self._slices.of_state(unit, state, spans)
 
     def updated(self, unit: UnitSpec, rank: int | None = None) -> Span:
-        """The trainable elements that a rank updates, this one by default; `at` is where their moments lie."""
+        """The trainable elements that a rank (by default this one) updates. `at` is the position of their moments."""
         key = unit.index, self.rank if rank is None else rank
         known = self._updated.get(key)
         if known is None:
@@ -93,13 +93,14 @@ class Shards:
         return known
 
     def origin(self, unit: UnitSpec, state: str) -> int:
-        """Element of an extent of this rank at which what it updates begins; not for states of other shapes."""
+        """The first element that this rank updates, as a position in its extent of a state. Not for states with their
+        own shapes."""
         return 0 if self.is_cut(unit, state) else self.updated(unit).start
 
     def _place(self, unit: UnitSpec, rank: int | None) -> int:
-        """Place of a rank among the sharers of a unit."""
+        """The place of a rank among the sharers of a unit."""
         return self.sharers(unit).index(self.rank if rank is None else rank)
 
     def _is_expert(self, unit: UnitSpec) -> bool:
-        """Whether it is a unit of experts, whose state only some of the ranks share."""
+        """Whether a unit belongs to experts, so that only some ranks share its state."""
         return unit.index in self._layout.expert_units

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: each trains layers of its own, and together they are one model, with one norm."""
+"""The stages of a pipeline. Each trains its own layers, and together they are one model with one norm."""
 
 from collections.abc import Callable, Collection
 from itertools import chain, zip_longest
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 class Links(NamedTuple):
-    """How this process talks to the others of its run."""
+    """How this process communicates with the others of its run."""
 
     mesh: Mesh
     ranks: Transport | None
-    """To the ranks of its stage; None where it is alone there."""
+    """With the ranks of its stage. None if there are no others."""
     stages: "Stages | None"
-    """To its peers in other stages; None without a pipeline."""
+    """With its peers in other stages. None without a pipeline."""
     saver: Transport | None
-    """To all, for the thread that writes checkpoints; None where there are no others."""
+    """With all processes, for the thread that writes checkpoints. None if there are no others."""
 
     @classmethod
     def open(cls, mesh: Mesh) -> "Links":
-        """Every process opens them at the same point."""
+        """Every process must call it at the same point."""
         return cls(
             mesh,
             Transport(mesh.world) if mesh.world.size > 1 else None,
@@ -38,11 +38,11 @@ class StepTerms(NamedTuple):
     """A stage's contribution to the norm of a step's gradients."""
 
     square_sums: list[list[float]]
-    """Of the gradients, by param group."""
+    """Sums of squares of gradients, by param group."""
     non_finite: str | None
-    """Name of the first parameter whose gradient is NaN or infinite."""
+    """The name of the first parameter whose gradient is NaN or infinite."""
     factors: frozenset[float]
-    """What gradients have been multiplied by."""
+    """The factors by which gradients have been multiplied."""
     is_scaled: bool
     """Whether this stage has scaled the loss."""
 
@@ -55,7 +55,7 @@ class Stages:
         self.transport = Transport(mesh.peers)
 
     def announce(self, what: str, value: T) -> list[T]:
-        """Every stage's value, by stage. Raises UsageError on all of them if their `what` differs."""
+        """Every stage's value, by stage. Raises UsageError on all stages if their `what` differs."""
         said = self.transport.announce((what, value))
         if len({place for place, _ in said}) > 1:
             places = ", ".join(f"stage {stage} is at {place}" for stage, (place, _) in enumerate(said))
@@ -64,14 +64,14 @@ class Stages:
 
     def all_terms(self, what: str, mine: StepTerms) -> StepTerms:
         """The terms of the whole model. Raises UsageError on every stage if gradients have been multiplied by different
-        numbers."""
+        factors."""
         said = self.announce(what, mine)
         factors = {terms.factors for terms in said if terms.factors}
         if len(factors) > 1:
             raise UsageError(
                 "Stages have multiplied their gradients by different numbers: clip with wrap(clip_grad_norm=...), or "
-                "with optimizer.clip_grad_norm_(max_norm) on every rank. torch.nn.utils.clip_grad_norm_ knows the "
-                "gradients of one stage alone."
+                "with optimizer.clip_grad_norm_(max_norm) on every rank. torch.nn.utils.clip_grad_norm_ only sees "
+                "the gradients of one stage."
             )
         return StepTerms(
             [[*chain(*groups)] for groups in zip_longest(*(terms.square_sums for terms in said), fillvalue=())],
@@ -81,18 +81,19 @@ class Stages:
         )
 
     def agree(self, make: Callable[[], T]) -> T:
-        """What `make` makes for this stage, once every stage has made its own. Raises BudgetError on all of them if one
+        """The result of `make` for this stage, once every stage has its own. Raises BudgetError on all stages if one
         has no room."""
         return made_by_all(make, lambda text: self.announce("pagoda.wrap()", text), "Stage")
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raises ConfigError if two stages use one name: checkpoints know parameters and buffers by name."""
+        """Raises ConfigError if two stages use the same name, because checkpoints identify parameters and buffers by
+        name."""
         mine = self._mesh.pipeline_stage
         for stage, others in enumerate(self.announce("the names of parameters", [*names])):
             shared = next((name for name in others if name in names and stage != mine), None)
             if shared is not None:
                 raise ConfigError(
-                    f"Stages {mine} and {stage} both have {shared!r}. A checkpoint is one of the whole model, so give "
-                    "each stage the names that its layers have there: delete other layers from the whole model, or put "
+                    f"Stages {mine} and {stage} both have {shared!r}. A checkpoint has the whole model, so give "
+                    "each stage the names that its layers have in it: delete other layers from the whole model, or put "
                     "a stage's layers into an nn.ModuleDict under their numbers. Stages cannot tie a parameter."
                 )

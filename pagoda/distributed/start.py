@@ -1,4 +1,4 @@
-"""The start: what ranks must have in common before they can train one model."""
+"""The start: what must be equal on all ranks before they can train one model."""
 
 import hashlib
 import re
@@ -26,27 +26,25 @@ _MUST_BE_EQUAL = {
 
 
 def least_budgets(transport: Transport, mine: Budgets) -> Budgets:
-    """The least that any rank has of each tier, so that all make the same plan."""
+    """The minimum over ranks of each tier's budget, so that all ranks make the same plan."""
     by_rank = transport.announce(mine)
     if len({(each.device is None, each.ssd is None) for each in by_rank}) > 1:
-        raise ConfigError(
-            "Some ranks have memory.device or memory.ssd and others have none: give all of them the same."
-        )
+        raise ConfigError("Some ranks have memory.device or memory.ssd and others do not: set the same on all ranks.")
     device = min((each.device for each in by_rank if each.device is not None), default=None)
     ssd = min((each.ssd for each in by_rank if each.ssd is not None), default=None)
     return Budgets(min(each.host for each in by_rank), device, ssd)
 
 
 def check_equal(transport: Transport, who: str = "rank", **settings: object) -> None:
-    """Raises ConfigError on every rank if settings differ from rank 0's; the error names the ranks and the setting.
-    `who` says whether the transport is between ranks or stages."""
+    """Raises ConfigError on every rank if settings differ from rank 0's. The error names the ranks and the setting.
+    `who`: whether the transport connects ranks or stages."""
     readable = {name: _readable(value) for name, value in settings.items()}
     by_rank = transport.announce([hashlib.blake2b(text.encode()).digest() for text in readable.values()])
     for name, column in zip(readable, zip(*by_rank, strict=True), strict=True):
         others = [str(rank) for rank, value in enumerate(column) if value != column[0]]
         if others:
             raise ConfigError(
-                f"{who.capitalize()}s have different {name}: {who} {', '.join(others)} not that of {who} 0 (here: "
+                f"{who.capitalize()}s have different {name}: {who} {', '.join(others)} differs from {who} 0 (here: "
                 f"{readable[name]:.200}). {_MUST_BE_EQUAL[who]}."
             )
 
@@ -57,8 +55,8 @@ def _readable(value: object) -> str:
 
 
 def on_any_rank(thing: object, root: ModuleSpec) -> str:
-    """The text of a part of a model or a plan, the same on every rank. Experts have their place in a rank's part, not
-    their number. Tiles lack their first element, which follows from the sizes of the tiles before."""
+    """The text of a part of a model or a plan, which is the same on every rank. Experts are numbered within a rank's
+    part. The first element of a tile is left out, because it follows from the sizes of the tiles before."""
     text = _START.sub("start=", repr(thing))
     first: dict[str, int] = {}
     for expert in root.experts():
@@ -71,8 +69,9 @@ def on_any_rank(thing: object, root: ModuleSpec) -> str:
 
 
 def made_by_all(make: Callable[[], T], announce: Callable[[str], list[str]], who: str) -> T:
-    """What `make` makes here, once all have made their own. `announce` tells all of them, and returns by number what
-    each says. Raises BudgetError on all of them if one has no room; `who` says in the error what the numbers are of."""
+    """The result of `make` on this process, once all processes have theirs. `announce` sends a text to all, and returns
+    every process's text in order. Raises BudgetError on all if one has no room. `who` names the processes in the error.
+    """
     made, refusal = None, None
     try:
         made = make()
@@ -89,9 +88,9 @@ def made_by_all(make: Callable[[], T], announce: Callable[[str], list[str]], who
 
 
 def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec) -> Plan:
-    """The plan that `make` makes on this rank, once every rank has one and all agree.
+    """The result of `make` on this rank, once every rank has a plan and all plans agree.
 
-    Raises BudgetError on every rank if one has no plan, ConfigError if plans differ.
+    Raises BudgetError on every rank if one has no plan, and ConfigError if plans differ.
     """
     plan = made_by_all(make, transport.announce, "Rank")
     check_equal(transport, plan=on_any_rank(in_common(plan), root))
@@ -101,7 +100,7 @@ def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec
 def in_common(plan: Plan) -> dict[str, object]:
     """The parts of a plan that must be the same on all ranks, as values whose text is the same in every process.
 
-    Homes may differ where ranks hold different numbers of elements, leases where no weight is gathered before use.
+    Homes may differ if ranks hold different numbers of elements. Leases may differ if no weight is gathered before use.
     """
     layout, trace = plan.layout, plan.trace
     common: dict[str, object] = {
@@ -124,7 +123,7 @@ def in_common(plan: Plan) -> dict[str, object]:
 
 
 class FromFirst:
-    """Gives every rank the first rank's values, as DDP does at its start: random initial values may differ.
+    """Copies the first rank's values to every rank, like DDP at its start, because random initial values may differ.
 
     The first rank is rank 0, or the lowest of the ranks that have a parameter.
     """
@@ -133,9 +132,9 @@ class FromFirst:
         self._transport = transport
 
     def __call__(self, tensor: torch.Tensor, having: Sequence[int] | None = None) -> torch.Tensor:
-        """The first rank's values of a tensor; ranks call this at the same point, with tensors of the same size.
+        """The first rank's values of a tensor. Ranks must call it at the same point, with tensors of the same size.
 
-        `having` are the ranks that have this tensor, by default all.
+        `having`: the ranks that have this tensor. The default is all.
         """
         first, *others = having if having is not None else range(self._transport.size)
         flat = tensor.detach().contiguous().reshape(-1)

@@ -1,6 +1,6 @@
-"""Tensors of several ranks: parameters that torch's tensor parallelism has made DTensors, and a rank's parts of them.
+"""DTensors: parameters that torch's tensor parallelism has divided, and a rank's parts of them.
 
-Pages hold a rank's own part. Where compute uses a parameter it is a DTensor again, around the lease's view, which takes
+Pages hold a rank's own part. When compute uses a parameter, it is a DTensor again, around the lease's view. This needs
 no communication.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
-    """The tensor, if it is a DTensor; torch's module for those is not imported for it."""
+    """The tensor if it is a DTensor, otherwise None. Does not import torch's module of DTensors."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return None
     known = sys.modules.get("torch.distributed.tensor")
@@ -32,7 +32,7 @@ def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: all, unless it is a DTensor. Waits for it, if it is on its way."""
+    """This rank's part of a tensor: all of it, unless it is a DTensor. Waits for it if it has not arrived yet."""
     distributed = as_dtensor(tensor)
     if distributed is None:
         return tensor
@@ -42,17 +42,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """How a DTensor shows what a rank has of it."""
+    """How a DTensor presents a rank's part of it."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
-    """Of the whole."""
+    """The shape of the whole tensor."""
     stride: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form | None:
-        """That of a DTensor; None for any other tensor."""
+        """The form of a DTensor. None for any other tensor."""
         distributed = as_dtensor(tensor)
         if distributed is None:
             return None
@@ -60,16 +60,16 @@ class Form:
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank has all of it."""
+        """Whether every rank has the whole tensor."""
         return all(placement.is_replicate() for placement in self.placements)
 
     def held(self, param: Any) -> torch.Tensor:
-        """What a parameter shows now of this rank's part."""
+        """This rank's part of a parameter, as the parameter shows it now."""
         mine: torch.Tensor = param._local_tensor
         return mine
 
     def show(self, param: Any, mine: torch.Tensor) -> None:
-        """Let a parameter show this as this rank's part."""
+        """Make a parameter show `mine` as this rank's part."""
         param._local_tensor = mine
 
     def around(self, mine: torch.Tensor) -> DTensor:
@@ -80,8 +80,8 @@ class Form:
 
     @torch.no_grad()
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of the whole's shape: a DTensor, however it is divided, or one that every rank
-        has."""
+        """This rank's part of a tensor with the whole shape. The tensor is a DTensor, divided in any way, or a tensor
+        that every rank has."""
         distributed = as_dtensor(tensor)
         if distributed is not None:
             if distributed.placements != self.placements:
@@ -94,9 +94,9 @@ class Form:
 
 
 def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorShard | None]:
-    """Shape of what this rank has of a parameter, and what it is a part of; None where the rank has all of it.
+    """The shape of this rank's part of a parameter, and how the parameter is divided (None if this rank has all of it).
 
-    Raises ConfigError for a DTensor that is divided otherwise than in equal parts along one dimension.
+    Raises ConfigError for a DTensor that is not divided into equal parts along one dimension.
     """
     distributed = as_dtensor(param)
     if distributed is None:
@@ -105,14 +105,14 @@ def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorSha
     if distributed.device_mesh.ndim != 1:
         raise ConfigError(
             f"{name!r} is a DTensor over a mesh of {distributed.device_mesh.ndim} dimensions: give parallelize_module "
-            "the mesh of tensor-parallel ranks alone, such as pagoda.open_mesh(tensor_parallel=N).tensor. "
+            "only the mesh of tensor-parallel ranks, such as pagoda.open_mesh(tensor_parallel=N).tensor. "
             "wrap itself divides the state over data-parallel ranks."
         )
     (placement,) = distributed.placements
     if placement.is_replicate():
         return shape, None
     if not placement.is_shard():
-        raise ConfigError(f"{name!r} is a DTensor that is placed as {placement}: use Shard or Replicate.")
+        raise ConfigError(f"{name!r} is a DTensor with the placement {placement}: use Shard or Replicate.")
     dim: int = placement.dim % len(shape)  # type: ignore[attr-defined]
     if shape[dim] % ranks:
         raise ConfigError(
@@ -124,7 +124,7 @@ def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorSha
 
 
 def check_tensor_parallel(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Raises ConfigError for a model that is not divided as the mesh says."""
+    """Raises ConfigError if a model is not divided as the mesh says."""
     wanted, found = mesh.ranks.tensor_parallel, dict(_dtensors(model))
     if wanted == 1 and not found:
         return
@@ -137,12 +137,12 @@ def check_tensor_parallel(model: nn.Module, mesh: Mesh, device: torch.device) ->
         ranks = tuple(param.device_mesh.mesh.flatten().tolist())
         if ranks != mesh.tensor_ranks:
             raise ConfigError(
-                f"{name!r} is a DTensor over ranks {ranks}, but tensor_parallel of the mesh is {wanted}, so that it "
+                f"{name!r} is a DTensor over ranks {ranks}, but tensor_parallel of the mesh is {wanted}, so it "
                 f"should be over {mesh.tensor_ranks}: give parallelize_module the mesh's `tensor`, and wrap the mesh."
             )
         if param.device_mesh.device_type != device.type:
             raise ConfigError(
-                f"{name!r} is a DTensor on {param.device_mesh.device_type}, and compute runs on {device.type}: make "
+                f"{name!r} is a DTensor on {param.device_mesh.device_type}, but compute runs on {device.type}: create "
                 f"its mesh for {device.type!r}."
             )
     for name, buffer in model.named_buffers():
@@ -151,7 +151,7 @@ def check_tensor_parallel(model: nn.Module, mesh: Mesh, device: torch.device) ->
 
 
 def divided_in(model: nn.Module) -> int:
-    """Tensor-parallel ranks that a model's parameters are divided over; 1 where none is a DTensor."""
+    """The number of tensor-parallel ranks that divide a model's parameters. 1 if none is a DTensor."""
     return max((param.device_mesh.size() for _, param in _dtensors(model)), default=1)
 
 

@@ -1,4 +1,4 @@
-"""The transport: how ranks communicate, over process groups of torch.distributed. It adds nothing up."""
+"""The transport: communication between ranks over process groups of torch.distributed. It does not sum anything."""
 
 import os
 import pickle
@@ -21,19 +21,20 @@ from pagoda.errors import RankError
 T = TypeVar("T")
 
 _SECONDS_TO_DIE = 2.0
-"""How long a process may look alive after its connections have closed."""
+"""Seconds for which a process may seem alive after its connections have closed."""
 _LENGTH_BYTES, _SHORT_BYTES = 8, 504
-"""An announcement goes in a message of this size if it is short; the rest of a longer one follows."""
+"""The sizes of an announcement's length field and of its data in the first message. The rest of a longer one
+follows."""
 
 Parcel = tuple[int, torch.Tensor]
-"""A rank, and a contiguous tensor for it or from it."""
+"""A rank, and a contiguous tensor to send to it or receive from it."""
 
 
 def new_groups(world: World, parts: Iterable[Sequence[int]], **settings: Any) -> list[Any]:
-    """A process group for each of some parts of a world; a part is a sequence of ranks of the world.
+    """A process group for each of `parts`, which are sequences of ranks of the world.
 
-    Every process of torchrun calls it at the same point, with the same parts of its own world, since torch requires
-    that all processes create all groups.
+    Every process of torchrun must call it at the same point with the same parts of its own world, because torch
+    requires that all processes create all groups.
     """
     parts, reach = list(parts), world.size * world.apart
     found: list[Any] = []
@@ -46,7 +47,8 @@ def new_groups(world: World, parts: Iterable[Sequence[int]], **settings: Any) ->
 
 
 class Transport:
-    """The ranks of a world, for one thread at a time. Bytes are sent as they are, whatever their dtype.
+    """Communication with the ranks of a world, for one thread at a time. Bytes are sent unchanged, whatever their
+    dtype.
 
     Every method raises RankError if another rank is gone, or silent for longer than the timeout.
     """
@@ -59,13 +61,14 @@ class Transport:
         self.broken = False
         """Whether a rank could not be reached."""
         self._processes: list[tuple[str, int]] = []
-        """Every rank's host and process number, once known."""
+        """Every rank's host and process id, once known."""
         self._processes = self.announce((_host(), os.getpid()))
 
     def connect(self, device: torch.device) -> None:
-        """Prepare to send tensors on `device`; every rank calls it.
+        """Prepare to send tensors on `device`. Every rank must call it.
 
-        NCCL connects a group when all of its ranks first use it together; most of what follows is between some ranks.
+        NCCL connects a group when all of its ranks first use it together. Most of the later communication is between
+        some ranks.
         """
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
@@ -77,7 +80,7 @@ class Transport:
         head = (len(data).to_bytes(_LENGTH_BYTES) + data[:_SHORT_BYTES]).ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0")
         given = torch.frombuffer(bytearray(head * self.size), dtype=torch.uint8)
         found = torch.empty_like(given)
-        # gloo's all-to-all takes less than half of the time of its all-gather, and a third of that of sends.
+        # gloo's all-to-all takes less than half the time of its all-gather, and a third of the time of sends.
         self.run(lambda: dist.all_to_all_single(found, given, group=self._group))
         by_rank = [row.numpy().tobytes() for row in found.view(self.size, -1)]
         longest = max(int.from_bytes(row[:_LENGTH_BYTES]) for row in by_rank)
@@ -89,7 +92,7 @@ class Transport:
         return [pickle.loads(row[_LENGTH_BYTES:]) for row in by_rank]
 
     def trade(self, sends: Iterable[Parcel], receives: Iterable[Parcel]) -> None:
-        """Send and receive tensors, between two ranks in the given order. Returns when all have arrived."""
+        """Send and receive tensors. Between two ranks they keep the given order. Returns when all have arrived."""
         parcels: list[tuple[int, Any, torch.Tensor]] = [
             (rank, dist.irecv, tensor) for rank, tensor in receives if tensor.numel()
         ]
@@ -97,24 +100,25 @@ class Transport:
 
         def travel() -> None:
             ops = [dist.P2POp(do, _raw(tensor), group=self._group, group_peer=to) for to, do, tensor in parcels]
-            for work in dist.batch_isend_irecv(ops):  # one for all, where NCCL makes them one
+            for work in dist.batch_isend_irecv(ops):  # NCCL combines them into one
                 work.wait()
 
         if parcels:
             self.run(travel, parcels[0][2])
 
     def run(self, collective: Callable[[], object], tensor: torch.Tensor | None = None) -> None:
-        """Run a collective of all ranks or some; returns when it has ended. `tensor` is one that it moves."""
+        """Run a collective of all ranks or some. Returns when it has ended. `tensor` is one of its tensors."""
         try:
             collective()
-            if tensor is not None and tensor.is_cuda:  # what has been waited for so far is the stream's queue
+            if tensor is not None and tensor.is_cuda:  # so far, only the stream waits for it
                 torch.cuda.current_stream(tensor.device).synchronize()
         except RuntimeError as error:
             raise self.lost(None, error) from error
 
     def lost(self, rank: int | None, error: RuntimeError) -> RankError:
-        """The error to raise after a rank could not be reached; None if it is not known which. It names ranks that have
-        died on this host, else ranks that have not given up as this one has."""
+        """The error to raise after a rank could not be reached. `rank` is None if it is not known which. The error
+        names the ranks that have died on this host. If there are none, it names the ranks that have not given up like
+        this one."""
         self.broken, me = True, self.world.number(self.rank)
         silent = self._ask_who_is_silent()
         deadline = time.monotonic() + _SECONDS_TO_DIE
@@ -130,18 +134,18 @@ class Transport:
         )
 
     def _ask_who_is_silent(self) -> list[int]:
-        """Tell the others that this rank gives up. A thread soon fills the returned list with the ranks
-        that have not given up."""
+        """Tell the others that this rank gives up. A thread soon fills the returned list with the ranks that have not
+        given up."""
         silent: list[int] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the store has ended with a rank
+            with suppress(RuntimeError):  # the store may have ended with its rank
                 store = dist.PrefixStore("pagoda/given-up", _get_default_store())  # type: ignore[attr-defined]
                 store.set(str(self.world.number(self.rank)), "")
                 time.sleep(_SECONDS_TO_DIE / 2)
                 silent.extend(rank for rank in range(self.size) if not store.check([str(self.world.number(rank))]))
 
-        threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # a store may be silent, too
+        threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # the store may be silent too
         return silent
 
     def _names(self, ranks: Iterable[int]) -> str:
@@ -153,17 +157,17 @@ class Transport:
 
 
 class Group:
-    """Some ranks, which run the same collectives in the same order, one at a time."""
+    """A subset of the ranks, which run the same collectives in the same order, one at a time."""
 
     def __init__(self, transport: Transport, members: Callable[[int], tuple[int, ...]]) -> None:
-        """`members` gives the ranks of the group that a rank is in, in order. Every rank calls this at the same point,
-        with equal functions."""
+        """`members` returns the ranks of the group of a given rank, in order. Every rank must call this at the same
+        point, with equal functions."""
         self.ranks = members(transport.rank)
         self.place = self.ranks.index(transport.rank)
-        """This rank's among `ranks`."""
+        """This rank's index in `ranks`."""
         self._transport = transport
         self.messages = 0
-        """Collectives so far."""
+        """The number of collectives so far."""
         self.sent_bytes = 0
         """Bytes that this rank has sent, counted once for each receiver."""
         parts = sorted({ranks for rank in range(transport.size) if len(ranks := members(rank)) > 1})
@@ -171,11 +175,11 @@ class Group:
         self._group = dict(zip(parts, groups, strict=True)).get(self.ranks)
 
     def gather(self, whole: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        """Complete `whole`, in which the rank at each place has the elements [start, stop) of its span.
+        """Complete `whole`, of which the rank at each place has the elements [start, stop) of its span.
 
-        On a GPU, equal slices go as one all-gather, in place. A short last slice is padded if `whole` is long enough,
-        so elements behind it may change. Otherwise each rank's slice goes as a broadcast: on a CPU, gloo would copy an
-        all-gather through a buffer of its own.
+        On a GPU, equal slices use one all-gather, in place. A short last slice is padded if `whole` is long enough, so
+        elements after it may change. Otherwise each rank's slice uses a broadcast, because on a CPU, gloo would copy an
+        all-gather through a separate buffer.
         """
         if len(self.ranks) == 1 or not any(stop - start for start, stop in spans):
             return
@@ -203,8 +207,8 @@ class Group:
         self._transport.run(all_gather if whole.is_cuda and equal and each else broadcasts, whole)
 
     def exchange(self, arriving: torch.Tensor, given: torch.Tensor, given_sizes: Sequence[int]) -> None:
-        """Send the rank at each place its part of `given`, uint8, of as many bytes as `given_sizes` says. Receive from
-        each rank as many bytes as this one has for itself, into `arriving`, uint8 [places, bytes]."""
+        """Send the rank at each place its part of `given`, uint8, with the size in bytes in `given_sizes`. Receive from
+        each rank the number of bytes that this rank has for itself, into `arriving`, uint8 [places, bytes]."""
         mine = arriving.shape[1]
         if len(self.ranks) == 1:
             arriving.copy_(given.view(1, -1))
@@ -223,7 +227,7 @@ class Group:
 
 
 def lives(process: int) -> bool:
-    """Whether a process of this host runs; a zombie does not."""
+    """Whether a process of this host is running. A zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -235,5 +239,5 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _host() -> str:
-    """A name that processes share if they see each other's process numbers."""
+    """A name that is equal for processes that can see each other's process ids."""
     return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""The world: the processes that torchrun started, and this one's place among them."""
+"""The world: the processes that torchrun started, and this process's rank."""
 
 import os
 from collections.abc import Iterator
@@ -11,26 +11,27 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 600.0
-"""Seconds that a rank waits for the others before it gives up, unless PAGODA_RANK_TIMEOUT says otherwise."""
+"""Seconds that a rank waits for the others before it gives up. PAGODA_RANK_TIMEOUT overrides it."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among some of those that torchrun started, by default all; one of one without it."""
+    """This process and others that torchrun started, by default all of them. Without torchrun, a world of one
+    process."""
 
     rank: int = 0
-    """This process's place among them."""
+    """This process's index among them."""
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    """Processes on this node, of consecutive ranks."""
+    """The number of processes on this node, which have consecutive ranks."""
     first: int = 0
-    """Torchrun's number for the first of them."""
+    """Torchrun's number of the first process."""
     apart: int = 1
-    """How far their numbers are apart."""
+    """The distance between their numbers."""
 
     def number(self, rank: int) -> int:
-        """Torchrun's number for one of them."""
+        """Torchrun's number of a rank of this world."""
         return self.first + rank * self.apart
 
     @property
@@ -45,12 +46,12 @@ def launched() -> World:
 
 
 def was_restarted() -> bool:
-    """Whether torchrun has started these processes anew, as some of them failed."""
+    """Whether torchrun has restarted these processes because some of them failed."""
     return _attempt() > 0
 
 
 def may_be_restarted() -> bool:
-    """Whether torchrun starts these processes anew if some of them fail."""
+    """Whether torchrun restarts these processes if some of them fail."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
@@ -60,14 +61,15 @@ def rank_timeout_s() -> float:
 
 
 def computes_on(world: World) -> str:
-    """Type of the device that each process has for itself: "cuda" where there are GPUs enough, else "cpu"."""
+    """The type of each process's own device: "cuda" if there are enough GPUs, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size else "cpu"
 
 
 def join(world: World) -> None:
-    """Make the default process group of a world of several, gloo for the CPU and NCCL for GPUs; once is enough.
+    """Create the default process group if the world has several processes: gloo for the CPU and NCCL for GPUs. Later
+    calls do nothing.
 
-    Where each process of a node can have a GPU of its own, it gets that of its local rank.
+    If each process of a node can have its own GPU, it gets the GPU of its local rank.
     """
     if world.size > 1 and not dist.is_initialized():
         if computes_on(world) == "cuda":
@@ -86,10 +88,11 @@ def _attempt() -> int:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Where the ranks of this attempt find each other: torchrun's own store, under a name of the attempt.
+    """The store in which the ranks of this attempt find each other: torchrun's own store, with a prefix for the
+    attempt.
 
-    torch (2.13) has one store for all attempts and tells them not apart, so ranks that were started anew would look for
-    each other at the addresses of those that have ended.
+    torch (2.13) uses one store for all attempts and does not distinguish them. Without the prefix, restarted ranks
+    would look for each other at the addresses of ranks that have ended.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
@@ -98,7 +101,7 @@ def _store_of_attempt(timeout: timedelta) -> Any:
 
 @contextmanager
 def joined(world: World) -> Iterator[None]:
-    """A process group of all ranks, for as long as this is open, unless there is one already."""
+    """A context in which a process group of all ranks exists. Creates one if there is none."""
     mine = world.size > 1 and not dist.is_initialized()
     join(world)
     try:

@@ -1,4 +1,4 @@
-"""The bytes of a RAM tier: one mapping of exactly the size asked for."""
+"""The bytes of a RAM tier: one mapping of exactly the requested size."""
 
 import contextlib
 import ctypes
@@ -13,30 +13,30 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.sizes import format_bytes
 
 HUGE_PAGES_FROM_BYTES = 4 * 1024 * 1024
-"""Arenas of at least this many bytes ask the kernel for huge pages. Direct I/O needs them: the kernel pins and lists
-the memory of a transfer page by page, and reads and writes of 4 MiB that reached 3.8 GB/s in huge pages reached only
-1.2 GB/s in pages of 4 KiB (two threads each way, 2 vCPU, a virtual drive)."""
+"""Arenas of at least this size request huge pages from the kernel. Direct I/O needs them, because the kernel pins and
+lists the memory of a transfer page by page. Reads and writes of 4 MiB reached 3.8 GB/s with huge pages, but only 1.2
+GB/s with pages of 4 KiB (two threads each way, 2 vCPU, a virtual drive)."""
 
 
 class Arena:
-    """`nbytes` of private anonymous memory, page-aligned, never rounded up, handed out as tensors and views.
+    """`nbytes` of private anonymous memory, page-aligned and never rounded up, provided as tensors and views.
 
-    torch rounds pinned allocations up to a power of two (pytorch issue 95823) and aligns `torch.empty` to
-    64 bytes only. This mapping is exact, fits direct I/O, and can be registered with CUDA (`address`).
+    torch rounds pinned allocations up to a power of two (pytorch issue 95823) and aligns `torch.empty` to only 64
+    bytes. This mapping is exact, suits direct I/O, and can be registered with CUDA (`address`).
 
-    Physical memory is taken at first touch. With huge pages that happens 2 MiB at a time, inside the mapping
-    only: first touch is several times faster, the resident size never passes `nbytes`, and a page of 4 MiB
-    whose first byte alone is written costs 2 MiB instead of 4 KiB. Frames are filled whole, so that is cheap.
+    Physical memory is allocated at first touch. With huge pages that happens 2 MiB at a time, inside the mapping only.
+    First touch is then several times faster, and the resident size never exceeds `nbytes`. A page of 4 MiB of which
+    only the first byte is written costs 2 MiB instead of 4 KiB, but frames are filled completely, so this costs little.
 
-    Forked children do not get the mapping (reading it there crashes). Else every write after a fork (say, of
-    a DataLoader worker) would copy its page, so training state could double, and direct I/O in flight during
+    Forked children do not get the mapping, and reading it there crashes. Otherwise every write after a fork (for
+    example of a DataLoader worker) would copy its page. Training state could double, and direct I/O in flight during
     the fork could be corrupted (open(2)).
 
-    Thread-safe, as far as callers keep to their own bytes.
+    Thread-safe if callers use disjoint bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ConfigError when `nbytes` is below 1, BudgetError when the system will not map that much."""
+        """Raises ConfigError if `nbytes` is below 1, and BudgetError if the system refuses to map that much."""
         if nbytes < 1:
             raise ConfigError(f"an arena needs at least 1 byte, not {nbytes}")
         try:
@@ -48,22 +48,22 @@ class Arena:
             ) from error
         mapping.madvise(mmap.MADV_DONTFORK)
         if nbytes >= HUGE_PAGES_FROM_BYTES:
-            # A kernel built without huge pages refuses: slower first touch, nothing else.
+            # A kernel built without huge pages refuses. That only makes the first touch slower.
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-        """Where the first byte is, for cudaHostRegister and alignment checks."""
+        """The address of the first byte, for cudaHostRegister and alignment checks."""
         self._memory: Any = mapping
-        """What tensors and views are made of; None once the arena is closed."""
+        """The memory behind tensors and views. None once the arena is closed."""
         _mappings.add(mapping)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements of `dtype` at byte `offset`, shape [numel], with a storage object of their OWN.
+        """`numel` elements of `dtype` at byte `offset`, shape [numel], with a storage object of their own.
 
-        Two tensors over the same bytes share memory but not a storage, so `storage_use_count` of one tells
-        who holds that one. Raises ValueError when `offset` is not a multiple of the element size, or the
-        elements do not lie inside the arena, or the arena is closed.
+        Two tensors over the same bytes share memory but not a storage, so the `storage_use_count` of one tells who
+        holds that one. Raises ValueError if `offset` is not a multiple of the element size, the elements are not inside
+        the arena, or the arena is closed.
         """
         memory = self._memory_with(offset, numel * dtype.itemsize, dtype)
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
@@ -71,34 +71,34 @@ class Arena:
     def view(self, offset: int, nbytes: int) -> memoryview:
         """The bytes [offset, offset + nbytes), writable, for `preadv` and `pwritev`.
 
-        Raises ValueError when they do not lie inside the arena, or the arena is closed.
+        Raises ValueError if they are not inside the arena, or the arena is closed.
         """
         return memoryview(self._memory_with(offset, nbytes))[offset : offset + nbytes]
 
     def poison(self, offset: int, nbytes: int) -> None:
         """Fill [offset, offset + nbytes) with 0xFF: NaN in fp16, bf16, fp32 and fp64, -1 in signed ints.
 
-        Releases the GIL. Raises ValueError as `view` does.
+        Releases the GIL. Raises ValueError like `view`.
         """
         self._memory_with(offset, nbytes)
         ctypes.memset(self.address + offset, 0xFF, nbytes)
 
     def close(self) -> None:
-        """Give the memory back as soon as no tensor or view of it is alive. Idempotent.
+        """Free the memory as soon as no tensor or view of it is alive. Idempotent.
 
-        Not before: torch does not pin the mapping it reads, so unmapping under a live tensor would crash the
-        process. Each tensor and view holds a reference to the mapping instead, and the last one unmaps it.
+        It cannot be freed earlier: torch does not pin the mapping that it reads, so unmapping under a live tensor would
+        crash the process. Instead, each tensor and view holds a reference to the mapping, and the last one unmaps it.
         """
         self._memory = None
 
     def _memory_with(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> Any:
-        """All the memory. Raises ValueError unless these bytes lie in it, aligned to the dtype."""
+        """The whole memory. Raises ValueError unless these bytes are inside it and aligned to the dtype."""
         if self._memory is None:
             raise ValueError("the arena is closed")
         if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
-            raise ValueError(f"asked for {nbytes} bytes at offset {offset} of an arena of {self.nbytes} bytes")
+            raise ValueError(f"{nbytes} bytes at offset {offset} are not inside an arena of {self.nbytes} bytes")
         if offset % dtype.itemsize:
-            raise ValueError(f"offset {offset} is not aligned to {dtype}, which has {dtype.itemsize} bytes")
+            raise ValueError(f"offset {offset} is not a multiple of the {dtype.itemsize} bytes of {dtype}")
         return self._memory
 
 
@@ -106,7 +106,7 @@ _mappings: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
 
 
 def _keep_mappings() -> None:
-    """In a forked child: never unmap arenas. The child has none, and other memory may lie at their addresses."""
+    """In a forked child, never unmap arenas. The child has no mapping, and other memory may be at these addresses."""
     for mapping in _mappings:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
@@ -115,24 +115,24 @@ os.register_at_fork(after_in_child=_keep_mappings)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, in its own layout's order of elements."""
+    """The bytes of a CPU tensor, in the element order of its layout."""
     flat: memoryview = tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return flat
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many references keep `tensor`'s storage alive, including the one that this call takes.
+    """The number of references that keep `tensor`'s storage alive, including the one that this call takes.
 
-    A tensor that nobody else holds reads `FRESH_USE_COUNT`. Each further live tensor over the same storage
-    (a view, a `detach()`, a `Parameter`, a `param.data`) adds one, whether Python or the autograd graph holds
-    it. Views by `Arena.view` are no tensors and add nothing.
+    For a tensor without other holders it is `FRESH_USE_COUNT`. Each further live tensor over the same storage (a view,
+    a `detach()`, a `Parameter`, a `param.data`) adds one, whether Python or the autograd graph holds it. Views from
+    `Arena.view` are not tensors and add nothing.
 
-    It counts tensors, not names: another holder of the SAME tensor adds nothing, and neither does autograd when
-    it saves that very tensor. So keep the lease's own tensor private and hand out views of it only; then a
-    count of `FRESH_USE_COUNT` proves that no tensor elsewhere reads the frames.
+    It counts tensors, not names: another holder of the SAME tensor adds nothing, and neither does autograd when it
+    saves that tensor itself. So keep the lease's own tensor private and give out only views of it. Then a count of
+    `FRESH_USE_COUNT` proves that no tensor elsewhere reads the frames.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 FRESH_USE_COUNT = storage_use_count(torch.frombuffer(bytearray(8), dtype=torch.uint8))
-"""What `storage_use_count` reads for a tensor that nobody else holds; measured: torch promises no value."""
+"""The `storage_use_count` of a tensor without other holders. Measured, because torch promises no value."""

@@ -1,4 +1,4 @@
-"""CUDA's side of memory: an arena on a GPU, and host RAM that a GPU can copy from and to by itself."""
+"""CUDA memory: an arena on a GPU, and host RAM from and to which a GPU can copy by itself."""
 
 import torch
 
@@ -8,13 +8,13 @@ from pagoda.memory.sizes import format_bytes
 
 
 class CudaArena(Arena):
-    """`nbytes` of a GPU's memory, taken at once, with the contract of `Arena` except that no view can be had.
+    """`nbytes` of a GPU's memory, allocated at once, with the contract of `Arena`, except that it has no views.
 
-    `close` gives the memory back to torch at once: a tensor does not keep the arena alive, and must not outlive it.
+    `close` returns the memory to torch at once. A tensor does not keep the arena alive, and must not outlive it.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Raises ConfigError when `nbytes` is below 1, BudgetError when the GPU has not that much free."""
+        """Raises ConfigError if `nbytes` is below 1, and BudgetError if the GPU has too little free memory."""
         if nbytes < 1:
             raise ConfigError(f"an arena needs at least 1 byte, not {nbytes}")
         try:
@@ -22,7 +22,7 @@ class CudaArena(Arena):
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise BudgetError(
-                f"{device} has no {format_bytes(nbytes)} for its arena: {format_bytes(free)} of "
+                f"{device} cannot hold an arena of {format_bytes(nbytes)}: {format_bytes(free)} of "
                 f"{format_bytes(total)} are free. Lower memory.device, which also leaves room for activations.",
                 tier="device",
                 needed_bytes=nbytes,
@@ -31,8 +31,8 @@ class CudaArena(Arena):
         self.address = self._memory.data_ptr()
         if storage_use_count(self.tensor(0, 1, torch.uint8)) != FRESH_USE_COUNT:
             raise ConfigError(
-                f"torch {torch.__version__} counts the holders of storages on {device} in another way than on the CPU: "
-                "nothing tells when weights there are no longer used. Use a version that Pagoda is tested with."
+                f"torch {torch.__version__} counts references to storages on {device} differently than on the CPU, so "
+                "Pagoda cannot tell when weights there are no longer used. Use a tested version of torch."
             )
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,18 +42,18 @@ class CudaArena(Arena):
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
     def poison(self, offset: int, nbytes: int) -> None:
-        """Fill with 0xFF, behind all work that the current stream has been given."""
+        """Fill with 0xFF, after all work that is queued on the current stream."""
         self._memory_with(offset, nbytes)[offset : offset + nbytes].fill_(0xFF)
 
 
 class PinnedArena(Arena):
-    """An `Arena` whose RAM is page-locked, exactly, so that a GPU copies from and to it at the link's rate.
+    """An `Arena` with page-locked RAM of exactly this size, so that a GPU copies from and to it at the link's rate.
 
-    torch's own pinned allocations are rounded up to a power of two (pytorch issue 95823).
+    torch rounds its own pinned allocations up to a power of two (pytorch issue 95823).
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Raises as `Arena`, and BudgetError when the system will not lock that much."""
+        """Raises like `Arena`, and BudgetError if the system refuses to lock that much."""
         super().__init__(nbytes)
         error = torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)  # type: ignore[no-untyped-call]
         self._pinned = int(error) == 0
@@ -66,7 +66,7 @@ class PinnedArena(Arena):
             )
 
     def close(self) -> None:
-        """Unlock, and give the memory back as soon as no tensor or view of it is alive. Idempotent."""
+        """Unlock the memory, and free it as soon as no tensor or view of it is alive. Idempotent."""
         if self._pinned:
             self._pinned = False
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
-"""Files and directories handled so that nothing outside them can be hit: no symbolic link is followed, no pipe hangs.
+"""Safe handling of files and directories: nothing outside them can be changed, no symbolic link is followed, and no
+pipe blocks.
 
-Names are resolved from the descriptor of a directory that is open already, so a path cannot be exchanged between a
-check and an action.
+Names are resolved relative to the descriptor of an open directory, so a path cannot be replaced between a check and an
+action.
 """
 
 import contextlib
@@ -14,18 +15,18 @@ from pathlib import Path
 from pagoda.errors import StorageError
 
 TEMPORARY = ".tmp"
-"""What the name of a file ends with while it is written."""
+"""The suffix of a file's name while it is being written."""
 
 
 class SyncError(StorageError):
-    """A sync failed. The kernel may have dropped what was to be written, so no later sync can make up for it."""
+    """A sync failed. The kernel may have dropped unwritten data, so a later sync cannot repair the failure."""
 
 
 @contextlib.contextmanager
 def inside(directory: Path, *names: str) -> Iterator[int]:
-    """The descriptor of the directory `directory/name/...`. Raises OSError when it is not there.
+    """The descriptor of the directory `directory/name/...`. Raises OSError if it does not exist.
 
-    None of the names may be a symbolic link; `directory` may, because the user named it.
+    None of the names may be a symbolic link. `directory` may be one, because the user named it.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -39,9 +40,9 @@ def inside(directory: Path, *names: str) -> Iterator[int]:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
-    """The descriptor of a regular file. Raises OSError when it is anything else, without waiting for a pipe's writer.
+    """The descriptor of a regular file. Raises OSError for anything else, without waiting for a pipe's writer.
 
-    A name in an open directory, `dir_fd`, may not be a symbolic link.
+    With `dir_fd`, an open directory, the name must not be a symbolic link.
     """
     no_follow = 0 if dir_fd is None else os.O_NOFOLLOW
     descriptor = os.open(path, flags | os.O_NONBLOCK | no_follow, dir_fd=dir_fd)
@@ -52,18 +53,18 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | No
 
 
 def read_regular(path: str | Path, *, dir_fd: int | None = None, most_bytes: int | None = None) -> bytes:
-    """The content of a regular file of at most `most_bytes`. Raises OSError as `open_regular` does."""
+    """The content of a regular file of at most `most_bytes`. Raises OSError like `open_regular`."""
     with os.fdopen(open_regular(path, dir_fd=dir_fd), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if most_bytes is not None and size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, more than any that Pagoda writes", str(path))
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than any file that Pagoda writes", str(path))
         return file.read()
 
 
 def replace_file(directory: int, name: str, content: bytes) -> None:
-    """Write a file in an open directory: after a crash at any instant it has its old content or the new.
+    """Write a file in an open directory. After a crash at any instant it has either its old content or the new one.
 
-    Raises OSError when it cannot be written, and SyncError when its name cannot be made durable.
+    Raises OSError if it cannot be written, and SyncError if its name cannot be made durable.
     """
     temporary = name + TEMPORARY
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -81,13 +82,13 @@ def replace_file(directory: int, name: str, content: bytes) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """`replace_file` by path. Raises as it does."""
+    """`replace_file` with a path. Raises like it."""
     with inside(path.parent) as directory:
         replace_file(directory, path.name, content)
 
 
 def sync_descriptor(directory: int, what: str | Path) -> None:
-    """Make the names in an open directory durable. Raises SyncError, which names `what`."""
+    """Make the names in an open directory durable. Raises SyncError with `what` in its message."""
     try:
         os.fsync(directory)
     except OSError as error:
@@ -97,15 +98,15 @@ def sync_descriptor(directory: int, what: str | Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable. Raises OSError when it cannot be opened, and SyncError."""
+    """Make the names in a directory durable. Raises OSError if it cannot be opened, and SyncError."""
     with inside(directory) as descriptor:
         sync_descriptor(descriptor, directory)
 
 
 def make_directories(directory: Path) -> list[Path]:
-    """Create a directory and those above it that are missing, durably; returns those created, the outermost first.
+    """Create a directory and its missing parents durably. Returns the created directories, the outermost first.
 
-    Raises OSError, and SyncError.
+    Raises OSError and SyncError.
     """
     missing = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
     made = []
@@ -113,7 +114,7 @@ def make_directories(directory: Path) -> list[Path]:
         try:
             path.mkdir()
         except FileExistsError:
-            continue  # another process made it meanwhile
+            continue  # another process has created it meanwhile
         sync_directory(path.parent)
         made.append(path)
     if not directory.is_dir():
@@ -123,7 +124,7 @@ def make_directories(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Turn the system's errors into StorageErrors that say what could not be done."""
+    """Turn OSErrors into StorageErrors whose messages begin with `what`."""
     try:
         yield
     except StorageError:

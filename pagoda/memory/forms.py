@@ -1,23 +1,23 @@
-"""The fixed form of what is read from a file: every field has its type, its range and no field is missing."""
+"""Checks the form of data read from files: every field is present and has its type and range."""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
 Form = Any
-"""What a value must be; see `check`."""
+"""The form of a value: see `check`."""
 
 
 class FormError(ValueError):
-    """A value that does not have its form; says which, and what it should be."""
+    """A value does not have its form. The message says which value, and what it should be."""
 
 
 def check(value: Any, form: Form, where: str = "it") -> None:
-    """Raises FormError unless a value read from JSON has a form.
+    """Raises FormError if a value read from JSON does not have the given form.
 
-    A form is one of: `int` (a count: 0 to 2**63 - 1), another type, `object` (anything), a regular expression that a
-    string matches as a whole, `[form]` (a list), `(form, ...)` (a list of exactly these), `{str: form}` (any names),
-    `{name: form, ...}` (exactly these names), or a function that says whether the value is right.
+    A form is one of: `int` (a count: 0 to 2**63 - 1), another type, `object` (anything), a regular expression that must
+    match the whole string, `[form]` (a list), `(form, ...)` (a list of exactly these), `{str: form}` (any names),
+    `{name: form, ...}` (exactly these names), or a function that returns whether the value is valid.
     """
     match form:
         case re.Pattern():
@@ -59,4 +59,4 @@ def _meaning(form: Callable[[Any], bool]) -> str:
 def _expect(right: bool, value: Any, where: str, wanted: str) -> None:
     if not right:
         shown = repr(value)
-        raise FormError(f"{where} is {shown if len(shown) <= 80 else shown[:80] + '...'}, which should be {wanted}")
+        raise FormError(f"{where} is {shown if len(shown) <= 80 else shown[:80] + '...'}, but should be {wanted}")

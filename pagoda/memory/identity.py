@@ -1,7 +1,7 @@
-"""The identity of a checkpoint: a random id in its manifest, which stays when it is moved or renamed.
+"""The identity of a checkpoint: a random id in its manifest, which stays the same when it is moved or renamed.
 
-A checkpoint has its name only while it is whole. Before that its directory is `.NAME.partial`, with the id in a mark;
-while it is deleted its directory is `.NAME.removed`.
+A checkpoint has its name only while it is complete. Before, its directory is `.NAME.partial`, and a mark contains its
+id. While it is being deleted, its directory is `.NAME.removed`.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from pagoda.memory.files import inside, read_regular
 MANIFEST = "manifest.json"
 CHECKPOINT_ID = re.compile(r"[0-9a-f]{32}")
 PARTIAL_MARK = ".pagoda-partial"
-"""The file in a partial directory that says that Pagoda made it: whose it is, and the directory's inode number."""
+"""The file that marks a partial directory as Pagoda's. It has the checkpoint's id and the directory's inode number."""
 
 
 def new_checkpoint_id() -> str:
@@ -24,17 +24,17 @@ def new_checkpoint_id() -> str:
 
 
 def partial(directory: Path) -> Path:
-    """Where a directory is filled before it has its name."""
+    """The path of a directory while it is being written."""
     return directory.with_name(f".{directory.name}.partial")
 
 
 def removed(directory: Path) -> Path:
-    """What a checkpoint is called while it is deleted."""
+    """The path of a checkpoint while it is being deleted."""
     return directory.with_name(f".{directory.name}.removed")
 
 
 def checkpoint_id_of(directory: Path) -> str | None:
-    """The id of the checkpoint in a directory; None where none can be read. It may be damaged otherwise."""
+    """The id of the checkpoint in a directory. None if it cannot be read. The rest of the checkpoint may be damaged."""
     try:
         said = json.loads(read_regular(directory / MANIFEST))["id"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -43,12 +43,12 @@ def checkpoint_id_of(directory: Path) -> str | None:
 
 
 def partial_mark(checkpoint_id: str, descriptor: int) -> str:
-    """What the mark of an open partial directory says. The inode number tells it from a copy of it."""
+    """The content of the mark of an open partial directory. The inode number distinguishes it from a copy."""
     return f"{checkpoint_id} {os.fstat(descriptor).st_ino}\n"
 
 
 def never_completed(directory: Path, checkpoint_id: str) -> bool:
-    """Whether that checkpoint was to be at `directory`, and its writer ended before it was whole."""
+    """Whether a checkpoint was being written to `directory`, and its writer ended before it was complete."""
     try:
         with inside(partial(directory).parent, partial(directory).name) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # refused while it is being written
@@ -60,5 +60,5 @@ def never_completed(directory: Path, checkpoint_id: str) -> bool:
 
 
 def being_removed(directory: Path, checkpoint_id: str) -> bool:
-    """Whether that checkpoint was at `directory`, and Pagoda has begun to delete it."""
+    """Whether a checkpoint was at `directory`, and Pagoda has begun to delete it."""
     return checkpoint_id_of(removed(directory)) == checkpoint_id

@@ -1,4 +1,4 @@
-"""The unit of allocation and movement, and consecutive stretches of it."""
+"""Pages, the unit of allocation and transfer, and runs of consecutive pages."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,18 @@ PAGE_BYTES = 4 * 1024 * 1024
 """Default page size, in bytes: large enough that two threads of direct I/O reach the disk's limit."""
 
 PAGE_ALIGN = 4096
-"""What direct I/O asks of every address, file offset and length, in bytes. Page sizes are multiples of it."""
+"""The alignment in bytes that direct I/O requires of every address, file offset and length. Page sizes are multiples of
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The consecutive frames (of a memory) or slots (of a file) `[start, stop)`, counted in pages."""
+    """Consecutive frames (of a memory) or slots (of a file) `[start, stop)`, counted in pages."""
 
     start: int
     """Index of the first frame."""
     count: int
-    """How many frames; at least 1."""
+    """The number of frames, at least 1."""
 
     @property
     def stop(self) -> int:
@@ -24,22 +25,22 @@ class Run:
         return self.start + self.count
 
     def part(self, offset_bytes: int, nbytes: int, page_bytes: int) -> "Run":
-        """The pages of some of its bytes. Raises ValueError unless they are whole pages of this run."""
+        """The pages of a range of the run's bytes. Raises ValueError unless the range is whole pages of this run."""
         first, odd = divmod(offset_bytes, page_bytes)
         count, rest = divmod(nbytes, page_bytes)
         if odd or rest or first < 0 or first + count > self.count:
             raise ValueError(
-                f"asked for {nbytes} bytes at offset {offset_bytes} of {self}: only whole pages of {page_bytes} bytes "
-                "in it are moved"
+                f"cannot transfer {nbytes} bytes at offset {offset_bytes} of {self}: only whole pages of "
+                f"{page_bytes} bytes in it can be transferred"
             )
         return Run(self.start + first, count)
 
 
 def pages_for(nbytes: int, page_bytes: int) -> int:
-    """How many pages of `page_bytes` hold `nbytes`: rounded up, 0 for 0 bytes.
+    """The number of pages of `page_bytes` that hold `nbytes`, rounded up. 0 for 0 bytes.
 
-    Raises ValueError when `nbytes` is negative or `page_bytes` is below 1.
+    Raises ValueError if `nbytes` is negative or `page_bytes` is below 1.
     """
     if nbytes < 0 or page_bytes < 1:
-        raise ValueError(f"cannot lay {nbytes} bytes over pages of {page_bytes} bytes")
+        raise ValueError(f"cannot hold {nbytes} bytes in pages of {page_bytes} bytes")
     return -(-nbytes // page_bytes)

@@ -1,4 +1,4 @@
-"""Which frames are free. Pure bookkeeping, without bytes."""
+"""Which frames are free. Only bookkeeping, without bytes."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -7,31 +7,31 @@ from collections.abc import Callable, Iterator
 from pagoda.memory.page import Run
 
 Price = Callable[[Run], float | None]
-"""What evicting an allocated run costs; lower is better (say, minus its next use in s), None pins it."""
+"""The cost of evicting an allocated run. Lower is better (for example minus its next use in s). None pins the run."""
 
 
 class PagePool:
     """The frames `[first, first + frames)`, each free or in exactly one allocated run.
 
-    Invariants: allocated and free runs tile the space; no two free runs touch (they merge on `free`); the
+    Invariants: allocated and free runs cover all frames; no two free runs are adjacent, because `free` merges them; the
     same calls in the same order give the same addresses on every machine.
 
-    Cost: neighbours are found by boundary tags, and the free runs are one list sorted by (length, address),
-    so `alloc` and `free` are a binary search over the free runs, whatever the number of frames.
+    Cost: neighbors are found with boundary tags, and the free runs are one list sorted by (length, address). So `alloc`
+    and `free` are a binary search over the free runs, whatever the number of frames.
 
     NOT thread-safe.
     """
 
     def __init__(self, frames: int, first: int = 0) -> None:
-        """Raises ValueError when `frames` is below 1 or `first` is negative."""
+        """Raises ValueError if `frames` is below 1 or `first` is negative."""
         if frames < 1 or first < 0:
             raise ValueError(f"a pool needs at least one frame and a start of 0 or more, not {frames} at {first}")
         self.frames = frames
         self.first = first
         self.in_use = 0
-        """Frames allocated now."""
+        """The number of allocated frames."""
         self._allocated: dict[int, int] = {}  # start -> count
-        # Three views of the same free runs, changed together by _add_free and _drop_free.
+        # Three views of the same free runs. _add_free and _drop_free change them together.
         self._free_by_start: dict[int, int] = {}  # start -> count
         self._free_by_stop: dict[int, int] = {}  # stop -> count
         self._free_by_fit: list[tuple[int, int]] = []  # (count, start), sorted
@@ -39,13 +39,13 @@ class PagePool:
 
     @property
     def largest_free(self) -> int:
-        """Frames in the longest free run: the largest `count` that `alloc` can serve now."""
+        """The length of the longest free run, which is the largest `count` that `alloc` can serve now."""
         return self._free_by_fit[-1][0] if self._free_by_fit else 0
 
     def alloc(self, count: int = 1) -> Run | None:
-        """`count` contiguous frames from the shortest free run that holds them (lowest address on ties).
+        """`count` adjacent frames from the shortest free run that holds them (the lowest address if tied).
 
-        None when no free run is long enough. Raises ValueError when `count` is below 1.
+        Returns None if no free run is long enough. Raises ValueError if `count` is below 1.
         """
         _check_count(count)
         index = bisect_left(self._free_by_fit, (count, -1))
@@ -60,7 +60,7 @@ class PagePool:
         return Run(start, count)
 
     def free(self, run: Run) -> None:
-        """Give back exactly a run that `alloc` returned. Otherwise ValueError, and nothing changes."""
+        """Free a run that `alloc` returned. Raises ValueError for any other run, and changes nothing then."""
         count = self._allocated.get(run.start)
         if count is None:
             raise ValueError(f"{run} is not allocated: no run starts at frame {run.start}")
@@ -80,22 +80,22 @@ class PagePool:
         self._add_free(start, count)
 
     def cheapest_window(self, count: int, price: Price) -> list[Run] | None:
-        """Which allocated runs to free, at the least cost, so that `alloc(count)` succeeds.
+        """The allocated runs to free, at the least cost, so that `alloc(count)` succeeds.
 
-        A window is `count` contiguous frames, free or in runs whose `price` is not None. Its cost is
-        (highest price, total frames of the runs it overlaps); the cheapest is chosen, the lowest address on
-        ties. Returns the runs it overlaps in address order, [] when `count` fits already, None when no
-        window exists. `price` is called at most once for each run and must not return NaN. Linear in the
-        number of runs. Raises ValueError when `count` is below 1.
+        A window is `count` adjacent frames, free or in runs whose `price` is not None. Its cost is (highest price,
+        total frames of the runs that it overlaps). The cheapest window is chosen, with the lowest address if tied.
+        Returns the runs that it overlaps in address order, [] if `count` frames fit already, and None if there is no
+        window. `price` is called at most once for each run and must not return NaN. Linear in the number of runs.
+        Raises ValueError if `count` is below 1.
 
-        With price = minus next use this is PatrickStar's furthest-next-use eviction, for runs of pages.
+        With price = minus next use, this is PatrickStar's furthest-next-use eviction, for runs of pages.
         """
         _check_count(count)
         if self.largest_free >= count:
             return []
         if self.frames < count:
             return None
-        # Slide over the tiles (free or allocated runs). A cost never falls as a window grows, so only the
+        # Slide over the tiles (free or allocated runs). The cost never decreases as a window grows, so only the
         # shortest stretches of tiles that hold `count` frames matter: one for each right end.
         stretch: deque[tuple[int, int, bool]] = deque()
         ceiling: deque[tuple[float, int]] = deque()  # (price, start), prices falling: [0] is the highest
@@ -127,14 +127,14 @@ class PagePool:
                     evicted -= old_size
                     if ceiling[0][1] == old_start:
                         ceiling.popleft()
-            # No free tile alone holds `count`, so a stretch that does has at least one run to evict.
+            # No single free tile holds `count` frames, so a stretch that does has at least one run to evict.
             if frames >= count and (ceiling[0][0], evicted) < best_cost:
                 best_cost = (ceiling[0][0], evicted)
                 best = [Run(start, size) for start, size, is_free in stretch if not is_free]
         return best
 
     def _tiles(self) -> Iterator[tuple[int, int, bool]]:
-        """(start, count, is_free) of every run, in address order: the boundary tags walk themselves."""
+        """(start, count, is_free) of every run, in address order, found with the boundary tags."""
         position, stop = self.first, self.first + self.frames
         while position < stop:
             taken = self._allocated.get(position)
@@ -155,4 +155,4 @@ class PagePool:
 
 def _check_count(count: int) -> None:
     if count < 1:
-        raise ValueError(f"asked for {count} frames; the least is 1")
+        raise ValueError(f"cannot allocate {count} frames: the minimum is 1")

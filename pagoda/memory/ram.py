@@ -1,4 +1,4 @@
-"""How much RAM this process may use: what the machine has, or what its control groups allow if that is less."""
+"""How much RAM this process may use: the machine's RAM, or the limit of its control groups if that is less."""
 
 import os
 import re
@@ -13,12 +13,12 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files of a control group that speak of memory; the two versions of control groups name them differently."""
+    """The names of a control group's memory files. They differ between the two versions of control groups."""
 
     limits: tuple[str, ...]
     usage: str
     reclaimable: str
-    """The line of `memory.stat` with the page cache that the kernel drops before it kills a process."""
+    """The line of `memory.stat` for the page cache that the kernel drops before it kills a process."""
 
 
 _V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
@@ -26,11 +26,11 @@ _V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def free_ram(root: Path = _ROOT) -> int:
-    """Bytes of RAM that this process can take from now on without swapping and without being killed.
+    """Bytes of RAM that this process can still use without swapping and without being killed.
 
-    This is the least of what the machine has available and what each control group of this process, and each of their
-    ancestors, leaves: its limit less its usage. Page cache that can be reclaimed is not usage. `root` is the directory
-    that holds `/proc` and `/sys`.
+    This is the minimum of the machine's available RAM and of what each control group of this process, and each ancestor
+    group, leaves: its limit minus its usage. Reclaimable page cache does not count as usage. `root` is the directory
+    that contains `/proc` and `/sys`.
 
     Raises ConfigError if the system does not say how much RAM is available.
     """
@@ -38,7 +38,8 @@ def free_ram(root: Path = _ROOT) -> int:
 
 
 def ram_bytes(root: Path = _ROOT) -> int:
-    """Bytes of RAM that this process could have if nothing else ran: those of the machine, or of the smallest limit."""
+    """Bytes of RAM that this process could use if nothing else ran: the machine's RAM, or the smallest limit if that is
+    less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([total, *(limit for limit, _ in _limits(root))])
 
@@ -47,11 +48,11 @@ def _available(root: Path) -> int:
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError("This system does not say how much RAM is free: set memory.host.")
+    raise ConfigError("Cannot find out how much RAM is free on this system: set memory.host.")
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of each control group above this process that has a limit."""
+    """(limit, bytes in use) of each control group of this process that has a limit, including ancestors."""
     for group, files in _groups(root):
         limits = [int(text) for name in files.limits for text in _lines(group / name) if text.isdigit()]
         usage = [int(text) for text in _lines(group / files.usage) if text.isdigit()]
@@ -62,7 +63,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """The directories of this process's control groups and of all their ancestors that can be seen from here."""
+    """The directories of this process's control groups and of all their visible ancestors."""
     paths: dict[_Files, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -78,7 +79,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
             continue
         top, point = (_unescaped(field).rstrip("/") for field in mount.split()[3:5])
         path = paths[files]
-        # A container may see its own group alone, mounted as if it were the top: then the path is not below the mount.
+        # A container may see only its own group, mounted as if it were the root. The path is then not below the mount.
         below = path.removeprefix(top).split("/") if f"{path}/".startswith(f"{top}/") else []
         group = root / point.lstrip("/")
         yield group, files
@@ -90,12 +91,12 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _unescaped(field: str) -> str:
-    """A path of `mountinfo`, where blanks are written as octal numbers."""
+    """A path of `mountinfo`, in which blanks are written as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a file, without blanks around them; none where it cannot be read."""
+    """The lines of a file without surrounding blanks. Empty if it cannot be read."""
     try:
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     except OSError:

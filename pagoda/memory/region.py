@@ -1,4 +1,4 @@
-"""A region: consecutive pages of an arena, all of it or a part."""
+"""A region: consecutive pages of an arena."""
 
 from dataclasses import dataclass, field
 from typing import Self
@@ -11,12 +11,12 @@ from pagoda.memory.page import Run
 
 @dataclass(eq=False)
 class Region:
-    """Pages [start, start + count) of an arena, for one purpose, or still to be divided among several.
+    """Pages [start, start + count) of an arena, for one purpose or not yet divided.
 
-    What lies where is decided when a run is set up: `take` hands pages out one after the other, for good. Pages whose
-    use changes during a step are a region of their own, and the scheduler says which `part` of it is for what.
+    The layout is decided when a run is set up: `take` permanently allocates pages one after another. Pages whose use
+    changes during a step have a region of their own, and the scheduler decides what each `part` of it is used for.
 
-    NOT thread-safe as far as `take` goes; everything else is.
+    NOT thread-safe for `take`. Everything else is thread-safe.
     """
 
     name: str
@@ -26,12 +26,12 @@ class Region:
     start: int
     count: int
     poisoned: bool = False
-    """The debug mode in which pages that nothing uses hold NaN (0xFF bytes): a lease used after its end then shows."""
+    """The debug mode, in which unused pages hold NaN (0xFF bytes). It reveals leases that are used after their end."""
     _taken: int = field(default=0, init=False)
 
     @classmethod
     def of(cls, name: str, arena: Arena, page_bytes: int, *, poison: bool = False) -> Self:
-        """All whole pages of an arena. With `poison` it touches all the memory at once."""
+        """All whole pages of an arena. With `poison`, touches all the memory at once."""
         region = cls(name, arena, page_bytes, 0, arena.nbytes // page_bytes, poison)
         region.poison()
         return region
@@ -46,27 +46,29 @@ class Region:
         return self.arena.address + self.start * self.page_bytes
 
     def take(self, pages: int) -> "Region":
-        """The next pages that nobody has taken. Raises ValueError when there are too few."""
+        """Take the next free pages. Raises ValueError if there are too few."""
         self._taken += pages
         return self.part(Run(self._taken - pages, pages))
 
     def part(self, run: Run) -> "Region":
-        """The pages of a run, which counts from this region's first page. Raises ValueError when they leave it."""
+        """The pages of a run, counted from this region's first page. Raises ValueError if they are not in the
+        region."""
         if run.start < 0 or run.count < 0 or run.stop > self.count:
-            raise ValueError(f"asked for {run} of {self.count} pages in tier {self.name!r}")
+            raise ValueError(f"{run} is not inside the {self.count} pages of tier {self.name!r}")
         return Region(self.name, self.arena, self.page_bytes, self.start + run.start, run.count, self.poisoned)
 
     def tensor(self, dtype: torch.dtype, numel: int | None = None, offset: int = 0) -> torch.Tensor:
-        """`numel` elements at byte `offset`, all by default, shape [numel], with a storage object of their own.
+        """`numel` elements (all by default) at byte `offset`, shape [numel], with a storage object of their own.
 
-        Raises ValueError when they leave the region, or the offset is not a multiple of the element size.
+        Raises ValueError if they are not in the region, or the offset is not a multiple of the element size.
         """
         numel = (self.nbytes - offset) // dtype.itemsize if numel is None else numel
         self._check(offset, numel * dtype.itemsize)
         return self.arena.tensor(self.start * self.page_bytes + offset, numel, dtype)
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
-        """Bytes [offset, offset + nbytes), all by default, writable. Raises ValueError when they leave the region."""
+        """The bytes [offset, offset + nbytes) (all by default), writable. Raises ValueError if they are not in the
+        region."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         self._check(offset, nbytes)
         return self.arena.view(self.start * self.page_bytes + offset, nbytes)
@@ -79,5 +81,5 @@ class Region:
     def _check(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(
-                f"asked for {nbytes} bytes at offset {offset} of {self.nbytes} bytes in tier {self.name!r}"
+                f"{nbytes} bytes at offset {offset} are not inside the {self.nbytes} bytes of tier {self.name!r}"
             )

@@ -1,4 +1,4 @@
-"""Scratch: pages for bytes that live within one step, taken from a tier's budget as they are needed."""
+"""Scratch: pages for data that lives within one step, allocated from a tier's budget when needed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from pagoda.memory.ssd.striped import StripedFile, portion_of
 from pagoda.memory.ssd.xxh3 import hashes_of
 
 _GROWTH_BYTES = 64 << 20
-"""The least size of a bank, so that there are few banks."""
+"""The minimum size of a bank, so that there are few banks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,19 @@ class Piece:
 class Scratch(ABC):
     """Pages whose number is unknown before a step runs. The scratch grows by one bank when it needs more pages.
 
-    Invariant: `in_use_bytes <= peak_bytes <= capacity_bytes <= room_bytes`, always. What is allocated may lie in
-    several pieces, so nothing is lost to fragmentation. NOT thread-safe; transfers of pieces are.
+    Invariant: `in_use_bytes <= peak_bytes <= capacity_bytes <= room_bytes`. An allocation may consist of several
+    pieces, so nothing is lost to fragmentation. NOT thread-safe, but transfers of pieces are.
     """
 
     def __init__(self, room_bytes: int, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.room_bytes = max(0, room_bytes) // page_bytes * page_bytes
-        """Most bytes it may ever hold."""
+        """The most bytes that it may ever hold."""
         self.in_use_bytes = 0
         self.peak_bytes = 0
-        """Most bytes in use at once since creation, or `restart_peak`."""
+        """The most bytes in use at once since creation or the last `restart_peak`."""
         self._pools: list[PagePool] = []
-        """Which pages of each bank are free."""
+        """By bank, which pages are free."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -52,11 +52,11 @@ class Scratch(ABC):
         return sum(pool.frames for pool in self._pools) * self.page_bytes
 
     def restart_peak(self) -> None:
-        """Count the peak anew, from what is in use now."""
+        """Reset the peak to what is in use now."""
         self.peak_bytes = self.in_use_bytes
 
     def alloc(self, nbytes: int) -> tuple[Piece, ...] | None:
-        """Pages for `nbytes`; None if there is no room. Raises the errors of opening a bank."""
+        """Allocate pages for `nbytes`. None if there is no room. May raise the errors of opening a bank."""
         left = pages_for(nbytes, self.page_bytes)
         after = self.in_use_bytes + left * self.page_bytes
         if after > self.room_bytes or not self._grow_to(after):
@@ -73,18 +73,18 @@ class Scratch(ABC):
         return tuple(pieces)
 
     def free(self, pieces: tuple[Piece, ...]) -> None:
-        """Give back what `alloc` returned."""
+        """Free what `alloc` returned."""
         for piece in pieces:
             self._pools[piece.bank].free(piece.run)
             self.in_use_bytes -= piece.run.count * self.page_bytes
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back to the system."""
+        """Return everything to the system."""
 
     @abstractmethod
     def _open(self, pages: int) -> bool:
-        """Add a bank. Returns False if a limit besides `room_bytes` forbids it."""
+        """Add a bank. Returns False if a limit other than `room_bytes` forbids it."""
 
     def _grow_to(self, nbytes: int) -> bool:
         """Grow to a capacity of at least `nbytes` by one bank at most. Returns False if a limit forbids it."""
@@ -103,7 +103,7 @@ class MemoryScratch(Scratch):
     """Scratch pages in RAM."""
 
     def __init__(self, room_bytes: int, page_bytes: int, arena: Callable[[int], Arena], poison: bool = False) -> None:
-        """`arena` makes an arena of a given size. With `poison`, free pages are filled with NaN."""
+        """`arena` creates an arena of a given size. With `poison`, free pages are filled with NaN."""
         super().__init__(room_bytes, page_bytes)
         self._arena = arena
         self._poison = poison
@@ -131,25 +131,25 @@ class MemoryScratch(Scratch):
 class SSDScratch(Scratch):
     """Scratch pages in unnamed files, striped over the drives. The files vanish with the process.
 
-    Every write hashes each page, every read compares, as `SSDTier` does.
+    Every write hashes each page, and every read compares, like `SSDTier`.
     """
 
     def __init__(self, room_bytes: int, page_bytes: int, directories: Mapping[Path, int | None]) -> None:
-        """`directories` maps each directory to its limit in bytes; None is no limit."""
+        """`directories` maps each directory to its limit in bytes; None means no limit."""
         super().__init__(room_bytes, page_bytes)
         self._directories = tuple(directories)
         self._left = [None if limit is None else limit // page_bytes for limit in directories.values()]
         self._files: list[StripedFile] = []
 
     def write(self, piece: Piece, first_page: int, data: memoryview) -> Hashes:
-        """Write whole pages to a piece, from its page `first_page` on. Raises StorageError."""
+        """Write whole pages to a piece, starting at its page `first_page`. Raises StorageError."""
         hashes = hashes_of(data, self.page_bytes)
         start = piece.run.start + first_page
         self._files[piece.bank].write(np.arange(start, start + len(hashes)), data)
         return hashes
 
     def read(self, piece: Piece, first_page: int, hashes: Hashes, into: memoryview) -> None:
-        """Read whole pages of a piece, from its page `first_page` on. Raises CorruptPageError, StorageError."""
+        """Read whole pages of a piece, starting at its page `first_page`. Raises CorruptPageError and StorageError."""
         start = piece.run.start + first_page
         self._files[piece.bank].read(PageTable(np.arange(start, start + len(hashes)), hashes), into)
 

@@ -1,4 +1,4 @@
-"""Byte counts as people write them, and as messages show them."""
+"""Parsing and formatting of byte counts."""
 
 import os
 import re
@@ -16,11 +16,11 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str | int, what: str = "size") -> int:
-    """The bytes in `text`: "20GiB", "20G" (the same, as for Slurm and Docker), "512 MiB", "1.5GB" (decimal),
+    """The number of bytes in `text`: "20GiB", "20G" (the same, as in Slurm and Docker), "512 MiB", "1.5GB" (decimal),
     "4096" or an int, in any case.
 
-    A fraction of a byte is dropped. `what` names the setting in the error. Raises ConfigError when the text
-    is not a size, when its unit is unknown, or when it is below one byte.
+    A fraction of a byte is dropped. `what` names the setting in the error. Raises ConfigError if the text is not a
+    size, its unit is unknown, or it is below one byte.
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise ConfigError(f"{what}: {text!r} is not a size; write bytes as an int or text such as '20GiB'")
@@ -50,14 +50,14 @@ def format_bytes(n: int) -> str:
     value = float(n)
     for prefix in _PREFIXES:
         value /= 1024
-        # Compare what will be shown: 1 MiB less one byte is "1.00 MiB", not "1024.00 KiB".
+        # Compare what will be shown: 1 MiB minus one byte is "1.00 MiB", not "1024.00 KiB".
         if round(abs(value), 2) < 1024 or prefix == _PREFIXES[-1]:
             return f"{value:.2f} {prefix}iB"
     raise AssertionError("unreachable: the last prefix always returns")
 
 
 def format_at_least(n: int) -> str:
-    """`n` bytes rounded up, as `format_bytes` shows them: what reads this back gets `n` or more. For what is needed."""
+    """`n` bytes rounded up, in the format of `format_bytes`, for needed sizes: parsing the text gives at least `n`."""
     if n < 1024:
         return f"{n} B"
     power = min((n.bit_length() - 1) // 10, len(_PREFIXES))
@@ -66,7 +66,7 @@ def format_at_least(n: int) -> str:
 
 
 def directory_and_size(text: str) -> tuple[str, str]:
-    """The parts of "DIR:SIZE"; the size is empty where there is none."""
+    """The parts of "DIR:SIZE". The size is empty if it is missing."""
     directory, colon, size = text.rpartition(":")
     if not colon or os.sep in size:
         return text, ""

@@ -4,7 +4,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 _MOST_STALE = 4
-"""With more heap entries per unit than this, the heap is rebuilt without its outdated entries."""
+"""If the heap has more entries per unit than this, it is rebuilt without its outdated entries."""
 
 
 class Agenda:
@@ -35,7 +35,7 @@ class Agenda:
         return None
 
     def time(self, unit: int) -> float:
-        """The time of a unit; infinite if it has none."""
+        """The time of a unit. Infinite if it has none."""
         return self._times.get(unit, inf)
 
     def remove(self, unit: int) -> None:

@@ -1,11 +1,11 @@
 """Checkpoints: which units are read next, and the reserve of old states.
 
-A checkpoint reads every state as the last `step()` leaves it. A later update of a unit that is yet to be read waits for
-its SAVE; or it first copies the old states to the reserve, if there is room, and the SAVE reads the copy.
+A checkpoint reads every state as the last `step()` left it. A later update of a unit that has not been read waits for
+its SAVE. Or, if there is room, the update first copies the old states to the reserve, and the SAVE reads the copy.
 
-A later update may wait for room on SSD that the checkpoint gives back only when it is complete. So nothing that the
-checkpoint needs waits for one: the SAVE of a copy does not wait until that update has ended, and no later update begins
-while the checkpoint lacks an earlier one.
+A later update may wait for room on SSD that the checkpoint frees only when it is complete. So nothing that the
+checkpoint needs waits for a later update: the SAVE of a copy does not wait until that update has ended, and no later
+update begins while an update that the checkpoint needs is missing.
 """
 
 from collections.abc import Callable, Collection
@@ -20,26 +20,27 @@ from pagoda.schedule.order import Order
 from pagoda.schedule.versions import Versions
 
 MOST_SAVES = 2
-"""Units that a checkpoint reads at once."""
+"""The number of units that a checkpoint reads at once."""
 
 
 @dataclass(slots=True)
 class Saving:
-    """What the checkpoint needs of one unit."""
+    """What the checkpoint needs from one unit."""
 
     version: int | None = None
-    """The version that it has yet to read."""
+    """The version that the checkpoint has not read yet."""
     reading: bool = False
     kept: Run | None = None
-    """Where the reserve has room for the states of `version`, because the home has others by now, or is about to."""
+    """The room in the reserve for the states of `version`, if an update has replaced them in their home or is about
+    to."""
     copied: bool = False
-    """Whether they are there."""
+    """Whether the states have been copied to `kept`."""
 
 
 class Checkpoint:
-    """The one that is under way, if any; and the reserve.
+    """The checkpoint under way, if any, and the reserve.
 
-    Invariants: it reads the version that it asked for; what is kept fits the reserve.
+    Invariants: the checkpoint reads the version that it requested; kept states fit the reserve.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class Checkpoint:
         self._in_place: Collection[int] = ()
         """Units whose old states can only be read in their home."""
         self._next: list[tuple[float, int]] = []
-        """(urgency, unit) of what is yet to be read: a heap, with entries that no longer count."""
+        """A heap of (urgency, unit) of what has not been read yet. It may contain outdated entries."""
         self._reading = 0
         self._behind: set[int] = set()
-        """Units that lack an update that the checkpoint needs."""
+        """Units still without an update that the checkpoint needs."""
         self.left = 0
-        """Units that are yet to be read."""
+        """The number of units that have not been read yet."""
         self.under_way = False
-        """Whether it is yet to be written, or given up."""
+        """True until the checkpoint is written or given up."""
         self.reserve = PagePool(plan.reserve_pages) if plan.reserve_pages else None
 
     def begin(self, in_place: Collection[int]) -> None:
-        """A checkpoint is to have every state as the last `step()` leaves it. Those of units `in_place` are not kept
+        """Begin a checkpoint of every state as the last `step()` left it. The states of units `in_place` are not kept
         elsewhere."""
         self.left, self.under_way = len(self._units), True
         self._in_place = in_place
@@ -74,15 +75,15 @@ class Checkpoint:
             self.retry(unit)
 
     def ended(self, unit: int) -> None:
-        """A SAVE has ended, well or not."""
+        """A SAVE has ended or failed."""
         self._give_back(unit)
         self._units[unit] = Saving()
         self._reading -= 1
         self.left -= 1
 
     def retry(self, unit: int) -> bool:
-        """An update that a SAVE may have waited for has ended. Returns whether it is the last that the checkpoint
-        lacked: later ones need not wait any more."""
+        """An update has ended for which a SAVE may have waited. Returns whether it is the last update that the
+        checkpoint needs, so that later updates need not wait any more."""
         lacked = bool(self._behind)
         if self._versions.settled(unit) == self._units[unit].version:
             self._behind.discard(unit)
@@ -92,8 +93,8 @@ class Checkpoint:
         return lacked and not self._behind
 
     def refused(self, unit: int, steps: int, kept: bool) -> None:
-        """An update leaves a unit's states as they are; it does not apply the gradients of so many steps. `kept`: it
-        was to copy the states to the reserve, and has not."""
+        """An update has left a unit's states unchanged and has not applied the gradients of `steps` steps. `kept`: it
+        was going to copy the states to the reserve, but has not."""
         of_unit, version = self._units[unit], self._versions.of[unit].newest
         if of_unit.version is not None and of_unit.version > version:
             of_unit.version -= steps
@@ -107,16 +108,16 @@ class Checkpoint:
             self.retry(unit)
 
     def holds_back(self, unit: int) -> bool:
-        """Whether the next update of a unit is none of those that the checkpoint lacks, while it lacks some."""
+        """Whether the next update of a unit must wait for updates of other units that the checkpoint needs."""
         return bool(self._behind) and unit not in self._behind
 
     def would_lose(self, unit: int) -> bool:
-        """Whether the next update of a unit destroys what is yet to be read."""
+        """Whether the next update of a unit destroys states that the checkpoint has not read yet."""
         of_unit = self._units[unit]
         return of_unit.version == self._versions.of[unit].newest and of_unit.kept is None
 
     def can_keep(self, unit: int) -> bool:
-        """Whether an update can keep the old states now; else it has to wait for the SAVE."""
+        """Whether an update can keep the old states now. If not, it has to wait for the SAVE."""
         heappush(self._next, (-inf, unit))  # the sooner it is read, the sooner the update may begin
         if unit in self._in_place or self._units[unit].reading:
             return False
@@ -124,7 +125,7 @@ class Checkpoint:
         return not pages or (self.reserve is not None and self.reserve.largest_free >= pages)
 
     def keep(self, unit: int) -> Run | None:
-        """Where an update is to keep the old states; None if it has to wait for the SAVE."""
+        """Where an update keeps the old states. None if it has to wait for the SAVE."""
         of_unit, pages = self._units[unit], self._plan.units[unit].old_state_pages
         if self.can_keep(unit):
             of_unit.kept = self.reserve.alloc(pages) if self.reserve is not None and pages else Run(0, 0)
@@ -143,12 +144,12 @@ class Checkpoint:
 
     @property
     def lost(self) -> bool:
-        """Whether it waits for an update after one has failed: it may wait for ever."""
+        """Whether the checkpoint waits for an update after one has failed. It may then never end."""
         waiting = (unit for unit, of in enumerate(self._units) if of.version is not None and not of.reading)
         return self._versions.failed and not all(map(self._readable, waiting))
 
     def _give_back(self, unit: int) -> None:
-        """Old states of a unit are not needed any more."""
+        """Free the old states of a unit, which are no longer needed."""
         kept, self._units[unit].kept = self._units[unit].kept, None
         if kept is not None and kept.count:
             assert self.reserve is not None

@@ -1,10 +1,10 @@
-"""Event logs: what a live scheduler was told, and what it said, line by line; and their replay.
+"""Event logs: the events and operations of a live scheduler, line by line, and their replay.
 
     PAGODA_EVENT_LOG=events.jsonl python train.py        # writes the log
     python -m pagoda.schedule.event_log events.jsonl     # replays it, and compares every operation
 
-The first line of a log is the scheduler's plan. Each other line is one event with its arguments, and the operations
-that came of it. Operations are numbered in the order in which they came; events name them by number.
+The first line of a log is the scheduler's plan. Each other line is one event with its arguments and the resulting
+operations. Operations are numbered in the order in which they were issued. Events refer to them by number.
 """
 
 import json
@@ -28,11 +28,11 @@ EVENTS = [
     for name, method in vars(Scheduler).items()
     if isfunction(method) and not name.startswith("_") and method.__annotations__["return"] is None
 ]
-"""The scheduler's events: its public methods that return nothing. The others are questions."""
+"""The scheduler's events: its public methods that return nothing. Its other public methods are questions."""
 
 
 class LoggedScheduler(Scheduler):
-    """A scheduler that writes its log to a file."""
+    """A scheduler that writes a log to a file."""
 
     def __init__(self, plan: SchedulePlan, path: Path) -> None:
         super().__init__(plan)
@@ -61,9 +61,9 @@ class LoggedScheduler(Scheduler):
 
 
 def open_scheduler(plan: Plan, rank: int | None = None) -> Scheduler:
-    """The scheduler of a live run: it writes a log where the environment variable PAGODA_EVENT_LOG names a file.
+    """The scheduler of a live run. It writes a log if the environment variable PAGODA_EVENT_LOG names a file.
 
-    Several ranks write FILE.0, FILE.1, ...; `rank` is None where there is one.
+    Several ranks write FILE.0, FILE.1, and so on. `rank` is None if there is only one.
     """
     path = os.environ.get("PAGODA_EVENT_LOG")
     if not path:
@@ -72,9 +72,9 @@ def open_scheduler(plan: Plan, rank: int | None = None) -> Scheduler:
 
 
 def replay(path: Path) -> int:
-    """Tell a new scheduler all events of a log; returns how many there were.
+    """Replay all events of a log on a new scheduler. Returns the number of events.
 
-    Raises ValueError, naming the line, where it says other operations than the live one did.
+    Raises ValueError with the line number if the operations differ from those of the live scheduler.
     """
     with path.open() as lines:
         scheduler = Scheduler(_decode_plan(json.loads(next(lines))))
@@ -86,7 +86,7 @@ def replay(path: Path) -> int:
             said = scheduler.take()
             operations += said
             if [_describe(operation) for operation in said] != expected:
-                raise ValueError(f"{path}, line {count + 1}: {name} led to {said}, but live to {expected}")
+                raise ValueError(f"{path}, line {count + 1}: {name} led to {said}, but to {expected} in the live run")
     return count
 
 

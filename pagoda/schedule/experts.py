@@ -1,4 +1,4 @@
-"""Experts: which of their units the trace can count on, and which ones a router has just chosen."""
+"""Experts: which of their units the trace can count on, and which units a router has just chosen."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ from dataclasses import replace
 from pagoda.plan.trace import Access, Trace
 
 _FIRST_DECISION, _LONGEST_WAIT = 4, 1000
-"""Steps until it is first decided which experts a plan counts on, and the most from one decision to the next."""
+"""Steps until the first decision about which experts a plan counts on, and the most steps between two decisions."""
 
 
 class ExpertHistory:
-    """Which units of experts the steps use alike, so that they can be fetched ahead by the trace. At first it is none.
+    """Which units of experts all steps use equally, so that the trace can fetch them ahead. At first there are none.
 
-    That is decided after 4 steps, and again whenever twice as many have passed: it is those that every step since the
-    decision before has used equally often. So routing has little say in how often the trace is replaced. One that the
-    trace counts on, but the last step did not use, is not fetched ahead either.
+    The first decision comes after 4 steps. Each later one comes after twice as many steps as before. The steady units
+    are those that every step since the previous decision has used equally often. So routing rarely causes a new trace.
+    A steady unit that the last step did not use is not fetched ahead.
     """
 
     def __init__(self, routed: frozenset[int]) -> None:
@@ -31,11 +31,11 @@ class ExpertHistory:
 
     @property
     def unsteady(self) -> frozenset[int]:
-        """Units that are fetched when a router has chosen them."""
+        """Units that are fetched only once a router has chosen them."""
         return self._routed - self.steady
 
     def observe(self, trace: Trace) -> bool:
-        """A step has ended; returns whether the trace counts on others from now on."""
+        """A step has ended. Returns whether the trace counts on different units from now on."""
         if not self._routed:
             return False
         uses = Counter(access.unit for access in trace.accesses if access.unit in self._routed)
@@ -52,15 +52,15 @@ class ExpertHistory:
         return changed
 
     def counts_on(self, unit: int) -> bool:
-        """Whether a unit will be used, as far as is known; of experts that the last step did not use, it is not."""
+        """Whether a unit is expected to be used. Experts that the last step did not use are not."""
         return unit not in self._routed or (unit in self.steady and unit not in self._idle)
 
     def counted_on(self, trace: Trace) -> Trace:
-        """What of a trace can be counted on."""
+        """The trace without the units that it cannot count on."""
         return _without(trace, self.unsteady)
 
     def dense(self, trace: Trace) -> Trace:
-        """What of a trace is none of experts."""
+        """The trace without experts."""
         return _without(trace, self._routed)
 
 
@@ -75,26 +75,26 @@ def _without(trace: Trace, units: frozenset[int]) -> Trace:
 
 
 class Chosen:
-    """Units that are about to be used, in this order: those of the experts that a router has just chosen.
+    """Units of the experts that a router has just chosen, in the order in which they will be used.
 
-    Backward uses them the other way round, so its first use of one announces the rest.
+    Backward uses them in reverse order, so its first use of one of them announces the rest.
     """
 
     def __init__(self) -> None:
         self.coming: dict[int, int] = {}
-        """unit -> its place among those that are coming, from 1 on."""
+        """unit -> its place among the coming units, starting at 1."""
         self._with: dict[int, Sequence[int]] = {}
-        """unit -> those that were chosen with it, it included, when it was last chosen."""
+        """unit -> the units that were chosen together with it when it was last chosen, including itself."""
         self._using: int | None = None
 
     def announce(self, units: Sequence[int]) -> None:
-        """A router has chosen."""
+        """A router has chosen units."""
         self.coming = _places(units)
         self._with.update((unit, units) for unit in units)
 
     def used(self, unit: int, backward: bool) -> bool:
-        """A unit is being used: those after it are coming, and if it is none of them, no others are. Returns whether it
-        announces units that were not coming before."""
+        """Compute uses a unit. If the unit was expected, the units after it are coming; otherwise none are. Returns
+        whether this use announces units that were not expected before."""
         if unit == self._using or not self._with:
             return False
         self._using = unit
@@ -109,7 +109,7 @@ class Chosen:
         return False
 
     def units(self) -> Sequence[int]:
-        """Those that are coming, in order."""
+        """The coming units, in order."""
         return [*self.coming]
 
 

@@ -1,4 +1,4 @@
-"""Frames for runs of unequal length, without external fragmentation, at a logarithmic cost."""
+"""Frames for runs of different lengths, without external fragmentation, at a logarithmic cost."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from pagoda.memory.pool import PagePool
 
 
 class Frames:
-    """The frames [0, count), cut into slabs at least as long as the longest run; the last slab may be shorter.
+    """The frames [0, count), divided into slabs at least as long as the longest run. The last slab may be shorter.
 
-    Invariant: no run crosses a border of slabs. So if the runs in use touch k slabs, every other slab is whole. A
-    holder with one slab more than can be in use at once can always make room for one more run.
+    Invariant: no run crosses a border of slabs. So if the runs in use touch k slabs, all other slabs are completely
+    free. With one slab more than can be in use at once, there is always room for one more run.
     """
 
     def __init__(self, count: int, slab: int) -> None:
@@ -22,7 +22,7 @@ class Frames:
         self._by_room.sort()
         self.in_use = 0
         self.peak = 0
-        """Most frames in use at once."""
+        """The most frames in use at once so far."""
 
     @property
     def slabs(self) -> int:
@@ -30,7 +30,8 @@ class Frames:
         return len(self._slabs)
 
     def alloc(self, count: int) -> Run | None:
-        """`count` adjoining frames, from the slab whose longest free run fits tightest; None if no slab fits."""
+        """Allocate `count` adjacent frames in the slab whose longest free run fits tightest. Returns None if no slab
+        fits."""
         at = bisect_left(self._by_room, (count, -1))
         if at == len(self._by_room):
             return None
@@ -50,11 +51,11 @@ class Frames:
         self.in_use -= run.count
 
     def slab_of(self, run: Run) -> int:
-        """The number of the slab that a run is in."""
+        """The number of the slab that contains a run."""
         return run.start // self._slab
 
     def window(self, slab: int, count: int, price: Callable[[Run], float | None]) -> list[Run] | None:
-        """The cheapest runs of a slab to free so that `count` frames adjoin; None if no choice makes that room."""
+        """The cheapest runs of a slab to free to get `count` adjacent frames. None if no choice gives that room."""
         return self._slabs[slab].cheapest_window(count, price)
 
     def _moved(self, at: int, index: int) -> None:

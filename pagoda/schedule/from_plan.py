@@ -1,4 +1,4 @@
-"""What the scheduler knows of a plan."""
+"""Makes the scheduler's view of a plan."""
 
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST, SSD
@@ -8,7 +8,7 @@ from pagoda.schedule.operations import SchedulePlan, UnitPlan
 
 
 def schedule_plan(plan: Plan) -> SchedulePlan:
-    """The scheduler's view of `plan`: sizes in pages, and which rules hold."""
+    """The scheduler's view of `plan`: sizes in pages, and which rules apply."""
     placement, tier = plan.placement, plan.lease_tier
     staging = placement.pages(HOST, STAGING)
     leased = plan.leased_pages()
@@ -44,9 +44,10 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
 
 
 def _buffer_pages(plan: Plan, unit: int) -> int:
-    """Pages of a shared buffer for a unit's gradient; 0 where it has room of its own.
+    """Pages of a shared buffer for a unit's gradient. 0 if the gradient has a home.
 
-    Without SSD, gradients that updates during backward use at once have host RAM for a home, but only shared buffers.
+    Without SSD, gradients that are used at once by updates during backward have RAM as their home, but only shared
+    buffers.
     """
     home = plan.placement.home(unit, GRAD)
     shared = home == SSD or (home == HOST and GRAD not in plan.placement.lines[HOST])

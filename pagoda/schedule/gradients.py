@@ -1,11 +1,11 @@
 """Gradient buffers: where gradients wait for their update, and which of them are on SSD meanwhile.
 
-Here are decisions only. The tensors of gradients are in `runtime/gradients.py`.
+This file has decisions only. The tensors of gradients are in `runtime/gradients.py`.
 
-The gradient of a unit for one step is a record. It is made by the first OFFLOAD of the step, and ends when its update
-has used it. Where a unit's gradients have homes in RAM, one of those is its buffer for good. The others share the pages
-for buffers: a complete gradient is written to SSD at once, if that is where it will wait for its update, and keeps its
-buffer until another gradient needs the pages. So a gradient that is used soon never comes back from SSD.
+A record is the gradient of a unit for one step. The first OFFLOAD of the step creates it, and it ends when its update
+has used it. If a unit's gradients have homes in RAM, one home is the record's permanent buffer. The other records share
+the pages for buffers. If a complete gradient will wait for its update on SSD, it is written there at once, and keeps
+its buffer until another gradient needs the pages. So a gradient that is used soon is never read back from SSD.
 """
 
 from bisect import insort
@@ -24,36 +24,36 @@ class Record:
     unit: int
     step: int
     run: Run | None = None
-    """Its buffer, if it shares pages and has some now."""
+    """The record's buffer, if it is in shared pages and exists now."""
     home: int | None = None
-    """Which of its unit's homes it has, if its unit has any."""
+    """Which of the unit's homes the record has, if the unit has homes."""
     made: int = 0
-    """Gradients that autograd has made and that wait for the buffer."""
+    """The number of gradients that autograd has made and that wait for the buffer."""
     arriving: int = 0
-    """OFFLOAD operations under way."""
+    """The number of OFFLOAD operations under way."""
     transferring: bool = False
     """Whether a SPILL or RELOAD is under way. Until it ends, nothing arrives in the buffer, and no update reads it."""
     clean: bool = False
-    """Whether SSD holds the same bytes, or will once the transfer under way has ended."""
+    """Whether SSD holds the same bytes, or will hold them once the transfer under way has ended."""
     complete: bool = False
-    """Whether this backward adds nothing more to it."""
+    """Whether this backward adds nothing more to the gradient."""
     in_use: bool = False
     """Whether an update reads the buffer."""
     wanted: bool = False
-    """Whether an update waits for it to be in RAM."""
+    """Whether an update waits for the gradient to be in RAM."""
     lost: bool = False
-    """Whether a part of it failed to arrive or to be read back. A lost gradient cannot be used."""
+    """Whether a part of the gradient failed to arrive or to be read back. A lost gradient cannot be used."""
     dropped: bool = False
-    """Nobody needs it any more: its buffer is free once nothing moves it."""
+    """Whether the gradient is no longer needed. Its buffer is free once nothing moves it."""
 
     @property
     def busy(self) -> bool:
-        """Whether its buffer must stay."""
+        """Whether something moves or reads the buffer, so that it must stay."""
         return self.arriving > 0 or self.transferring or self.in_use
 
     @property
     def arrived(self) -> bool:
-        """Whether all that autograd has made so far has arrived."""
+        """Whether everything that autograd has made so far has arrived."""
         return not (self.made or self.arriving)
 
     @property
@@ -62,10 +62,10 @@ class Record:
 
 
 class Gradients:
-    """Every record.
+    """All records.
 
     Invariants: a page belongs to at most one record; a buffer that something moves or reads is not taken; a record is
-    dropped once, by its update or with its step; what SSD holds is used only while nothing newer has arrived.
+    dropped once, by its update or with its step; a copy on SSD is used only while nothing newer has arrived.
     """
 
     def __init__(self, plan: SchedulePlan, issue: Callable[[Operation], None]) -> None:
@@ -74,27 +74,28 @@ class Gradients:
         slab = plan.buffer_slab or max(unit.buffer_pages for unit in plan.units)
         self.pages = Frames(plan.buffer_pool, slab)
         self._others_first = plan.ranks_fetch_alike and any(unit.routed for unit in plan.units)
-        """Whether what keeps buffers busy may wait for other ranks, which wait for a buffer here."""
+        """Whether operations that keep buffers busy may wait for other ranks, while those ranks wait for a buffer
+        here."""
         self._homes = [[*range(plan.gradient_homes)] for _ in plan.units]
-        """By unit, the homes that no record has."""
+        """By unit, the homes that no record uses."""
         self._records: dict[int, Record] = {}
         """unit -> the record of this step."""
         self._idle: dict[Record, None] = {}
-        """Records whose shared buffer nothing moves or reads, longest idle first."""
+        """Records whose shared buffer nothing moves or reads. The one that has been idle longest is first."""
         self._busy: dict[Record, None] = {}
-        """The other records with a shared buffer: something moves or reads their buffers."""
+        """Records whose shared buffer something moves or reads."""
         self._waiting: dict[Record, None] = {}
-        """Records that need a buffer: for an update, or for what autograd has made."""
+        """Records that need a buffer for an update or for a gradient that autograd has made."""
         self._spilling_fails = False
-        """Whether a SPILL has failed since compute last made a gradient. No other is tried until the next one."""
+        """Whether a SPILL has failed since compute last made a gradient. None is tried until the next gradient."""
         self.changes = False
-        """Whether something has come about since the last pump that may give a buffer to a record: else it need not be
-        pumped."""
+        """Whether something has happened since the last pump that may give a buffer to a record. If not, no pump is
+        needed."""
 
     # --- events ---
 
     def add(self, unit: int, step: int, complete: bool) -> Record:
-        """Autograd has made a gradient of a unit; `complete`: backward is through with the unit."""
+        """Autograd has made a gradient of a unit. `complete`: backward has finished with the unit."""
         record = self._records.get(unit)
         if record is None:
             record = self._records[unit] = Record(unit, step)
@@ -105,7 +106,7 @@ class Gradients:
         return record
 
     def offloaded(self, record: Record, failed: bool) -> None:
-        """An OFFLOAD has ended. If it has failed, the gradient is lost."""
+        """An OFFLOAD has ended. If it failed, the gradient is lost."""
         record.lost = record.lost or failed
         record.arriving -= 1
         self._changed(record)
@@ -113,14 +114,14 @@ class Gradients:
             self._spill(record)  # it waits for `step()`
 
     def spilled(self, record: Record, failed: bool) -> None:
-        """A SPILL has ended. One that failed loses nothing: the buffer still has the gradient."""
+        """A SPILL has ended. A failed SPILL loses nothing, because the buffer still has the gradient."""
         record.transferring = False
         record.clean = record.clean and not failed
         self._spilling_fails = self._spilling_fails or failed
         self._changed(record)
 
     def reloaded(self, record: Record, failed: bool) -> None:
-        """A RELOAD has ended. If it has failed, the gradient is lost."""
+        """A RELOAD has ended. If it failed, the gradient is lost."""
         record.transferring = False
         record.lost = record.lost or failed
         self._changed(record)
@@ -131,8 +132,8 @@ class Gradients:
         self._changed(record)
 
     def used(self, record: Record, last: bool) -> None:
-        """An update has read a gradient. If it was the `last` to do so, the gradient is dropped; else the update may be
-        undone, and another will need it."""
+        """An update has read a gradient. If `last`, the gradient is dropped. Otherwise the update may be undone, and
+        another update needs the gradient."""
         record.in_use = False
         self._changed(record)
         if last:
@@ -149,13 +150,13 @@ class Gradients:
         return self._records.pop(unit)
 
     def take_all(self) -> list[Record]:
-        """The same of every unit that has received a gradient in this step, in their order."""
+        """Hand over the records of this step of all units that have one, in the order of units."""
         return [self.take(unit) for unit in sorted(self._records)]
 
     # --- questions ---
 
     def usable(self, record: Record) -> bool:
-        """Whether an update can read a gradient now; if not, it will be brought to RAM."""
+        """Whether an update can read a gradient now. If not, it is brought to RAM."""
         if record.lacks_buffer:
             record.wanted = True
             self._wait(record)
@@ -163,7 +164,7 @@ class Gradients:
 
     @property
     def held_back(self) -> bool:
-        """Whether compute must wait before it makes more gradients: one has no buffer yet."""
+        """Whether compute must wait before it makes more gradients, because a gradient has no buffer yet."""
         return any(record.made for record in self._waiting)
 
     # --- decisions ---
@@ -191,7 +192,7 @@ class Gradients:
         self._issue(Operation(kind, record.unit, record.run, steps=(record.step,), home=record.home or 0, about=record))
 
     def _has_buffer(self, record: Record) -> bool:
-        """Whether a record has a buffer that is up to date; if not, it is given one where there is room."""
+        """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""
         if not record.lacks_buffer:
             return True
         count = self._plan.units[record.unit].buffer_pages
@@ -210,7 +211,8 @@ class Gradients:
         return not record.clean
 
     def _make_room(self) -> bool:
-        """Free a buffer that SSD holds too, or write the oldest there if none is about to be free."""
+        """Free a buffer whose content is also on SSD. If there is none and no buffer is about to be free, write the
+        oldest one to SSD."""
         for record in self._idle:
             if record.clean:
                 self._free(record)
@@ -234,8 +236,8 @@ class Gradients:
         self.changes = True
 
     def _changed(self, record: Record) -> None:
-        """Other things may move or read a buffer now: keep `_idle` and `_busy` true, and free the buffer if that is
-        due."""
+        """What moves or reads a buffer has changed: update `_idle` and `_busy`, and free the buffer if it was
+        dropped."""
         self.changes = True
         if record.dropped and not record.busy:
             self._free(record)

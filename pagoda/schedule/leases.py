@@ -1,23 +1,23 @@
 """Leases: which weights compute can read, which are fetched next, and which make room.
 
-Here are decisions only. The tensors of leases are in `runtime/leases.py`.
+This file has decisions only. The tensors of leases are in `runtime/leases.py`.
 
 The rule is the "aggressive" strategy of Cao, Felten, Karlin and Li, "A study of integrated prefetching and caching
 strategies" (SIGMETRICS 1995): fetch the next missing unit as soon as frames allow, evict the unit whose next use is
-furthest away, and never evict one that is needed before the unit that it makes room for.
+furthest away, and never evict a unit that is needed before the one that it makes room for.
 
 The life of a lease:
 
     FILLING --ended--> READY --evicted, or its weights changed--> ENDED --reclaimed--> its frames are free
        \\--its weights changed--> ENDED (reclaimed once the fetch has ended)
 
-Frames of an ended lease may still be referred to: by a graph that will run backward, or by a tensor of the user's. Only
-the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does.
+A graph that will run backward, or a tensor of the user, may still refer to the frames of an ended lease. Only the
+executor knows, so RECLAIM asks it. If something still refers to the frames, `let_go` comes when nothing does.
 
-Where several ranks must fetch alike (`plan.ranks_fetch_alike`), no decision here depends on when an operation ends:
-fetches start in compute's events alone, ahead of the UPDATE or UNDO that they wait for, and a lease may make room while
-it is being filled. The executor sees to it that such an operation waits for what is under way. A speculative update
-ends no lease: a lease is a copy of the weights.
+If several ranks must fetch alike (`plan.ranks_fetch_alike`), no decision here depends on when an operation ends.
+Fetches start only in compute's events, before the UPDATE or UNDO that they wait for has ended, and a lease may make
+room while it is being filled. The executor makes such an operation wait for what is under way. A speculative update
+ends no lease, because a lease is a copy of the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ from pagoda.schedule.order import Order
 from pagoda.schedule.versions import Versions
 
 MOST_PREFETCHES = 2
-"""A prefetch starts only while fewer FETCHes than this run. More would delay fetches that compute waits for."""
+"""A prefetch starts only while fewer FETCHes than this run. More would delay fetches for which compute waits."""
 _CANDIDATES = 16
-"""The number of slabs in which a prefetch looks for frames. A fetch that compute waits for looks in all of them."""
+"""The number of slabs in which a prefetch looks for frames. A fetch for which compute waits looks in all slabs."""
 
 
 class LeaseState(Enum):
@@ -53,15 +53,15 @@ class Lease:
     version: int
     state: LeaseState = LeaseState.FILLING
     filled: bool = False
-    """Whether its weights are there for whatever compute does next: they have arrived, or are in a device's queue."""
+    """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
 
 
 class Leases:
-    """Every use of weights by compute, and every lease. A unit has at most one lease that has not ended.
+    """All uses of weights by compute, and all leases. A unit has at most one lease that has not ended.
 
     Invariants: a frame belongs to at most one lease; a unit in use is not evicted; a fetch reads the version that
     accesses need, and a lease ends before that version changes, so no access ever finds old weights. The unit that
-    compute used last is not evicted either: backward accesses it once for each of its operations.
+    compute used last is not evicted either, because backward accesses it once for each of its operations.
     """
 
     def __init__(
@@ -82,32 +82,33 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         """unit -> its lease that has not ended."""
         self._owner: dict[int, Lease] = {}
-        """first frame -> the lease that holds it, ended ones too."""
+        """first frame -> the lease that holds it. Includes ended leases."""
         self._users = [0] * len(plan.units)
-        """By unit, how many forwards and backwards use it now or wait for it."""
+        """By unit, the number of forwards and backwards that use it now or wait for it."""
         self._waiting: dict[int, int] = {}
-        """unit -> how many of its users wait for it, in the order in which units began to wait."""
+        """unit -> the number of its users that wait for it, in the order in which units began to wait."""
         self._last_used = -1
         """The unit that compute used last."""
         self._missing = Agenda()
-        """Units that may lack a lease, by the time of their next use. That may have passed since."""
+        """Units that may need a lease, by the time of their next use. That time may have passed."""
         self._idle = [Agenda() for _ in range(self.frames.slabs)]
-        """By slab, units whose lease may make room, by minus the time when it is useful next. That may have passed,
-        too."""
+        """By slab, units whose lease may make room, by minus the time of the lease's next use. That time may have
+        passed."""
         self._roomy = Agenda()
-        """Slabs that may have such units, by the time of the first of each."""
+        """Slabs that may have such units, by the time of each slab's first unit."""
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True
         """Whether an event since the last pump may let a fetch start."""
         self._reclaiming = 0
-        """The number of RECLAIM operations that have no answer yet."""
+        """The number of RECLAIM operations without an answer."""
         self._filling = 0
         """The number of FETCH operations that have not ended."""
         self._fetching: list[list[int]] = [[] for _ in plan.units]
-        """The versions that they bring, by unit; more than one if the weights that the first brings have become old."""
+        """By unit, the versions that FETCHes under way bring. There are several if the first version is outdated
+        already."""
         self._others_read = [0] * len(plan.units)
-        """By unit, how many other ranks read the weights in their home."""
+        """By unit, the number of other ranks that read the weights in their home."""
         for unit in range(len(plan.units)):
             self._note_missing(unit)
 
@@ -121,8 +122,8 @@ class Leases:
         self._turn_to(unit)
 
     def expect(self, units: Sequence[int]) -> None:
-        """These units come next, in this order: compute has no more to do before them than routing takes, so all of
-        them are fetched at once, as far as frames allow."""
+        """These units are used next, in this order. Compute does little before it needs them, so all are fetched at
+        once if frames allow."""
         for unit in units:
             self._note_missing(unit)
         for unit in units:
@@ -140,7 +141,7 @@ class Leases:
             self._note_idle(unit)
 
     def issued(self, lease: Lease) -> None:
-        """What fills a lease is in the device's queue: compute can be told to go on behind it."""
+        """The copy that fills a lease is in the device's queue, so compute can continue behind it."""
         if lease.filled:
             return
         lease.filled = True
@@ -152,7 +153,7 @@ class Leases:
             self._reclaim(lease)
 
     def ended(self, lease: Lease, failed: bool = False) -> None:
-        """The fetch of a lease has ended. One that has `failed` is tried again for as long as compute waits for it."""
+        """The fetch of a lease has ended. A failed fetch is retried as long as compute waits for it."""
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
@@ -163,7 +164,7 @@ class Leases:
             self.issued(lease)
 
     def reclaimed(self, lease: Lease, freed: bool) -> None:
-        """The answer to RECLAIM: the frames of a lease are free, or something still refers to them."""
+        """The answer to RECLAIM: whether the frames of a lease are free. If not, something still refers to them."""
         self._reclaiming -= 1
         self.changes = True
         if freed:
@@ -174,7 +175,7 @@ class Leases:
         self._others_read[unit] += 1 if begin else -1
 
     def let_go(self, lease: Lease) -> None:
-        """A lease that could not be reclaimed is no longer referred to."""
+        """Nothing refers any more to a lease that could not be reclaimed."""
         self._free(lease)
 
     def changed(self, unit: int) -> None:
@@ -184,8 +185,8 @@ class Leases:
             self._end(lease)
 
     def end_step(self, retraced: bool) -> None:
-        """`step()` has said what it updates: the others can be prefetched across it. `retraced`: the trace is another
-        one, and so is the order in which units are missing, or idle."""
+        """`step()` has queued its updates, so the other units can be prefetched across it. `retraced`: the trace was
+        replaced, and with it the order in which units are missing or idle."""
         self._turn_to(-1)
         self.changes = True
         for unit in range(len(self._users)) if retraced else self._after_step:
@@ -204,16 +205,16 @@ class Leases:
         return self._users[unit] > self._waiting.get(unit, 0)
 
     def in_use(self, unit: int) -> bool:
-        """Whether compute uses a unit, or a FETCH or another rank reads what its next update overwrites: the newest
-        weights in their home, or, where updates are asynchronous, those before them."""
+        """Whether compute uses a unit, or a FETCH or another rank reads what the unit's next update overwrites. An
+        update overwrites the newest weights in their home. An asynchronous one overwrites the weights before them."""
         asynchronous = self._plan.max_staleness is not None
         overwritten = self._versions.of[unit].newest - asynchronous
         read = any(version <= overwritten for version in self._fetching[unit])
         return self.uses(unit) or read or (self._others_read[unit] > 0 and not asynchronous)
 
     def found(self, unit: int) -> bool | None:
-        """What compute comes upon: True for weights that it can read, False where their update or fetch must come first
-        or is under way, None where nothing has been done for them."""
+        """What an access finds: True if compute can read the weights, False if their update or fetch must come first or
+        is under way, None if neither has been started."""
         if self._versions.readable(unit) is None:
             return False
         ready = self._has_weights(unit)
@@ -226,7 +227,7 @@ class Leases:
     # --- decisions ---
 
     def pump(self) -> None:
-        """Start every fetch that can start now. What comes later must not overtake what compute waits for."""
+        """Start every fetch that can start now. Later fetches must not overtake those for which compute waits."""
         self._start()
         self.changes = False
 
@@ -237,13 +238,13 @@ class Leases:
                 del self._waiting[unit]
 
     def _has_weights(self, unit: int) -> bool:
-        """Whether the leases let compute read a unit's weights."""
+        """Whether a unit's weights are in a lease that compute can read, or need no lease."""
         lease = self._leases.get(unit)
         return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is LeaseState.READY)
 
     def _start(self) -> None:
         if self._reclaiming:
-            return  # frames that are about to be free adjoin others: who takes some now leaves gaps
+            return  # wait: frames taken now would leave gaps beside those that are about to be free
         for wanted in [*self._waiting]:
             if not self._fetch(wanted, wanted=True):
                 return
@@ -254,7 +255,7 @@ class Leases:
             self._missing.remove(unit)
 
     def _next_missing(self) -> int | None:
-        """The unit to prefetch next: the one that is used first. None also while that waits for its update."""
+        """The unit to prefetch next: the one that is used first. None also if that unit waits for its update."""
         while (first := self._missing.first()) is not None:
             use, unit = first
             if unit in self._leases:
@@ -267,12 +268,12 @@ class Leases:
                 self._missing.remove(unit)
                 self._after_step.append(unit)
             else:
-                # What is used after it must not take its frames.
+                # Units that are used after it must not take its frames.
                 return None if self._versions.fetchable(unit) is None else unit
         return None
 
     def _useful(self, unit: int) -> float:
-        """When a lease of a unit made now would be useful: at its next use, if no update ends it before."""
+        """The time of the next use of a lease of a unit. Infinite if an update ends the lease before."""
         use = self._order.next_use(unit)
         return inf if self._updated_before(unit, use) else use
 
@@ -280,11 +281,11 @@ class Leases:
         return self._plan.units[unit].trained and use > self._order.step
 
     def _fetch(self, unit: int, wanted: bool) -> bool:
-        """Start the FETCH of a unit that lacks one, if its weights can be read; False only if there are no frames for
-        it."""
+        """Start the FETCH of a unit that needs one, if its weights can be read. Returns False only if there are no
+        frames for it."""
         version, count = self._versions.fetchable(unit), self._plan.units[unit].lease_frames
         if version is None or not count or unit in self._leases:
-            return True  # nothing to wait for here: what comes later may go on
+            return True  # no need to wait: later units may be fetched
         run = self.frames.alloc(count)
         if run is None:
             if not self._reclaiming:
@@ -303,7 +304,7 @@ class Leases:
         return True
 
     def _make_room(self, count: int, needed_at: float) -> None:
-        """End the leases of the cheapest window: those that are needed last, and all of them only after `needed_at`."""
+        """End the leases of the cheapest window: the leases that are needed last, and all only after `needed_at`."""
 
         def price(run: Run) -> float | None:
             lease = self._owner[run.start]
@@ -334,7 +335,8 @@ class Leases:
             self._end(self._owner[run.start])
 
     def _first_idle(self, slab: int) -> float | None:
-        """Of the leases of a slab that may make room, the one that is useful last: minus the time when it is."""
+        """Minus the time of the latest next use among the leases of a slab that may make room. None if there are
+        none."""
         idle = self._idle[slab]
         while (first := idle.first()) is not None:
             time, unit = first
@@ -348,7 +350,7 @@ class Leases:
         return None
 
     def _may_end(self, lease: Lease) -> bool:
-        """Whether a lease can make room for another."""
+        """Whether a lease may end to make room for another."""
         settled = lease.state is LeaseState.READY or (
             self._plan.ranks_fetch_alike and lease.state is LeaseState.FILLING
         )
@@ -361,7 +363,7 @@ class Leases:
             self._note_idle(before)
 
     def _note_missing(self, unit: int) -> None:
-        """List a unit that has no lease for prefetching, at the time of its next use."""
+        """List a unit without a lease for prefetching, at the time of its next use."""
         if self._plan.units[unit].lease_frames and unit not in self._leases:
             self.changes = True
             self._missing.put(unit, self._order.next_use(unit))
@@ -375,7 +377,7 @@ class Leases:
             self._roomy.put(slab, min(time, self._roomy.time(slab)))
 
     def _end(self, lease: Lease, again: bool = True) -> None:
-        """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""
+        """End a lease, so that nothing new uses it. If `again`, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
         lease.state = LeaseState.ENDED
         if again:

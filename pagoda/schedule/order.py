@@ -1,4 +1,4 @@
-"""When each unit is used next: by the trace of the steps before, and by what routers have just chosen."""
+"""When each unit is used next, by the trace of earlier steps and by the latest choices of routers."""
 
 from collections.abc import Sequence
 from math import inf
@@ -8,15 +8,15 @@ from pagoda.schedule.experts import Chosen, ExpertHistory
 
 
 class Order:
-    """Follows the accesses of a step along a cyclic trace, and replaces the trace when steps have become others.
+    """Follows the accesses of a step along a cyclic trace, and replaces the trace when steps have changed.
 
-    Time is counted in ticks of the trace since the first step. It never goes back: where the step jumps back in the
-    trace, time goes on in the next cycle. Experts are in the trace only where all steps use them alike; what a router
-    has chosen comes before all that the trace says.
+    Time is counted in ticks of the trace since the first step. It never decreases: if the step jumps back in the trace,
+    time continues in the next cycle. Experts are in the trace only if all steps use them equally. A router's choice
+    takes precedence over the trace.
     """
 
     def __init__(self, trace: Trace, units: int, routed: frozenset[int]) -> None:
-        """`routed` are the units of experts, of `units` in all."""
+        """`units`: number of all units. `routed`: the units of experts."""
         self._units = units
         self._start = 0
         """Time of tick 0 of this cycle."""
@@ -33,12 +33,12 @@ class Order:
         self._cursor = Cursor(trace)
         self._uses = NextUse(trace)
         self._next_uses = [-inf] * self._units
-        """By unit, the time of its next use by the trace when that was last asked for. Once it has passed, it is asked
-        for again."""
+        """By unit, the time of its next use in the trace when it was last computed. Once that time has passed, it is
+        computed again."""
         unsteady = self._steadiness.unsteady
         self._stand_in = [*range(self._units)]
-        """unit -> the one whose uses are taken for its own: an expert that the trace does not have is used about when
-        the unit before it is."""
+        """unit -> the unit whose uses stand for its own. An expert that is not in the trace is used at about the same
+        time as the unit before it."""
         before: int | None = None
         for unit in range(self._units):
             if unit not in unsteady:
@@ -48,18 +48,18 @@ class Order:
 
     @property
     def now(self) -> int:
-        """The time of the latest access, or `step()`."""
+        """The time of the latest access or `step()`."""
         return self._start + self._cursor.position
 
     @property
     def step(self) -> int:
-        """Time of the next `step()`."""
+        """The time of the next `step()`."""
         last = self._uses.period - 1
         return self._start + last + (self._uses.period if self._cursor.position == last else 0)
 
     def access(self, access: Access, recorded: bool) -> Sequence[int]:
-        """Compute uses a unit: time goes on to this access, or stays where the trace does not have it. What is
-        `recorded` is part of what the next trace is made of. Returns the units that are expected next, if that shows
+        """Compute uses a unit: time advances to this access, or stays if the access is not in the trace. `recorded`:
+        the access becomes part of the next trace. Returns the units that are expected next, if this access announces
         them."""
         if recorded:
             self._recorder.note(access)
@@ -76,8 +76,9 @@ class Order:
     def end_step(self) -> bool:
         """`step()` was called: time is at the end of the cycle. Returns whether the trace was replaced.
 
-        A step that departed from the trace replaces it when the one before was the same, or when the trace was only a
-        guess. Steps without accesses are none. Experts do not count: which of them are in it is decided now and then.
+        A step that differs from the trace replaces it if the previous step was the same, or if the trace was only
+        assumed. Steps without accesses do not count. Experts do not count either: `ExpertHistory` decides which of them
+        are in the trace.
         """
         recorded = self._recorder.finish()
         replaced = len(recorded.accesses) > 1 and self._replaces(recorded)
@@ -104,7 +105,7 @@ class Order:
         return (self._cursor.position + 1) % self._uses.period
 
     def next_use(self, unit: int) -> float:
-        """Time of the next access of a unit; infinite if nothing says that it is used again."""
+        """The time of the next access of a unit. Infinite if no use is expected."""
         now = self._start + self._cursor.position
         if (coming := self._chosen.coming) and unit in coming:
             return now + coming[unit] / (self._units + 1)
@@ -114,7 +115,7 @@ class Order:
         return use
 
     def first_use(self, unit: int) -> float:
-        """Ticks from the end of a step to the first use of a unit in the next one; infinite if there is none."""
+        """Ticks from the end of a step to the first use of a unit in the next step. Infinite if there is none."""
         return self._uses.after(self._stand_in[unit], self._uses.period - 1)
 
     def counted_on(self, unit: int) -> bool:

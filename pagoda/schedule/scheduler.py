@@ -1,4 +1,5 @@
-"""The scheduler: told what happens in a step, it says what is to be done. The package's docstring is the overview."""
+"""The scheduler: receives the events of a step and decides which operations to start. The package's docstring has an
+overview."""
 
 from collections.abc import Collection, Sequence
 
@@ -12,17 +13,17 @@ from pagoda.schedule.versions import Versions
 
 
 class Scheduler:
-    """Events in, operations out (`take`). Deterministic: the same events give the same operations.
+    """Turns events into operations (`take`). Deterministic: the same events give the same operations.
 
-    Events are the public methods that return nothing. The caller tells one after another (`runtime/driver.py` has a
-    lock for that) and hands operations to lanes. Questions, here and of the parts, change nothing.
+    Events are the public methods that return nothing. The caller reports them one at a time (`runtime/driver.py` holds
+    a lock for that) and passes operations to lanes. Questions, here and in the parts, change nothing.
     """
 
     def __init__(self, plan: SchedulePlan) -> None:
         self.plan = plan
         self._out: list[Operation] = []
         self._under_way = 0
-        """Operations that have not been reported as over."""
+        """The number of operations that have not been reported as over."""
         routed = frozenset(unit for unit, of in enumerate(plan.units) if of.routed)
         self.order = Order(plan.trace, len(plan.units), routed)
         self.versions = Versions(plan)
@@ -30,16 +31,16 @@ class Scheduler:
         self.leases = Leases(plan, self.order, self.versions, self._undo, self._issue)
         self.updates = Updates(plan, self.order, self.versions, self.gradients, self.leases, self._issue)
         self.found: bool | None = None
-        """What the latest access found: True if the weights were there, False if their update or fetch had yet to end,
-        None if none was under way (a fault)."""
+        """What the latest access found: True if the weights were there, False if their update or fetch had not ended,
+        None if neither was under way (a fault)."""
         self.steps = 0
-        """Steps that were taken, skipped or dropped."""
+        """The number of steps that were taken, skipped or dropped."""
 
     # --- events of compute ---
 
     def access(self, access: Access, recorded: bool = True) -> None:
-        """Compute begins to use a unit, and must wait until it is `ready`. `recorded`: the access is part of a training
-        step, and so of the trace of that step; evaluation is not."""
+        """Compute begins to use a unit, and must wait until it is `ready`. `recorded`: the access belongs to a training
+        step, and so to the step's trace. Accesses of an evaluation do not."""
         unit = access.unit
         self.found = self.leases.found(unit)
         announced = self.order.access(access, recorded)
@@ -50,7 +51,7 @@ class Scheduler:
         self._pump()
 
     def expect(self, units: Sequence[int]) -> None:
-        """A router has chosen units of experts, which compute uses next, in this order."""
+        """A router has chosen units of experts. Compute uses them next, in this order."""
         self.order.expect(units)
         self.leases.expect(units)
         self._pump()
@@ -65,8 +66,8 @@ class Scheduler:
     def gradient(self, unit: int, complete: bool, last: bool) -> None:
         """Autograd has made a gradient of a unit.
 
-        `complete`: this backward has made all gradients of the unit. `last`: as far as is known, no other backward
-        comes before `step()`. Compute must wait while `gradients.held_back`.
+        `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
+        `step()`. Compute must wait while `gradients.held_back`.
         """
         self.updates.undo(unit)
         record = self.gradients.add(unit, self.steps, complete)
@@ -79,7 +80,7 @@ class Scheduler:
 
         `clipped`: gradients are clipped, so speculative updates are undone first. `skipped`: there are no updates, and
         gradients are dropped. `changed`: units whose hyperparameters differ from those that their speculative update
-        used, so it is undone too.
+        used. Their updates are undone too.
         """
         if clipped or skipped:
             self.updates.undo_all()
@@ -97,7 +98,7 @@ class Scheduler:
         self._pump()
 
     def drop_gradients(self) -> None:
-        """The gradients of this step are dropped: `zero_grad()`, or an exception before `step()`."""
+        """The gradients of this step are dropped, by `zero_grad()` or by an exception before `step()`."""
         self.updates.undo_all()
         self._drop_gradients()
         self.steps += 1
@@ -105,32 +106,34 @@ class Scheduler:
         self._pump()
 
     def drain(self, draining: bool) -> None:
-        """Begin to drain, or cease: every queued update is to end, and no speculative one is to begin. Compute waits
-        until `updates.drained`."""
+        """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
+        Compute waits until `updates.drained`."""
         self.updates.drain(draining)
         self._pump()
 
     def overwritten(self, unit: int) -> None:
-        """The weights of a unit were written in their home by other means than an update. No update is queued or under
+        """Something other than an update has written a unit's weights in their home. No update is queued or under
         way."""
         self.leases.changed(unit)
         self._pump()
 
     def restored(self) -> None:
-        """Every state has been replaced, also after an update has failed. Nothing is under way."""
+        """Every state has been replaced, possibly after an update has failed. Nothing is under way."""
         self.updates.restored()
         for unit in range(len(self.plan.units)):
             self.leases.changed(unit)
         self._pump()
 
     def prepare_checkpoint(self) -> None:
-        """A checkpoint is wanted. It can begin once `updates.prepared`, and once asynchronous updates are drained."""
+        """A checkpoint is requested. It can begin once `updates.prepared` is true and asynchronous updates are
+        drained."""
         self.updates.undo_all()
         self._pump()
 
     def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
-        """A checkpoint is to have every state as the last `step()` leaves it. Since it was prepared, compute has used
-        nothing. The states of units `in_place` can only be read in their home: their next updates wait for that."""
+        """Begin a checkpoint of every state as the last `step()` left it. Compute has used nothing since the checkpoint
+        was prepared. The states of units `in_place` can only be read in their home, so their next updates wait for
+        that."""
         self.updates.checkpoint.begin(in_place)
         self._pump()
 
@@ -141,14 +144,14 @@ class Scheduler:
     # --- events of other ranks ---
 
     def others_read(self, unit: int) -> None:
-        """Another rank is about to read a unit's weights in their home, once no speculative update of it shows. Until
-        `others_have_read`, none begins."""
+        """Another rank will read a unit's weights in their home, once the unit's speculative update is undone. No
+        speculative update begins until `others_have_read`."""
         self.updates.undo(unit)
         self.leases.others_read(unit, begin=True)
         self._pump(ranks_agree=False)
 
     def others_have_read(self, unit: int) -> None:
-        """It has read them."""
+        """The other rank has read the weights."""
         self.leases.others_read(unit, begin=False)
         self.updates.retry(unit)
         self._pump(ranks_agree=False)
@@ -156,8 +159,8 @@ class Scheduler:
     # --- events of the executor ---
 
     def issued(self, operation: Operation) -> None:
-        """All of a FETCH is in a device's queue, so what compute puts into the queue from now on finds the weights.
-        `ended` follows."""
+        """A FETCH is completely in a device's queue, so all later work in that queue finds the weights. `ended`
+        follows."""
         self.leases.issued(operation.about)
         self._pump(ranks_agree=False)
 
@@ -176,9 +179,9 @@ class Scheduler:
     def failed(self, operation: Operation) -> None:
         """An operation has failed. The executor raises its error where it matters.
 
-        Nothing is lost by a failed FETCH, SPILL or SAVE. A FETCH is tried again for as long as compute waits for it, a
-        SPILL when compute next makes a gradient. After a failed OFFLOAD the step must be dropped. A failed UPDATE that
-        was speculative is undone. After any other, no state can be used until all are `restored`.
+        A failed FETCH, SPILL or SAVE loses nothing. A FETCH is retried as long as compute waits for it, and a SPILL
+        when compute next makes a gradient. After a failed OFFLOAD the step must be dropped. A failed speculative UPDATE
+        is undone. After any other failure, no state can be used until all are `restored`.
         """
         if operation.kind in (Kind.UPDATE, Kind.PERSIST):
             self.updates.update_failed(operation.about)
@@ -194,17 +197,17 @@ class Scheduler:
         self._over()
 
     def old_states_kept(self, operation: Operation) -> None:
-        """An UPDATE under way has copied the old states to the reserve, for the checkpoint."""
+        """A running UPDATE has copied the old states to the reserve for the checkpoint."""
         self.updates.checkpoint.copied(operation.unit)
         self._pump(ranks_agree=False)
 
     def gradient_used(self, operation: Operation) -> None:
-        """An UPDATE or PERSIST under way has read its gradients for the last time."""
+        """A running UPDATE or PERSIST has read its gradients for the last time."""
         self.updates.gradient_used(operation.about)
         self._pump(ranks_agree=False)
 
     def weights_written(self, operation: Operation) -> None:
-        """An UPDATE under way has written the new weights; other states may follow."""
+        """A running UPDATE has written the new weights. Other states may follow."""
         self.updates.weights_written(operation.about)
         self._pump(ranks_agree=False)
 
@@ -217,7 +220,7 @@ class Scheduler:
         self._over(ranks_agree=True)
 
     def let_go(self, operation: Operation) -> None:
-        """Nothing refers any more to what a RECLAIM asked for."""
+        """Nothing refers any more to the weights of a RECLAIM."""
         if isinstance(operation.about, Lease):
             self.leases.let_go(operation.about)
         else:
@@ -227,7 +230,7 @@ class Scheduler:
     # --- questions ---
 
     def take(self) -> list[Operation]:
-        """The operations since the last call, in the order in which they are to be given to their lanes."""
+        """The operations since the last call, in the order in which lanes must receive them."""
         out, self._out = self._out, []
         return out
 
@@ -236,12 +239,12 @@ class Scheduler:
         return not self.leases.waits(unit)
 
     def awaits_update(self, unit: int) -> bool:
-        """Whether it is an update that the weights of a unit wait for."""
+        """Whether a unit's weights wait for an update."""
         return self.versions.readable(unit) is None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way: if compute waits now, it waits for ever, and there is too little memory."""
+        """Whether nothing is under way. If compute waits now, it waits forever, because there is too little memory."""
         return self._under_way == 0
 
     # --- parts ---
@@ -251,7 +254,7 @@ class Scheduler:
         self.updates.undo(unit)
 
     def _moved(self, operation: Operation, failed: bool) -> None:
-        """What copies weights, gradients or states has ended."""
+        """An operation that copies weights, gradients or states has ended."""
         if operation.kind is Kind.FETCH:
             self.leases.ended(operation.about, failed)
         elif operation.kind is Kind.OFFLOAD:
@@ -274,13 +277,14 @@ class Scheduler:
         self._pump(ranks_agree)
 
     def _pump(self, ranks_agree: bool = True) -> None:
-        """Let each part start what it can. `ranks_agree`: every rank has this event at this point of its program."""
+        """Let each part start what it can. `ranks_agree`: every rank has this event at the same point of its
+        program."""
         if self.gradients.changes:
             self.gradients.pump()
         self.updates.pump()
-        if self.gradients.changes:  # updates may have asked for gradients
+        if self.gradients.changes:  # updates may have requested gradients
             self.gradients.pump()
-        # Where ranks must fetch alike, nothing that lanes have changed lets a fetch start.
+        # If ranks must fetch alike, events of lanes must not start a fetch.
         if self.leases.changes and (ranks_agree or not self.plan.ranks_fetch_alike):
             self.leases.pump()
         self.leases.serve()

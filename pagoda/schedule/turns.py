@@ -1,9 +1,9 @@
-"""Asynchronous updates: after which steps a unit is updated, and which steps see that.
+"""Asynchronous updates: after which steps a unit is updated, and which steps see the result.
 
-With a bound of N steps, a unit is updated after every N-th step, by the gradients of these N steps. PUBLISH shows the
-new weights to accesses one step later. Units take turns, so each step updates about 1 / N of them. Which version a step
-reads does not depend on when updates end, so ranks agree on it without a message. A drain applies every gradient. It
-also shows the result, unless a step has begun.
+With a bound of N steps, a unit is updated after every N-th step with the gradients of these N steps. PUBLISH shows the
+new weights to accesses one step later. Units take turns, so each step updates about 1 / N of them. The version that a
+step reads does not depend on when updates end, so ranks agree on it without a message. A drain applies every gradient.
+It also shows the result, unless a step has begun.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from pagoda.schedule.versions import Update, Versions
 
 
 class Turns:
-    """Asks for asynchronous updates. Where updates are synchronous, it does nothing.
+    """Starts asynchronous updates. Does nothing if updates are synchronous.
 
-    Invariants: accesses of one step see one version of a unit; an update writes the extent that no step reads.
+    Invariants: all accesses of a step see the same version of a unit; an update writes the extent that no step reads.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class Turns:
         self._queue = queue
         self._issue = issue
         self._turn = 0
-        """Steps since the last drain."""
+        """The number of steps since the last drain."""
         self._step_begun = False
-        """Whether compute has used a unit since the last `step()`, as a part of a step."""
+        """Whether compute has used a unit in a step since the last `step()`."""
 
     def begin_step(self) -> None:
-        """Compute uses a unit as a part of a step."""
+        """Compute uses a unit in a step."""
         self._step_begun = True
 
     def end_step(self) -> None:
-        """`step()` has said what it updates."""
+        """`step()` has queued its updates."""
         self._step_begun = False
         self._turn += 1
         most = self._most
@@ -56,7 +56,7 @@ class Turns:
                 self._show(unit)
 
     def drain(self) -> None:
-        """Ask for the updates by all gradients, and restart the turns."""
+        """Start updates with all gradients, and restart the turns."""
         self._turn = 0
         show = self._publish if self._step_begun else self._show
         for unit, weights in enumerate(self._versions.of):
@@ -70,14 +70,14 @@ class Turns:
         self._turn = 0
 
     def _close(self, unit: int) -> None:
-        """Ask for the update by all gradients that a unit has collected."""
+        """Start the update with all gradients that a unit has collected."""
         weights = self._versions.of[unit]
         if weights.open:
             records, weights.open = weights.open, []
             self._queue(Update(unit, records, extent=1 - weights.front))
 
     def _show(self, unit: int) -> None:
-        """From now on accesses see every update of a unit that has been asked for."""
+        """From now on, accesses see all updates of a unit that have been requested."""
         weights = self._versions.of[unit]
         if weights.lag != len(weights.open):
             weights.lag = len(weights.open)
@@ -86,7 +86,7 @@ class Turns:
             self._publish(unit)
 
     def _publish(self, unit: int) -> None:
-        """Say which extent of a unit accesses read, and which update writes that extent."""
+        """Announce which extent of a unit accesses read, and which update writes that extent."""
         weights = self._versions.of[unit]
         steps = self._versions.awaited(unit, weights.due - len(weights.open))
         self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, steps=steps, home=weights.front))

@@ -1,23 +1,25 @@
-"""Updates: which runs next, what it may overwrite, and which version of the weights that makes.
+"""Updates: which update runs next, what it may overwrite, and which version of the weights it makes.
 
-A version counts the steps whose gradients a unit's weights contain. `due` counts those that `step()` has asked for.
+A version is the number of steps whose gradients a unit's weights contain. `due` is the number of steps for which
+`step()` has requested an update.
 
     [ASKING ->] QUEUED -> LOADING -> RUNNING [-> UNDOING] -> over
 
-An update before `step()` is early: because nothing will be clipped, or as a guess. It asks first whether anything still
-refers to the weights, since backward may read them again. A speculative one, the guess, is called off when compute uses
-the unit again; if it does not run yet, it is over at once.
+An update that starts before `step()` is early. It is either final, because nothing will be clipped, or speculative. It
+first asks whether anything still refers to the weights, because backward may read them again. A speculative update is
+called off if compute uses the unit again. If it is not running yet, it is over at once.
 
-An update in place destroys what it reads. So it waits while compute uses the unit or a FETCH reads it, and until a
-checkpoint has read the unit or the old states can be kept for it. A speculative one keeps the old states, so that an
-UNDO can bring them back; the plan has room for that. Several ranks need not guess alike: a guess is about what this
-rank updates, and changes nothing that ranks must agree on. Where each has all weights, SHARE follows once it stands.
+An update in place destroys what it reads. So it waits while compute uses the unit or a FETCH reads it. It also waits
+until a checkpoint has read the unit or there is room to keep the old states. A speculative update keeps the old states
+so that an UNDO can restore them; the plan has room for that. Ranks may speculate differently: a speculative update
+affects only what this rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows
+once the update is confirmed.
 
-An update of state on SSD may have two parts. The first one, UPDATE, makes the new weights for the next forward, which
-waits for it. The second one, PERSIST, writes the moments when no unit's weights are waited for any more. It reads the
-gradient again, so the unit's next gradient waits until it has ended; so does a checkpoint, or a drain.
+An update of states on SSD may have two parts. The first part, UPDATE, makes the new weights, for which the next forward
+waits. The second part, PERSIST, writes the moments when compute no longer waits for any unit's weights. It reads the
+gradient again, so the unit's next gradient waits until PERSIST has ended. Checkpoints and drains wait for it too.
 
-An asynchronous update does not overwrite the weights that are read: it writes an extent beside theirs. `turns.py` says
+An asynchronous update does not overwrite the weights that accesses read. It writes a second extent. `turns.py` decides
 when.
 """
 
@@ -34,18 +36,18 @@ from pagoda.schedule.turns import Turns
 from pagoda.schedule.versions import Update, UpdateState, Versions
 
 MOST_ADMITTED = 2
-"""Updates under way at once, so that the executor's ring of buffers does not run empty between two units."""
+"""Updates under way at once. With two, the executor's ring of buffers does not run empty between units."""
 _LATER = 1e15
-"""Above the time of every use: the second parts of updates come after all others."""
+"""Greater than the time of every use: the second parts of updates come after all others."""
 CALM_STEPS = 4
-"""Speculation resumes after as many steps in a row without clipping."""
+"""Speculation resumes after this number of consecutive steps without clipping."""
 
 
 class Updates:
-    """Every update, and the versions that they make.
+    """All updates, and the versions that they make.
 
-    Invariants: a unit has at most one update under way; each record is used by one update that stands, or dropped with
-    its step; weights are readable only while nothing writes them; a checkpoint reads the version that it asked for.
+    Invariants: a unit has at most one update under way; each record is used by one confirmed update, or dropped with
+    its step; weights are readable only while nothing writes them; a checkpoint reads the version that it requested.
     """
 
     def __init__(
@@ -65,37 +67,37 @@ class Updates:
         self._issue = issue
         self._asynchronous = plan.max_staleness is not None
         self._queues: tuple[list[tuple[float, int, Update]], ...] = ([], [])
-        """By updater, (urgency, sequence, update): heaps. An update may be there more than once; its state says if it
-        counts."""
+        """By updater: heaps of (urgency, sequence, update). An update may have several entries. Its state says whether
+        they count."""
         self._sequence = count()
         self._admitted = [0, 0]
-        """Updates under way, by updater."""
+        """By updater, the number of updates under way."""
         self._before = -1
         """The unit whose UPDATE was issued last, for the updater that streams states from SSD."""
         self._after: dict[int, int] = {}
-        """unit -> the one whose UPDATE followed its own the last time."""
+        """unit -> the unit whose UPDATE followed it the last time."""
         self._ahead = -1
-        """The unit that is being read ahead, if any."""
+        """The unit that is being read ahead, or -1."""
         self._may_read_ahead = True
-        """Not between a drain and compute's next access: meanwhile the program may write states in their homes."""
+        """False between a drain and compute's next access, because the program may then write states in their homes."""
         self._early: set[int] = set()
-        """Units whose update was queued in this step before `step()`, for good."""
+        """Units whose final update was queued in this step before `step()`."""
         self.times_kept = self.times_undone = 0
-        """Speculative updates that stood, and that were undone or called off, so far."""
+        """The number of speculative updates so far that were confirmed, and that were undone or called off."""
         self._calm = CALM_STEPS
-        """Steps since one was clipped."""
+        """The number of steps since gradients were last clipped."""
         self.checkpoint = Checkpoint(plan, order, versions, issue)
         self._pending = 0
-        """Updates that are queued or under way."""
+        """The number of updates that are queued or under way."""
         self._draining = False
-        """Nothing is to be left."""
+        """Whether all updates must end."""
         self._turns = Turns(plan, versions, leases, self._queue, issue)
-        """Of asynchronous updates."""
+        """Starts asynchronous updates."""
 
-    # --- updates that `step()` asks for ---
+    # --- updates requested by `step()` ---
 
     def queue(self, record: Record) -> None:
-        """`step()` asks for a unit's update, by a gradient that has arrived."""
+        """`step()` requests a unit's update with a gradient that has arrived."""
         weights = self._versions.of[record.unit]
         weights.asking = None
         weights.due += 1
@@ -107,7 +109,7 @@ class Updates:
         self._queue(Update(record.unit, [record]))
 
     def stands(self, unit: int) -> bool:
-        """`step()` asks for the update of a unit that a speculative one has begun; False if there is none."""
+        """`step()` confirms the speculative update of a unit. Returns False if there is none."""
         self.call_off_early(unit)
         weights = self._versions.of[unit]
         update = weights.guess
@@ -129,38 +131,38 @@ class Updates:
         return True
 
     def end_step(self, clipped: bool) -> None:
-        """`step()` has said what it updates."""
+        """`step()` has queued its updates."""
         self._calm = 0 if clipped else self._calm + 1
         self._turns.end_step()
         self.step_over()
 
     def step_over(self) -> None:
-        """The step has ended, or was dropped: what has begun for good stands."""
+        """The step has ended or was dropped."""
         self._early.clear()
 
     # --- early updates ---
 
     def ask_early(self, record: Record) -> None:
-        """Backward is through with a unit: it is to be updated as soon as nothing refers to its weights, if nothing
-        will be clipped, or as a guess."""
+        """Backward has finished with a unit. Update it as soon as nothing refers to its weights: for good if nothing
+        will be clipped, otherwise speculatively."""
         weights, speculative = self._versions.of[record.unit], not self._plan.during_backward
         if speculative and not self._may_speculate(record.unit):
             return
         if weights.asking is not None or (speculative and weights.update is not None):
-            return  # what was asked for stands first
+            return  # earlier requests come first
         weights.asking = Update(record.unit, [record], speculative, UpdateState.ASKING)
         if speculative:
             weights.guess = weights.asking
         self._ask(weights.asking)
 
     def ask_again(self, unit: int) -> None:
-        """Something that an early update of a unit has waited for may have come about."""
+        """An early update of a unit may no longer have to wait."""
         asking = self._versions.of[unit].asking
         if asking is not None and asking.query is None:
             self._ask(asking)
 
     def answered(self, asked: Operation, free: bool) -> None:
-        """The answer to a RECLAIM of an early update. If something uses the weights, `ask_again` comes later."""
+        """The answer to the RECLAIM of an early update. If something uses the weights, `ask_again` is called later."""
         update: Update = asked.about
         weights = self._versions.of[asked.unit]
         if weights.asking is not update or update.query is not asked:
@@ -177,23 +179,23 @@ class Updates:
             self._early.add(asked.unit)
 
     def call_off_early(self, unit: int) -> None:
-        """An early update of a unit that has not been queued is not to be."""
+        """Cancel the early update of a unit if it has not been queued."""
         weights = self._versions.of[unit]
         if weights.guess is weights.asking:
             weights.guess = None
         weights.asking = None
 
     def began_early(self, unit: int) -> bool:
-        """Whether an update of a unit that stands was queued in this step before `step()`."""
+        """Whether a final update of a unit was queued in this step before `step()`."""
         return unit in self._early
 
     def speculates(self, unit: int) -> bool:
-        """Whether a speculative update of a unit is queued, under way, or waits for `step()`, or is being undone."""
+        """Whether a speculative update of a unit is queued, under way, waiting for `step()`, or being undone."""
         guess = self._versions.of[unit].guess
         return guess is not None and guess.state is not UpdateState.ASKING
 
     def undo(self, unit: int) -> None:
-        """A speculative update of a unit must not show."""
+        """Undo the speculative update of a unit, so that nothing sees its result."""
         weights = self._versions.of[unit]
         update = weights.guess
         if update is None or update.withdrawn:
@@ -215,20 +217,20 @@ class Updates:
             self._begin_undo(update)
 
     def undo_all(self) -> None:
-        """No speculative update must show."""
+        """Undo all speculative updates."""
         for unit in range(len(self._versions.of)):
             self.undo(unit)
 
     def undone(self, update: Update) -> None:
-        """An UNDO has ended: the states are as before the update."""
+        """An UNDO has ended: the states are the same as before the update."""
         weights = self._versions.of[update.unit]
         if update.has_written:
             weights.newest -= len(update.records)
         self._over(update)
 
     def _may_speculate(self, unit: int) -> bool:
-        """Whether an update may begin before `step()`: there is room to undo it, which a checkpoint does not need
-        meanwhile, and recent steps were not clipped."""
+        """Whether an update may begin before `step()`: there is room to undo it, no checkpoint needs that room, and
+        recent steps were not clipped."""
         stopped = self.checkpoint.under_way or self._draining or self._versions.failed
         return self._plan.units[unit].speculated and self._calm >= CALM_STEPS and not stopped
 
@@ -241,29 +243,29 @@ class Updates:
         self._issue(Operation(Kind.UNDO, update.unit, about=update))
 
     def _over(self, update: Update) -> None:
-        """A speculative update was called off, or undone: its gradient is needed again."""
+        """A speculative update was called off or undone. Its gradient is needed again."""
         self._versions.of[update.unit].guess = None
         self._finish(update)
 
     # --- reports of an UPDATE ---
 
     def gradient_used(self, update: Update) -> None:
-        """It has read its gradient for the last time."""
+        """An update has read its gradient for the last time."""
         update.has_read = True
         for record in update.records:
             self._gradients.used(record, last=not update.speculative)
         if self._plan.ranks_fetch_alike:
-            # Its end waits for those of the other ranks, in an order that is not the order of updates here.
+            # The update's end waits for the other ranks, whose order of updates differs from the order here.
             self._release(update)
 
     def weights_written(self, update: Update) -> None:
-        """It has written the new weights."""
+        """An update has written the new weights."""
         update.has_written = True
         self._versions.of[update.unit].newest += len(update.records)
         self._leases.changes = True
 
     def ended(self, update: Update) -> None:
-        """It has written every state; or, if it has two parts, what the part that has ended writes."""
+        """An update has written all states. If the update has two parts, one part has written its states."""
         self._release(update)
         if update.in_two and not update.persists:
             update.persists, update.state = True, UpdateState.QUEUED
@@ -274,13 +276,14 @@ class Updates:
             self._finish(update)
 
     def shared(self, unit: int) -> None:
-        """What the other ranks have updated of a unit is here."""
+        """The parts of a unit that other ranks have updated are here."""
         self._versions.of[unit].sharing = None
         self._pending -= 1
         self._settled(unit)
 
     def update_failed(self, update: Update) -> None:
-        """It may have changed anything. A speculative one is undone: `step()` asks again."""
+        """An update has failed and may have changed anything. A speculative update is undone, and `step()` requests it
+        again."""
         if not update.speculative:
             self._versions.failed = True
             return
@@ -291,7 +294,7 @@ class Updates:
         self.ended(update)
 
     def refused(self, update: Update) -> None:
-        """It has found a gradient that is not finite, and has changed nothing."""
+        """An update has found a gradient that is not finite, and has changed nothing."""
         unit, steps = update.unit, len(update.records)
         self._release(update)
         self.gradient_used(update)
@@ -305,7 +308,7 @@ class Updates:
         self.checkpoint.refused(unit, steps, kept=update.keeps is not None)
         self._finish(update)
 
-    # --- what updates are waited for with ---
+    # --- waiting for updates ---
 
     @property
     def drained(self) -> bool:
@@ -314,11 +317,11 @@ class Updates:
 
     @property
     def prepared(self) -> bool:
-        """Whether a checkpoint can begin: the one before has read everything, and no update is speculative."""
+        """Whether a checkpoint can begin: the previous checkpoint has read everything, and no update is speculative."""
         return not self.checkpoint.left and all(weights.guess is None for weights in self._versions.of)
 
     def drain(self, draining: bool) -> None:
-        """Begin or cease to drain. Meanwhile nothing is speculative."""
+        """Begin or stop draining. While draining, no update is speculative."""
         self._draining, self._ahead, self._may_read_ahead = draining, -1, False
         if draining:
             self._turns.drain()
@@ -326,7 +329,7 @@ class Updates:
             self._retry_all()
 
     def restored(self) -> None:
-        """Every state has been replaced, whatever has become of updates. Nothing is under way."""
+        """Every state has been replaced, whatever happened to updates. Nothing is under way."""
         for weights in self._versions.of:
             asked = [record for update in weights.later for record in update.records]
             of_unit = [] if weights.update is None else weights.update.records
@@ -343,7 +346,7 @@ class Updates:
     # --- decisions ---
 
     def wanted(self, unit: int, in_step: bool) -> None:
-        """Compute begins to use a unit, `in_step` as a part of a step: its update comes first."""
+        """Compute begins to use a unit, so its update comes first. `in_step`: the use is part of a step."""
         self._may_read_ahead = True
         if in_step:
             self._turns.begin_step()
@@ -353,7 +356,7 @@ class Updates:
         self.retry(unit)
 
     def retry(self, unit: int) -> None:
-        """Something that an update of a unit may have waited for has come about."""
+        """Something has happened for which an update of a unit may have waited."""
         update = self._versions.of[unit].update
         if update is not None and update.state is UpdateState.QUEUED:
             self._push(update)
@@ -361,7 +364,7 @@ class Updates:
             self._start(update)
 
     def pump(self) -> None:
-        """Start every update, and every read of a checkpoint, that can start now."""
+        """Start every update, and every read for a checkpoint, that can start now."""
         for updater, queue in enumerate(self._queues):
             while self._admitted[updater] < MOST_ADMITTED and queue and not self._versions.failed:
                 update = heappop(queue)[-1]
@@ -372,10 +375,10 @@ class Updates:
         self.checkpoint.pump()
 
     def _read_ahead(self) -> None:
-        """While no update waits to start: read ahead the unit whose update followed that of the last one before.
+        """If no update waits to start, read ahead the unit whose update followed the current one the last time.
 
-        The unit that backward updates last is the one that the next forward needs first. Without this, that forward
-        waits for all of its states.
+        The unit that backward updates last is the first that the next forward needs. Without reading ahead, that
+        forward waits for all of the unit's states.
         """
         unit = self._after.get(self._before, -1)
         if unit in (-1, self._ahead) or self._asynchronous or not self._may_read_ahead or self._versions.failed:
@@ -390,7 +393,7 @@ class Updates:
             self.retry(unit)
 
     def _queue(self, update: Update) -> None:
-        """Have an update begin, after those before it."""
+        """Queue an update after the earlier updates of its unit."""
         weights = self._versions.of[update.unit]
         update.state = UpdateState.QUEUED
         self._pending += 1
@@ -401,14 +404,14 @@ class Updates:
         self._push(update)
 
     def _push(self, update: Update) -> None:
-        if update.persists:  # after all whose weights are waited for; backward begins with the units used last
+        if update.persists:  # after all first parts; backward begins with the units used last
             urgency = _LATER - min(self._order.first_use(update.unit), _LATER / 2)
         else:
             urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
         heappush(self._queues[self._plan.units[update.unit].updater], (urgency, next(self._sequence), update))
 
     def _admit(self, update: Update) -> None:
-        """Begin an update, unless it has to wait; `retry` then comes when that may have changed."""
+        """Begin an update, unless it has to wait. In that case `retry` is called when the reason may have ended."""
         if not update.persists and self._must_wait(update):
             return
         unit = update.unit
@@ -420,7 +423,7 @@ class Updates:
         self._start(update)
 
     def _must_wait(self, update: Update) -> bool:
-        """Whether something uses what an update would change."""
+        """Whether something still uses what an update would change."""
         unit = update.unit
         if self._leases.in_use(unit):
             return True
@@ -431,7 +434,7 @@ class Updates:
         return self.checkpoint.would_lose(unit) and not self.checkpoint.can_keep(unit)
 
     def _start(self, update: Update) -> None:
-        """Have an update run, once its gradient is in RAM."""
+        """Run an update once its gradient is in RAM."""
         if self._versions.failed:
             return
         if any(record.lost for record in update.records):
@@ -444,7 +447,7 @@ class Updates:
             self._persist(update)
             return
         if self.checkpoint.would_lose(update.unit):
-            # Not before: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
+            # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
             update.keeps = self.checkpoint.keep(update.unit)
             if update.keeps is None:
                 return
@@ -462,21 +465,21 @@ class Updates:
         self._issue(operation)
 
     def _persist(self, update: Update) -> None:
-        """Have the second part of an update run."""
+        """Run the second part of an update."""
         update.state = UpdateState.RUNNING
-        self._ahead = -1  # its blocks take the place of what was read ahead
+        self._ahead = -1  # its blocks replace those that were read ahead
         steps = tuple(record.step for record in update.records)
         version = self._versions.of[update.unit].newest
         self._issue(Operation(Kind.PERSIST, update.unit, version=version, steps=steps, about=update))
 
     def _release(self, update: Update) -> None:
-        """An update makes room for another one."""
+        """An update makes room for another update."""
         if update.admitted:
             update.admitted = False
             self._admitted[self._plan.units[update.unit].updater] -= 1
 
     def _finish(self, update: Update) -> None:
-        """The update of a unit is over: the next one can begin, or its weights can be read."""
+        """The update of a unit is over. The next update can begin, or the weights can be read."""
         weights = self._versions.of[update.unit]
         weights.update = None
         self._pending -= 1
@@ -486,7 +489,7 @@ class Updates:
             self._push(weights.update)
 
     def _settled(self, unit: int) -> None:
-        """The states of a unit are those of a step again."""
+        """The states of a unit are again consistent with a step."""
         if self.checkpoint.retry(unit):
             self._retry_all()
         self._leases.changes = True

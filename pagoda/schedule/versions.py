@@ -1,6 +1,6 @@
 """The versions of each unit's weights, and the update that makes the next one.
 
-A version counts the steps whose gradients the weights contain.
+A version is the number of steps whose gradients the weights contain.
 """
 
 from dataclasses import dataclass, field
@@ -13,10 +13,11 @@ from pagoda.schedule.operations import Operation, SchedulePlan
 
 class UpdateState(Enum):
     ASKING = auto()
-    """It is early: RECLAIM asks whether anything refers to the weights, or has been answered that something does."""
+    """The update is early. RECLAIM asks whether anything refers to the weights, or the answer was that something
+    does."""
     QUEUED = auto()
     LOADING = auto()
-    """Its gradient is on its way to RAM. From here on it is one of the updates under way."""
+    """The gradient is being moved to RAM. From here on, the update counts as under way."""
     RUNNING = auto()
     UNDOING = auto()
 
@@ -28,28 +29,28 @@ class Update:
     unit: int
     records: list[Record]
     speculative: bool = False
-    """Whether `step()` has not yet said that it stands."""
+    """True until `step()` confirms the update."""
     state: UpdateState = UpdateState.QUEUED
     query: Operation | None = None
     """The RECLAIM under way."""
     urgent: bool = False
-    """Whether compute waits for it."""
+    """Whether compute waits for the update."""
     keeps: Run | None = None
-    """Where it keeps the old states for a checkpoint, if it does."""
+    """Where the update keeps the old states for a checkpoint, if it does."""
     admitted: bool = False
-    """Whether it counts among those under way at once."""
+    """Whether the update counts toward the limit of updates under way."""
     has_read: bool = False
-    """Whether it has read its gradient for the last time."""
+    """Whether the update has read its gradient for the last time."""
     has_written: bool = False
-    """Whether it has written the new weights."""
+    """Whether the update has written the new weights."""
     in_two: bool = False
-    """Whether it has two parts."""
+    """Whether the update has two parts."""
     persists: bool = False
-    """Whether its first part is over. It then goes through the queue once more, for the second."""
+    """Whether the first part is over. The update is then queued again for the second part."""
     extent: int = 0
-    """Which extent of the weights it writes: see `Weights.front`."""
+    """The extent of the weights that the update writes: see `Weights.front`."""
     withdrawn: bool = False
-    """It is to be undone as soon as it has ended."""
+    """Whether the update will be undone as soon as it has ended."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,25 +58,25 @@ class Weights:
     """The versions of one unit's weights."""
 
     newest: int = 0
-    """Of the weights that the latest update has written."""
+    """The version that the latest update has written."""
     due: int = 0
-    """Steps that have asked for an update."""
+    """The number of steps that have requested an update."""
     lag: int = 0
-    """How many of these accesses do not see yet: only with asynchronous updates."""
+    """The number of these steps that accesses do not see yet. Not 0 only with asynchronous updates."""
     update: Update | None = None
-    """The one that is queued or under way."""
+    """The update that is queued or under way."""
     asking: Update | None = None
-    """An early one that is not queued yet."""
+    """An early update that is not queued yet."""
     guess: Update | None = None
-    """A speculative one, in any state, until it stands or is undone."""
+    """A speculative update, in any state, until it is confirmed or undone."""
     sharing: int | None = None
-    """The step of an update that was speculative and stands, where the other ranks' parts of it are yet to come."""
+    """The step of a confirmed speculative update while the other ranks' parts of it have not arrived."""
     later: list[Update] = field(default_factory=list)
-    """Those that wait for it to end."""
+    """Updates that wait for `update` to end."""
     open: list[Record] = field(default_factory=list)
-    """Gradients that an asynchronous update is to apply together with those of steps to come."""
+    """Gradients that an asynchronous update will apply together with those of coming steps."""
     front: int = 0
-    """Which extent accesses read, of the two that weights have where updates are asynchronous: 0 or 1."""
+    """The extent that accesses read. With asynchronous updates, weights have two extents, 0 and 1."""
 
     @property
     def version(self) -> int:
@@ -96,10 +97,10 @@ class Versions:
         """Every state has been replaced, in all extents."""
         self.of = [Weights(front=weights.front) for weights in self.of]
         self.failed = False
-        """Whether an update has failed: states are damaged, until all are `restored`."""
+        """Whether an update has failed. States are then damaged until all are `restored`."""
 
     def readable(self, unit: int) -> int | None:
-        """The version of a unit's weights that can be read now; None where something must come first."""
+        """The version of a unit's weights that can be read now. None if an operation must end first."""
         weights = self.of[unit]
         if self.failed or weights.guess is not None or weights.newest < weights.version:
             return None
@@ -108,17 +109,17 @@ class Versions:
         return weights.version
 
     def fetchable(self, unit: int) -> int | None:
-        """The version of a unit's weights that a FETCH can be issued for. Where ranks must agree on fetches, that does
-        not depend on whether its update has ended: the FETCH waits for that."""
+        """The version of a unit's weights for which a FETCH can be issued. If ranks must agree on fetches, it does not
+        depend on whether the update has ended, because the FETCH waits for that."""
         return self.of[unit].version if self._plan.ranks_fetch_alike else self.readable(unit)
 
     def awaited(self, unit: int, version: int) -> tuple[int, ...]:
-        """The step whose gradient makes a version of a unit's weights, where ranks must agree and it is yet to come, or
-        other ranks' parts of it are."""
+        """The step whose update a FETCH of this version must wait for, if ranks must agree and the update, or other
+        ranks' parts of it, have not ended. Otherwise empty."""
         weights = self.of[unit]
         missing = version - weights.newest
         guess = weights.guess
-        if guess is not None and guess.withdrawn and guess.has_written:  # until it is undone, `newest` counts it
+        if guess is not None and guess.withdrawn and guess.has_written:  # `newest` includes it until it is undone
             missing += len(guess.records)
         if missing == 0 and weights.sharing is not None:
             return (weights.sharing,)
@@ -129,12 +130,12 @@ class Versions:
         return (records[missing - 1].step,)
 
     def undoing(self, unit: int) -> bool:
-        """Whether a speculative update of a unit is being undone, or is to be."""
+        """Whether a speculative update of a unit is being undone or will be."""
         guess = self.of[unit].guess
         return guess is not None and guess.withdrawn
 
     def settled(self, unit: int) -> int | None:
-        """The version of a unit's states; None while they change."""
+        """The version of a unit's states. None while they change."""
         weights = self.of[unit]
         update = weights.update
         running = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)

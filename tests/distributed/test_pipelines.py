@@ -206,7 +206,7 @@ def test_what_stages_cannot_do_is_refused_on_each_of_them(ranks: RankServer, tmp
     for stage, said in enumerate(ranks.run("refuse_pipelines", 2, tmp_path)):
         assert "ConfigError" in said["names"]
         assert f"Stages {stage} and {1 - stage} both have 'weight'" in said["names"]
-        assert "Stages have different optimizer: stage 1 not that of stage 0" in said["settings"]
+        assert "Stages have different optimizer: stage 1 differs from stage 0" in said["settings"]
         assert "BudgetError" in said["memory"]
         assert stage == 1 or "Stage 1 cannot hold its share" in said["memory"]
         assert "Stages have multiplied their gradients by different numbers" in said["clipping"]

@@ -126,7 +126,7 @@ def test_a_view_saved_for_backward_is_counted_until_the_graph_is_gone_and_the_le
     ("offset", "nbytes", "why"),
     [
         *((offset, nbytes, "arena of 100 bytes") for offset, nbytes in ((-4, 4), (0, 0), (0, 104), (100, 4), (96, 8))),
-        (2, 4, "offset 2 is not aligned"),
+        (2, 4, "offset 2 is not a multiple"),
         (0, 4, "closed"),
     ],
 )
@@ -172,7 +172,7 @@ def test_pages_are_taken_once_and_no_more_than_there_are() -> None:
         pages.view()[:] = bytes([value]) * pages.nbytes
     assert [pages.nbytes for pages in taken] == [PAGE, 3 * PAGE]
     assert [set(pages.view()) for pages in taken] == [{1}, {2}]
-    with pytest.raises(ValueError, match=r"Run\(start=4, count=2\) of 5 pages in tier 'host'"):
+    with pytest.raises(ValueError, match=r"Run\(start=4, count=2\) is not inside the 5 pages of tier 'host'"):
         host.take(2)
 
 
@@ -195,12 +195,12 @@ def test_views_and_tensors_of_a_run_show_the_same_bytes_and_no_others() -> None:
 def test_bytes_and_pages_outside_are_refused_although_the_arena_has_them() -> None:
     _, leases = leased()
     for offset, nbytes in ((-64, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, 64)):
-        with pytest.raises(ValueError, match=rf"of {2 * PAGE} bytes in tier 'host'"):
+        with pytest.raises(ValueError, match=rf"inside the {2 * PAGE} bytes of tier 'host'"):
             leases.part(FIRST).view(offset, nbytes)
-        with pytest.raises(ValueError, match=rf"of {2 * PAGE} bytes in tier 'host'"):
+        with pytest.raises(ValueError, match=rf"inside the {2 * PAGE} bytes of tier 'host'"):
             leases.part(FIRST).tensor(torch.uint8, nbytes, offset)
     for run in (Run(-1, 2), Run(3, 2)):
-        with pytest.raises(ValueError, match=r"of 4 pages in tier 'host'"):
+        with pytest.raises(ValueError, match=r"inside the 4 pages of tier 'host'"):
             leases.part(run)
 
 

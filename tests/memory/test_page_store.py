@@ -288,7 +288,7 @@ def test_a_damaged_page_table_is_an_error_and_its_pages_are_left_alone(
 def test_a_truncated_page_file_is_an_error_and_not_used_on(ssd: Path, checkpoint: Path) -> None:
     (reference,) = kept([ssd], checkpoint)
     os.truncate(next(ssd.glob("*/pages")), 2 * PAGE)
-    with pytest.raises(StorageError, match=rf"is truncated: it has {2 * PAGE} bytes where .* {12 * PAGE}"):
+    with pytest.raises(StorageError, match=rf"is truncated: it has {2 * PAGE} bytes, but .* {12 * PAGE}"):
         open_commit(reference)
     with open_tier(ssd) as tier:
         run = tier.alloc(4)

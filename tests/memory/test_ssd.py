@@ -195,8 +195,8 @@ def test_a_directory_that_cannot_be_used_is_refused_naming_it_and_the_fix(
 @pytest.mark.parametrize(
     ("free", "error", "why"),
     [
-        ([3 * PAGE // 4], errno.EIO, r"asked 128\.00 KiB \(2 pages\), free 48\.00 KiB, 80\.00 KiB short"),
-        ([2 * PAGE, PAGE], errno.ENOSPC, r"asked 128\.00 KiB .*64\.00 KiB short"),  # others took some meanwhile
+        ([3 * PAGE // 4], errno.EIO, r"128\.00 KiB \(2 pages\) are needed, 48\.00 KiB are free, 80\.00 KiB short"),
+        ([2 * PAGE, PAGE], errno.ENOSPC, r"128\.00 KiB .* are needed.*64\.00 KiB short"),  # others took some meanwhile
         ([4 * PAGE, 4 * PAGE], errno.EDQUOT, "refused by a quota"),
     ],
 )

@@ -56,7 +56,7 @@ def test_pages_never_stored_read_as_zeros_frozen_or_not(tier: Tier, tmp_path: Pa
 def test_pages_are_allocated_once_and_bytes_outside_a_run_and_parts_of_pages_are_refused(tier: Tier) -> None:
     assert [tier.alloc(count) for count in (1, 2)] == [Run(0, 1), Run(1, 2)]
     assert tier.peak_bytes == (3 + 8) * PAGE
-    with pytest.raises(ValueError, match="6 pages of 5 that are left on SSD"):
+    with pytest.raises(ValueError, match="cannot allocate 6 pages on SSD: 5 are left"):
         tier.alloc(6)
     outside = [(-PAGE, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, PAGE), (512, PAGE), (0, 512)]
     for move in (tier.load, tier.store):

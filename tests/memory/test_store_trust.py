@@ -194,7 +194,7 @@ def test_a_page_table_made_up_for_the_commit_is_refused(ssd: Path, checkpoint: P
     line = first.read_bytes().partition(b"\n")[0]
     arrays = second.read_bytes()[:-8].partition(b"\n")[2]
     first.write_bytes(mended(line + b"\n" + arrays))
-    with pytest.raises(StorageError, match="not the page table that the checkpoint was saved with"):
+    with pytest.raises(StorageError, match="not the page table of the checkpoint"):
         committed(references[0], RUN)
 
 

@@ -1,1 +1,1 @@
-"""Pages on SSD: the file of a drive, the slots over several, what is kept of them on disk, and the tier above."""
+"""Pages on SSD: the file on each drive, the slots across several drives, the records on disk, and the tier on top."""

@@ -1,14 +1,15 @@
-"""The forms of what a page store leaves on disk: one record of its geometry, and a page table for every commit.
+"""The formats of the files that a page store leaves on disk: one record of its geometry, and a page table for every
+commit.
 
     DIR/pagoda-ID/store.json      id, page size, directories, slots on each; one in every directory of the store
     DIR/pagoda-ID/pages           the slots of that directory
     DIR/pagoda-ID/commits/COMMIT  one page table; only in the store's first directory
 
-A record is believed only if each field has its form and its id is the one in the folder's name. The directories that it
-names are hints for reading; nothing is ever written or deleted along them.
+A record is accepted only if every field has its form and its id matches the folder's name. The directories in it are
+hints for reading. Nothing is ever written or deleted by following them.
 
-A commit is there as a whole or not at all: its table is written beside, synced and renamed. It names the checkpoint it
-belongs to by the checkpoint's id; the path is a hint for messages.
+A commit exists completely or not at all: its table is written to a temporary file, synced and renamed. It identifies
+its checkpoint by the checkpoint's id. The path is a hint for messages.
 """
 
 import json
@@ -70,18 +71,18 @@ _REFERENCE_FORM = {
 
 @dataclass(frozen=True)
 class Commit:
-    """One page table on disk, and the checkpoint that it is part of."""
+    """A page table on disk, and the checkpoint to which it belongs."""
 
     store: str
     commit: str
     page_bytes: int
     checkpoint_id: str
     checkpoint: str
-    """Absolute path at which the checkpoint was saved; it may have been moved since."""
+    """Absolute path at which the checkpoint was saved. It may have been moved since."""
     table: PageTable
 
     def to_bytes(self) -> bytes:
-        """A line of JSON, slots, hashes, and the xxh3_64 of all that."""
+        """A line of JSON, the slots, the hashes, and the xxh3_64 of all these bytes."""
         fields = {"format": FORMAT, "version": VERSION, "pages": len(self.table.slots), **vars(self)}
         del fields["table"]
         body = json.dumps(fields).encode() + b"\n"
@@ -90,7 +91,7 @@ class Commit:
 
     @staticmethod
     def from_bytes(content: bytes, path: Path) -> "Commit":
-        """Raises StorageError when the content of `path` is truncated or damaged."""
+        """Parse the content of `path`. Raises StorageError if it is truncated or damaged."""
         body, checksum = content[:-8], content[-8:]
         if xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") != checksum:
             raise StorageError(f"the page table {path} is truncated or damaged; use another checkpoint")
@@ -111,23 +112,23 @@ class Commit:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a checkpoint's manifest says of its pages."""
+    """How a checkpoint's manifest refers to its pages."""
 
     store: str
     commit: str
     page_bytes: int
     pages: int
     table: str
-    """xxh3_128 of the page table's file: another table in its place is refused."""
+    """xxh3_128 of the page table's file. A different table in its place is refused."""
     directories: list[str]
-    """Where the store was."""
+    """Where the store was when the checkpoint was saved."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Reference":
-        """Raises StorageError for what `to_json` cannot have written."""
+        """Raises StorageError if `to_json` cannot have written these fields."""
         try:
             check(fields, _REFERENCE_FORM, "reference")
         except FormError as error:
@@ -136,7 +137,7 @@ class Reference:
 
 
 def table_hash(content: bytes) -> str:
-    """What binds a reference to the file of a page table."""
+    """The hash that binds a reference to the file of a page table."""
     return xxhash.xxh3_128_hexdigest(content)
 
 

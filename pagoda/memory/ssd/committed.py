@@ -1,4 +1,4 @@
-"""Reading what a commit keeps, of this process or of another."""
+"""Reads the pages of a commit of this process or another one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,14 +12,14 @@ from pagoda.memory.ssd.record import StoreRecord, locate, open_pages
 
 
 class CommittedPages:
-    """The pages of one commit, read-only and verified. Thread-safe; to be closed.
+    """The pages of one commit, read-only and verified. Thread-safe. Must be closed.
 
-    They need no lock: nobody overwrites them as long as the commit exists, and a page of one that was deleted
-    meanwhile is a CorruptPageError at worst.
+    They need no lock, because nothing overwrites them as long as the commit exists. If the commit is deleted meanwhile,
+    a read raises CorruptPageError at worst.
     """
 
     def __init__(self, record: StoreRecord, commit: Commit) -> None:
-        """Raises StorageError when a page file is missing or shorter than its store says."""
+        """Raises StorageError if a page file is missing or shorter than its store says."""
         self.store = record.id
         self.commit = commit.commit
         self.page_bytes = record.page_bytes
@@ -28,17 +28,17 @@ class CommittedPages:
         self._file = open_pages(record, read_only=True)
 
     def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
-        """Fill `into` with whole pages from byte `offset_bytes` of `run` on; the run is one of the committed tier.
+        """Fill `into` with whole pages, starting at byte `offset_bytes` of `run`. The run is one of the committed tier.
 
-        Raises ValueError for bytes outside the run or the commit, and for parts of pages; CorruptPageError and
-        StorageError as `SSDTier.load` does.
+        Raises ValueError if the bytes are outside the run or the commit, or are not whole pages. Raises
+        CorruptPageError and StorageError like `SSDTier.load`.
         """
         if run.start < 0 or run.stop > self.pages:
-            raise ValueError(f"asked for {run} of a commit of {self.pages} pages")
+            raise ValueError(f"{run} is not in a commit of {self.pages} pages")
         self._file.read(self._table.part(run.part(offset_bytes, into.nbytes, self.page_bytes)), into)
 
     def damaged(self) -> Iterator[str]:
-        """Read every page; yields what is wrong with each that is not as it was written."""
+        """Read every page, and yield an error message for each damaged page."""
         arena = Arena(self.page_bytes)
         into = arena.view(0, self.page_bytes)
         for page in range(self.pages):
@@ -59,10 +59,10 @@ class CommittedPages:
 
 
 def open_commit(reference: Mapping[str, Any], directories: Sequence[str | Path] = ()) -> CommittedPages:
-    """The pages that `PageSnapshot.commit` gave this reference for.
+    """Open the pages of a reference that `PageSnapshot.commit` returned.
 
-    They are looked for in `directories`, then where they were written. Raises StorageError when store or commit is not
-    there, its page table or files are damaged, or the page table is not the one that the reference was given for.
+    Searches `directories` first, then the directories in which the pages were written. Raises StorageError if the store
+    or the commit is missing, if its page table or files are damaged, or if the page table does not match the reference.
     """
     wanted = Reference.from_json(reference)
     record = locate(wanted.store, [*map(Path, directories), *map(Path, wanted.directories)])
@@ -74,7 +74,7 @@ def open_commit(reference: Mapping[str, Any], directories: Sequence[str | Path] 
     commit = record.read_commit(wanted.commit)
     if table_hash(commit.to_bytes()) != wanted.table or len(commit.table.slots) != wanted.pages:
         raise StorageError(
-            f"{record.commit_path(wanted.commit)} is not the page table that the checkpoint was saved with: it was "
-            "replaced; put the original back, or use another checkpoint"
+            f"{record.commit_path(wanted.commit)} is not the page table of the checkpoint, because it was replaced: "
+            "restore the original file, or use another checkpoint"
         )
     return CommittedPages(record, commit)

@@ -21,21 +21,21 @@ _log = logging.getLogger("pagoda")
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _MOST_BUFFERS = 1024
-"""IOV_MAX: buffers of one vectored call."""
+"""IOV_MAX: the most buffers of one vectored call."""
 
 
 class PageFile:
     """`pages` slots of `page_bytes` in a file inside `directory`.
 
-    Invariants: the space is reserved before the constructor returns, so no later write runs out of disk; until
-    `link` the file has no name, so it vanishes with the process however that ends; a slot never written reads as
-    zeros.
+    Invariants: the space is reserved before the constructor returns, so no later write runs out of disk space; until
+    `link` the file has no name, so it vanishes when the process ends for any reason; a slot that was never written
+    reads as zeros.
 
-    Direct I/O (O_DIRECT) where the file system takes it, else buffered with one warning: `direct` says which,
-    `fallback_reason` why not (None when direct). Buffers are to be taken from an `Arena`, as direct I/O needs addresses
-    and lengths that are multiples of 4096.
+    Uses direct I/O (O_DIRECT) if the file system supports it. Otherwise uses buffered I/O and warns once. `direct` says
+    which, and `fallback_reason` says why I/O is buffered (None if it is direct). Take buffers from an `Arena`, because
+    direct I/O needs addresses and lengths that are multiples of 4096.
 
-    Thread-safe: I/O is positional and releases the GIL. `close` after the last transfer, not during it.
+    Thread-safe: I/O is positional and releases the GIL. Call `close` after the last transfer, not during one.
     """
 
     def __init__(
@@ -48,14 +48,15 @@ class PageFile:
         fallback: Callable[[], Path] | None = None,
         read_only: bool = False,
     ) -> None:
-        """A new file; or `existing`, which has a name, and of which `pages` are used.
+        """Creates a new file, or opens the first `pages` of `existing`, which has a name.
 
-        `fallback` makes the name that a new file gets at once where the file system has no files without one that could
-        be named later; left out, such a file stays nameless for good.
+        `fallback` returns the name of a new file if the file system does not support unnamed files that can be linked
+        later. Without `fallback`, such a file never gets a name.
 
-        Raises ConfigError when `pages` is below 1 or `page_bytes` is not a multiple of 4096. Raises StorageError when
-        the directory is missing, cannot be written or has not the space, or when an existing file is missing, shorter
-        than its pages, a symbolic link or no regular file, or has a second name (a hard link) and is to be written to.
+        Raises ConfigError if `pages` is below 1 or `page_bytes` is not a multiple of 4096. Raises StorageError if the
+        directory is missing, cannot be written or has too little space. Also raises StorageError if an existing file is
+        missing, shorter than its pages, a symbolic link or not a regular file, or if it will be written and has a
+        second name (a hard link).
         """
         if pages < 1 or page_bytes < 1 or page_bytes % PAGE_ALIGN:
             raise ConfigError(
@@ -63,7 +64,7 @@ class PageFile:
             )
         self.directory = Path(directory)
         self.path = existing
-        """Its name, once it has one."""
+        """The file's name, once it has one."""
         self.pages = 0 if existing is None else pages
         self.page_bytes = page_bytes
         self.fallback_reason: str | None = None
@@ -72,14 +73,14 @@ class PageFile:
             self._fd = self._create(fallback)
         else:
             self._fd = self._open(existing, os.O_RDONLY if read_only else os.O_RDWR)
-        # Also closes when the object is dropped, which gives the disk space of a file without a name back.
+        # Also closes when the object is dropped, which frees the disk space of a file without a name.
         self._closer = weakref.finalize(self, os.close, self._fd)
         try:
             if existing is None:
                 self.grow(pages)
             elif (size := os.fstat(self._fd).st_size) < self.nbytes:
                 raise StorageError(
-                    f"the page file {existing} is truncated: it has {size} bytes where its store recorded {self.nbytes}"
+                    f"the page file {existing} is truncated: it has {size} bytes, but its store recorded {self.nbytes}"
                 )
             self.fallback_reason = self._refusal_of_direct(writes=existing is None)
         except BaseException:
@@ -102,7 +103,7 @@ class PageFile:
         return self.fallback_reason is None
 
     def is_in(self, folder: Path, name: str) -> bool:
-        """Whether `name` in a folder is this very file, with all of its pages."""
+        """Whether `name` in a folder is the same file, with all of its pages."""
         try:
             with inside(folder.parent, folder.name) as descriptor:
                 there = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
@@ -111,17 +112,18 @@ class PageFile:
         return os.path.samestat(there, os.fstat(self._fd)) and there.st_size >= self.nbytes
 
     def pread(self, page: int, *views: memoryview) -> None:
-        """Fill buffers, in order, from slot `page` on, with as few calls as possible.
+        """Fill buffers in order, starting at slot `page`, with as few calls as possible.
 
-        Raises ValueError when the bytes leave the file; StorageError, naming offset, size and cause, when the disk
+        Raises ValueError if the bytes are outside the file. Raises StorageError with offset, size and cause if the disk
         fails.
         """
         self._transfer("read", page, views)
 
     def pwrite(self, page: int, *views: memoryview) -> None:
-        """Write buffers, in order, from slot `page` on. Raises as `pread` does.
+        """Write buffers in order, starting at slot `page`. Raises like `pread`.
 
-        On return the drive has the bytes (or, buffered, the kernel); they are safe from a loss of power after `sync`.
+        On return the drive has the bytes (or the kernel, if I/O is buffered). After `sync` they survive a loss of
+        power.
         """
         self._transfer("write", page, views)
 
@@ -133,10 +135,10 @@ class PageFile:
             raise self._failed(verb, position, end, "the page file is closed")
         if position < 0 or end > self.nbytes:
             raise ValueError(
-                f"asked to {verb} {end - position} bytes at offset {position} of a page file of {self.nbytes} bytes"
+                f"cannot {verb} {end - position} bytes at offset {position} of a page file of {self.nbytes} bytes"
             )
         call = os.preadv if verb == "read" else os.pwritev
-        # After a short direct transfer, go on from the last whole block: direct I/O cannot start inside one.
+        # After a short direct transfer, continue at the last whole block: direct I/O cannot start inside a block.
         block = PAGE_ALIGN if self.direct else 1
         while position < end:
             try:
@@ -151,7 +153,8 @@ class PageFile:
             buffers = list(_without(buffers, whole))
 
     def grow(self, pages: int) -> None:
-        """Have `pages` slots. Raises StorageError when the disk has not the space; then it keeps those it has."""
+        """Grow to `pages` slots. Raises StorageError if the disk has too little space. The file then keeps its old
+        slots."""
         more = (pages - self.pages) * self.page_bytes
         if more <= 0:
             return
@@ -162,7 +165,7 @@ class PageFile:
             os.posix_fallocate(self._fd, self.nbytes, more)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # Read while the descriptor still holds what it got: that part is ours too.
+                # Read this while the descriptor still holds the part that it got, because that part counts as ours.
                 got = os.fstat(self._fd).st_blocks * 512 - self.nbytes
                 raise self._too_full(more, self._free_bytes() + got) from error
             raise StorageError(
@@ -172,20 +175,21 @@ class PageFile:
         self.pages = pages
 
     def link(self, path: Path) -> None:
-        """Give a file without a name this one, durably; a file that has a name keeps it.
+        """Durably give an unnamed file this name. A file that already has a name keeps it.
 
-        Raises StorageError, also when the folder is a symbolic link, and SyncError.
+        Raises StorageError, also if the folder is a symbolic link, and SyncError.
         """
         what = f"the page file {path} cannot be given its name"
         with storage_errors(what), inside(path.parent.parent, path.parent.name) as folder:
             if self.path is None:
-                # A directory descriptor, though the path is absolute, because only linkat follows the symbolic link.
+                # Pass a directory descriptor although the path is absolute: without it, `os.link` would not follow
+                # the symbolic link.
                 os.link(f"/proc/self/fd/{self._fd}", path.name, dst_dir_fd=folder, follow_symlinks=True)
                 self.path = path
             sync_descriptor(folder, path)
 
     def sync(self) -> None:
-        """Make what was written safe from a loss of power. Raises SyncError."""
+        """Make written bytes survive a loss of power. Raises SyncError."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -195,7 +199,7 @@ class PageFile:
             ) from error
 
     def close(self) -> None:
-        """Close the file; the disk space of one without a name is free again. Idempotent."""
+        """Close the file. The disk space of an unnamed file becomes free. Idempotent."""
         self._closer()
 
     def __enter__(self) -> Self:
@@ -233,31 +237,32 @@ class PageFile:
             if flags != os.O_RDONLY and os.fstat(descriptor).st_nlink != 1:
                 os.close(descriptor)
                 raise StorageError(
-                    f"the page file {path} has a second name (a hard link), and writing to it would change that one too"
+                    f"the page file {path} has a second name (a hard link): writing to it would change that file too"
                 )
         return descriptor
 
     def _free_bytes(self) -> int:
-        """Bytes that an unprivileged user may still take on the file system."""
+        """Bytes that an unprivileged user can still use on the file system."""
         stat = os.fstatvfs(self._fd)
         return stat.f_bavail * stat.f_frsize
 
     def _too_full(self, nbytes: int, free: int) -> StorageError:
-        # A quota refuses although the disk looks free enough; then the shortfall is unknown.
+        # A quota may refuse although the disk seems to have enough free space. The shortfall is then unknown.
         short = f"{format_bytes(nbytes - free)} short" if free < nbytes else "refused by a quota"
         return StorageError(
-            f"SSD directory {self.directory} is too full: asked {format_bytes(nbytes)} "
-            f"({nbytes // self.page_bytes} pages), free {format_bytes(max(free, 0))}, {short}; "
+            f"SSD directory {self.directory} is too full: {format_bytes(nbytes)} "
+            f"({nbytes // self.page_bytes} pages) are needed, {format_bytes(max(free, 0))} are free, {short}; "
             "free some space, lower memory.ssd's size, or name a directory on a larger disk"
         )
 
     def _refusal_of_direct(self, writes: bool) -> str | None:
-        """Switch to direct I/O and prove it by one aligned (write and) read. None, or why it stays buffered."""
+        """Switch to direct I/O, and test it with one aligned write (if `writes`) and read. Returns None, or why I/O
+        stays buffered."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         with mmap.mmap(-1, PAGE_ALIGN) as block:  # zeros, so the slot still reads as never written
             try:
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-                # Some file systems take the flag and refuse the transfer.
+                # Some file systems accept the flag but refuse the transfer.
                 if writes:
                     os.pwritev(self._fd, [block], 0)
                 os.preadv(self._fd, [block], 0)
@@ -280,7 +285,7 @@ class PageFile:
 
 
 def _without(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
-    """What is left of buffers whose first `nbytes` have been moved."""
+    """The buffers without their first `nbytes`, which have been transferred."""
     for buffer in buffers:
         if nbytes < buffer.nbytes:
             yield buffer[nbytes:]

@@ -1,4 +1,4 @@
-"""One owner at a time for an SSD directory."""
+"""Exclusive use of SSD directories."""
 
 import errno
 import fcntl
@@ -12,16 +12,17 @@ from pagoda.errors import StorageError
 
 
 class DirectoryLock:
-    """Exclusive advisory locks (flock) on directories, which leave no file behind and end with the process.
+    """Exclusive advisory locks (flock) on directories. They leave no file behind and end with the process.
 
-    Two in one process exclude each other too. They are this process's alone: a process that it starts or forks has no
-    part in them, whatever that does, and does not keep them when this one ends.
+    Two locks in one process exclude each other too. Locks belong to this process alone: a process that it starts or
+    forks cannot release them, and does not hold them after this process ends.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        """Raises StorageError when a directory is missing, or somebody else holds it (then it says who)."""
+        """Raises StorageError if a directory is missing or locked. The message names the process that holds the
+        lock."""
         self._descriptors: list[int] = []
-        # Also unlocks when the object is dropped, as after an error in the code that made it.
+        # Also unlocks when the object is dropped, for example after an error in the code that created it.
         self._closer = weakref.finalize(self, _unlock, self._descriptors)
         _locks.add(self)
         try:
@@ -32,7 +33,7 @@ class DirectoryLock:
             raise
 
     def close(self) -> None:
-        """Let others have the directories. Idempotent."""
+        """Unlock the directories. Idempotent."""
         self._closer()
 
     def _lock(self, directory: Path) -> None:
@@ -74,7 +75,7 @@ def _unlock(descriptors: list[int], shared: bool = False) -> None:
 
 
 def _abandon_all() -> None:
-    """In a forked process: close its copies of the descriptors, without unlocking the files that they share."""
+    """In a forked process, close its copies of the descriptors without unlocking the files that they share."""
     for lock in _locks:
         _unlock(lock._descriptors, shared=True)
 
@@ -83,7 +84,7 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 def _holder(inode: int) -> str:
-    """Who has the lock, as far as the system tells."""
+    """The process that holds the lock, if the system tells."""
     try:
         with open("/proc/locks") as locks:
             for line in locks:

@@ -1,4 +1,5 @@
-"""Page tables whose checkpoints are not where they were saved, and stores without any: what `pagoda gc` lists."""
+"""Page tables whose checkpoints are not where they were saved, and stores without page tables: what `pagoda gc`
+lists."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,22 +18,22 @@ from pagoda.memory.ssd.slots import slots_of
 
 @dataclass(frozen=True)
 class Orphan:
-    """Something in an SSD directory that nobody seems to need."""
+    """Something in an SSD directory that seems to be no longer needed."""
 
     store: StoreRecord
     commit: Commit | None
-    """None: the store as a whole, which has no page tables."""
+    """None: the orphan is the whole store, which has no page tables."""
     why: str
     written: float
-    """When, in seconds since 1970."""
+    """The time at which it was written, in seconds since 1970."""
     nbytes: int
-    """What deleting it, and all other orphans of the store, frees for it."""
+    """Its share of the bytes that deleting all orphans of the store frees."""
 
 
 def why_orphaned(commit: Commit, keep: Collection[str] = ()) -> str | None:
-    """Why a commit looks as if nobody needed it; None while its checkpoint is where it was saved.
+    """Why a commit seems to be no longer needed. None if its checkpoint is where it was saved.
 
-    `keep` are ids of checkpoints that are known to be elsewhere.
+    `keep`: ids of checkpoints that are known to be elsewhere.
     """
     place = Path(commit.checkpoint)
     there = checkpoint_id_of(place)
@@ -50,7 +51,7 @@ def why_orphaned(commit: Commit, keep: Collection[str] = ()) -> str | None:
 
 
 def why_abandoned(commit: Commit) -> str | None:
-    """Why nobody can ever need a commit; None where that is not certain."""
+    """Why a commit can never be needed again. None if that is not certain."""
     if never_completed(Path(commit.checkpoint), commit.checkpoint_id):
         return "it was never completed"
     if being_removed(Path(commit.checkpoint), commit.checkpoint_id):
@@ -59,7 +60,7 @@ def why_abandoned(commit: Commit) -> str | None:
 
 
 def orphans_in(directory: Path, keep: Collection[str] = ()) -> Iterator[Orphan]:
-    """What looks orphaned in one directory, the oldest store first. Damaged page tables are no orphans."""
+    """Orphans in one directory, the oldest store first. Damaged page tables are not orphans."""
     for store, stripe in stores_in(directory):
         if stripe:
             continue  # page tables are with the first stripe
@@ -82,10 +83,11 @@ def orphans_in(directory: Path, keep: Collection[str] = ()) -> Iterator[Orphan]:
 
 
 def drop(orphans: Sequence[Orphan], directories: Sequence[Path]) -> Iterator[StoreRecord]:
-    """Delete orphans, and the stores in `directories` that have no page tables then; yields those of which something
-    stays, because a part is in no directory that was named or something else is there. For the holder of the locks.
+    """Delete orphans, and the stores in `directories` that have no page tables afterwards. The caller must hold the
+    locks.
 
-    Raises StorageError.
+    Yields the stores that are not deleted completely, because a part is in none of the given directories or because a
+    folder contains something else. Raises StorageError.
     """
     for orphan in orphans:
         if orphan.commit is not None:
@@ -98,9 +100,9 @@ def drop(orphans: Sequence[Orphan], directories: Sequence[Path]) -> Iterator[Sto
 
 
 def gc_hint(directories: Iterable[Path], stores: bool = True) -> str:
-    """A sentence for errors about too little room: what `pagoda gc` would free. Empty where that is nothing.
+    """A sentence for errors about too little room: what `pagoda gc` would free. Empty if it would free nothing.
 
-    With `stores` that includes stores that keep no checkpoint.
+    `stores`: also count stores that keep no checkpoint.
     """
     directories = list(directories)
     orphans = [orphan for directory in directories for orphan in orphans_in(directory)]

@@ -1,4 +1,4 @@
-"""The folders of a page store: what is read from them, and what is written to and deleted from them."""
+"""The folders of a page store: reading, writing and deleting their files."""
 
 import contextlib
 import json
@@ -27,13 +27,13 @@ class StoreRecord:
     id: str
     page_bytes: int
     directories: tuple[Path, ...]
-    """Where its stripes are, in order; as read from a file, where they were."""
+    """Where its stripes are, in order. In a record read from a file: where they were."""
     portions: tuple[tuple[int, ...], ...]
-    """Slots on each directory, one entry for each time the store grew."""
+    """Slots in each directory, with one entry for each time the store grew."""
 
     @property
     def name(self) -> str:
-        """What the store's folder in each of its directories is called."""
+        """The name of the store's folder in each of its directories."""
         return f"{PREFIX}{self.id}"
 
     @property
@@ -47,18 +47,18 @@ class StoreRecord:
         return tuple(map(sum, zip(*self.portions, strict=True)))
 
     def commit_path(self, commit: str) -> Path:
-        """Where a page table is, for messages."""
+        """The path of a page table, for messages."""
         return self.folders[0] / COMMITS / commit
 
     def commit_ids(self) -> list[str]:
-        """Ids of the commits on disk, oldest first. Raises StorageError when that cannot be told."""
+        """Ids of the commits on disk, oldest first. Raises StorageError if the folder cannot be read."""
         what = f"{self.folders[0] / COMMITS} cannot be read"
         with storage_errors(what), contextlib.suppress(FileNotFoundError), self._commits() as commits:
             return sorted(filter(COMMIT_ID.fullmatch, os.listdir(commits)))
         return []
 
     def readable_commits(self) -> list[Commit]:
-        """The commits on disk, oldest first, without those whose page tables are damaged or cannot be read."""
+        """The commits on disk, oldest first, except those whose page tables are damaged or cannot be read."""
         found = []
         with contextlib.suppress(StorageError):
             for commit in self.commit_ids():
@@ -67,19 +67,20 @@ class StoreRecord:
         return found
 
     def content(self, stripe: int) -> bytes:
-        """What the record in one of the directories says."""
+        """The content of the record's file in one of the directories."""
         fields = {"format": FORMAT, "version": VERSION, "id": self.id, "page_bytes": self.page_bytes}
         directories = [str(directory) for directory in self.directories]
         return json.dumps({**fields, "directories": directories, "stripe": stripe, "portions": self.portions}).encode()
 
     def is_written(self, stripe: int) -> bool:
-        """Whether the record on disk says what this one does."""
-        with contextlib.suppress(OSError):  # a StorageError is one
+        """Whether the record on disk equals this record."""
+        with contextlib.suppress(OSError):  # includes StorageError
             return read_store(self.directories[stripe], self.id) == (self, stripe)
         return False
 
     def write(self) -> None:
-        """Write the record durably into every directory, the first one last: that one is what a store is found by.
+        """Write the record durably to every directory. The first directory is last, because stores are found by its
+        record.
 
         Creates the store's folders. Raises StorageError.
         """
@@ -95,7 +96,7 @@ class StoreRecord:
                 sync_descriptor(top, self.folders[stripe])
 
     def write_commit(self, commit: str, content: bytes) -> None:
-        """Write a page table durably. Raises StorageError; then there is no such table."""
+        """Write a page table durably. Raises StorageError. The table then does not exist."""
         what = f"the page table {self.commit_path(commit)} cannot be written"
         with storage_errors(what), self._commits() as commits:
             try:
@@ -106,7 +107,8 @@ class StoreRecord:
                 raise
 
     def read_commit(self, commit: str) -> Commit:
-        """A page table of this store. Raises StorageError when it is missing, truncated, damaged or another's."""
+        """A page table of this store. Raises StorageError if it is missing, truncated, damaged or belongs to another
+        store."""
         path = self.commit_path(commit)
         with storage_errors(f"the page table {path} cannot be read"), self._commits() as commits:
             content = read_regular(commit, dir_fd=commits)
@@ -118,7 +120,7 @@ class StoreRecord:
         return found
 
     def remove_commit(self, commit: str) -> None:
-        """Delete a page table durably; one that is not there is none. Raises StorageError."""
+        """Delete a page table durably. Does nothing if it does not exist. Raises StorageError."""
         path = self.commit_path(commit)
         what = f"the page table {path} cannot be deleted"
         with storage_errors(what), contextlib.suppress(FileNotFoundError), self._commits() as commits:
@@ -126,12 +128,12 @@ class StoreRecord:
             sync_descriptor(commits, path)
 
     def remove(self) -> bool:
-        """Delete the store's own files, in every directory whose record says that they are this store's; returns
-        whether all of it is gone.
+        """Delete the store's own files in every directory whose record matches this store. Returns whether everything
+        is gone.
 
-        The records of several stripes must also agree that these belong together: one may be a copy, and the others are
-        needed by the original. Whatever else is in the folders stays, and so do the folders then. For the holder of the
-        directories' locks.
+        The records of several stripes must also agree that they belong together, because one may be a copy while the
+        original needs the others. Any other file in the folders stays, and then the folders stay too. The caller must
+        hold the locks of the directories.
         """
         for stripe, directory in reversed([*enumerate(self.directories)]):
             with contextlib.suppress(OSError), inside(directory) as top:
@@ -142,7 +144,7 @@ class StoreRecord:
                         with contextlib.suppress(OSError):
                             os.rmdir(COMMITS, dir_fd=folder)
                         _unlink_regular(folder, RECORD)
-                os.rmdir(self.name, dir_fd=top)  # refused unless it is empty
+                os.rmdir(self.name, dir_fd=top)  # fails unless it is empty
         return not any(map(os.path.lexists, self.folders))
 
     def _commits(self) -> contextlib.AbstractContextManager[int]:
@@ -151,7 +153,8 @@ class StoreRecord:
 
 
 def locate(store: str, places: Sequence[Path]) -> StoreRecord | None:
-    """A store all of whose stripes are in `places`, the first of each; None if some are not."""
+    """The store whose stripes are all in `places`. The first copy of each stripe counts. None if a stripe is
+    missing."""
     found: dict[int, Path] = {}
     record: StoreRecord | None = None
     for place in places:
@@ -168,7 +171,7 @@ def locate(store: str, places: Sequence[Path]) -> StoreRecord | None:
 
 
 def open_pages(store: StoreRecord, read_only: bool = False) -> StripedFile:
-    """The slots of a store on disk. Raises StorageError when a page file is missing or shorter than the record says."""
+    """The slots of a store on disk. Raises StorageError if a page file is missing or shorter than the record says."""
     stripes = zip(store.directories, store.pages_of_files, store.folders, strict=True)
     files = (
         PageFile(directory, pages, store.page_bytes, existing=folder / PAGES, read_only=read_only)
@@ -178,10 +181,10 @@ def open_pages(store: StoreRecord, read_only: bool = False) -> StripedFile:
 
 
 def stores_in(directory: Path) -> list[tuple[StoreRecord, int]]:
-    """(store, number of the stripe that is here) of every store in a directory, oldest first."""
+    """(store, number of the stripe in this directory) for every store in a directory, oldest first."""
     found = []
     for store in _ids(directory):
-        with contextlib.suppress(OSError):  # a StorageError is one
+        with contextlib.suppress(OSError):  # includes StorageError
             record, stripe = read_store(directory, store)
             here = Path(os.path.realpath(directory))
             places = (*record.directories[:stripe], here, *record.directories[stripe + 1 :])
@@ -191,7 +194,8 @@ def stores_in(directory: Path) -> list[tuple[StoreRecord, int]]:
 
 
 def unknown_in(directory: Path) -> Iterator[str]:
-    """Why each folder that looks like a store is none that this Pagoda can use. Nobody deletes such a folder."""
+    """For each folder that looks like a store but cannot be used by this Pagoda: why. Such folders are never
+    deleted."""
     for store in _ids(directory, of_any_form=True):
         folder = directory / f"{PREFIX}{store}"
         if os.path.lexists(folder / RECORD):
@@ -204,9 +208,9 @@ def unknown_in(directory: Path) -> Iterator[str]:
 
 
 def read_store(directory: Path, store: str) -> tuple[StoreRecord, int]:
-    """The record in a store's folder and the number of its stripe.
+    """The record in a store's folder, and the number of its stripe.
 
-    Raises StorageError when there is none, the folder is a symbolic link, or a field does not have its form.
+    Raises StorageError if there is no record, the folder is a symbolic link, or a field does not have its form.
     """
     path = directory / f"{PREFIX}{store}"
     with storage_errors(f"{path / RECORD} cannot be read"), inside(directory, f"{PREFIX}{store}") as folder:
@@ -214,7 +218,7 @@ def read_store(directory: Path, store: str) -> tuple[StoreRecord, int]:
 
 
 def _record_in(folder: int, path: Path, store: str) -> tuple[StoreRecord, int]:
-    """The same for the open folder at `path`. Raises OSError too."""
+    """Like `read_store`, for the open folder at `path`. Raises OSError too."""
     content = read_regular(RECORD, dir_fd=folder)
     try:
         fields = fields_of(content, RECORD_FORM)
@@ -232,12 +236,12 @@ def _record_in(folder: int, path: Path, store: str) -> tuple[StoreRecord, int]:
 
 
 def bytes_of_stores(directory: Path, but: str = "") -> int:
-    """Bytes that page files with names take in a directory, without those of the store `but`."""
+    """Bytes of the named page files in a directory, except that of the store `but`."""
     return sum(bytes_of_store(directory, store) for store in _ids(directory) if store != but)
 
 
 def bytes_of_store(directory: Path, store: str) -> int:
-    """Bytes that a store's page file takes in a directory; 0 where there is none."""
+    """Bytes of a store's page file in a directory. 0 if there is none."""
     with contextlib.suppress(OSError):
         status = os.lstat(directory / f"{PREFIX}{store}" / PAGES)
         return status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
@@ -245,8 +249,8 @@ def bytes_of_store(directory: Path, store: str) -> int:
 
 
 def remove_temporary_files(record: StoreRecord, stripe: int) -> None:
-    """Delete what a crash left of files that were being written in the folder of a stripe: regular files whose names
-    are those that `replace_file` gives them. For the holder of the directory's lock."""
+    """Delete files that a crash left half-written in the folder of a stripe: regular files with the temporary names
+    that `replace_file` uses. The caller must hold the directory's lock."""
     directory = record.directories[stripe]
     with contextlib.suppress(OSError), inside(directory, record.name) as folder:
         _unlink_regular(folder, RECORD + TEMPORARY)
@@ -256,7 +260,7 @@ def remove_temporary_files(record: StoreRecord, stripe: int) -> None:
 
 
 def _unlink_regular(directory: int, *names: str) -> None:
-    """Delete regular files in an open directory; anything else of those names stays."""
+    """Delete regular files in an open directory. Anything else with these names stays."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
@@ -264,7 +268,7 @@ def _unlink_regular(directory: int, *names: str) -> None:
 
 
 def _ids(directory: Path, of_any_form: bool = False) -> list[str]:
-    """What follows the prefix in the names of a directory's folders, where it has the form of a store's id."""
+    """The store ids in the names of a directory's folders, or with `of_any_form`, whatever follows the prefix."""
     try:
         names = sorted(os.listdir(directory))
     except OSError:

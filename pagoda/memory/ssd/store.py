@@ -1,4 +1,5 @@
-"""A page store in its directories: found or made, locked, named at its first commit, deleted when nothing is kept."""
+"""A page store in its directories: opens or creates it, locks it, names its files at the first commit, and deletes it
+if nothing is committed."""
 
 import logging
 import os
@@ -37,18 +38,18 @@ _log = logging.getLogger("pagoda")
 
 
 class PageStore:
-    """Slots for `pages` pages and `spare` more, striped over directories that nobody else may use meanwhile.
+    """Slots for `pages` pages and `spare` more, striped over directories that it locks for its own use.
 
-    Until the first commit the files have no name, where the file system can do that, so that a process that ends
-    before leaves nothing behind. A store of the same page size that commits have left in the same directories is used
-    on, and grown until it has free slots for all pages beside what they keep. Stores of another page size or other
-    stripes are left alone, and what they take counts against the limits.
+    Until the first commit the files have no name, if the file system supports that, so a process that ends earlier
+    leaves nothing behind. If commits have left a store of the same page size in the same directories, that store is
+    reused. It grows until it has free slots for all pages in addition to those that the commits keep. Stores with
+    another page size or other stripes are left alone, and their size counts against the limits.
 
-    **What it deletes.** Opening deletes nothing but what a crash left of Pagoda's own files, in folders whose record is
-    valid and whose directory is locked: files that were being written (`remove_temporary_files`), and page tables of a
-    checkpoint that was never completed, or that Pagoda was deleting, which its directory shows (`why_abandoned`).
-    `close` deletes this store's own files if no page table is left. Nothing is deleted
-    along a path read from a file, or through a symbolic link.
+    **What it deletes.** Opening deletes only Pagoda's own files that a crash left, in folders whose record is valid and
+    whose directory is locked. These are half-written files (`remove_temporary_files`) and page tables of a checkpoint
+    that was never completed or that Pagoda was deleting, as its directory shows (`why_abandoned`). `close` deletes this
+    store's own files if no page table is left. Nothing is deleted along a path read from a file, or through a symbolic
+    link.
 
     Thread-safe.
     """
@@ -59,17 +60,17 @@ class PageStore:
     """The slots."""
 
     def __init__(self, directories: Mapping[Path, int | None], pages: int, page_bytes: int, spare: int) -> None:
-        """`directories` has most bytes of each, None for no limit.
+        """`directories` maps each directory to its limit in bytes; None means no limit.
 
-        Raises StorageError when a directory is missing, held by somebody else, cannot be written or has not the
-        space, BudgetError when the limits leave too little beside what commits in the directories keep.
+        Raises StorageError if a directory is missing, locked by another store, cannot be written or has too little
+        space. Raises BudgetError if the limits leave too little in addition to what commits in the directories keep.
         """
         self._limits = dict(directories)
         self._pages = pages
         self._spare = spare
         self._page_bytes = page_bytes
         self.commits: list[Commit] = []
-        """Those found when it was opened, oldest first."""
+        """The commits that were found when the store was opened, oldest first."""
         self._recorded = False
         """Whether the files have names and the record is on disk."""
         self._committing = threading.Lock()
@@ -88,12 +89,12 @@ class PageStore:
     def commit(self, table: PageTable, checkpoint: Path, checkpoint_id: str) -> Reference:
         """Make pages durable, then the table that refers to them.
 
-        Raises StorageError when that fails, or when a file of the store was deleted or replaced since it was opened;
-        then nothing is committed. After a sync that failed, every commit fails.
+        Raises StorageError if that fails, or if a file of the store was deleted or replaced since it was opened. Then
+        nothing is committed. After a failed sync, every commit fails.
         """
         with self._committing:
             if self._sync_error is not None:
-                raise SyncError(f"nothing more can be kept on SSD by this run: {self._sync_error}")
+                raise SyncError(f"this run can keep nothing more on SSD: {self._sync_error}")
             try:
                 if not self._recorded:
                     self._record()
@@ -118,17 +119,18 @@ class PageStore:
         self._lock.close()
 
     def _record(self) -> None:
-        """Give the store its name, at its first commit: the record first, so that no file is ever without one."""
+        """Name the store's files, at its first commit. The record comes first, so that no file ever exists without
+        one."""
         self.record.write()
         for file, folder in zip(self.file.files, self.record.folders, strict=True):
             file.link(folder / PAGES)
         for directory in self.record.directories:
-            with suppress(PermissionError):  # the directory may have been made just now, as those of ranks are
+            with suppress(PermissionError):  # the directory may be new, like those of ranks
                 sync_directory(directory.parent)
         self._recorded = True
 
     def _check_in_place(self) -> None:
-        """Raises StorageError where the files that this process writes to are not those that others will find."""
+        """Raises StorageError if the files that this process writes to are not the ones at their paths."""
         for stripe, (file, folder) in enumerate(zip(self.file.files, self.record.folders, strict=True)):
             if not self.record.is_written(stripe):
                 missing = RECORD
@@ -137,8 +139,8 @@ class PageStore:
             else:
                 continue
             raise StorageError(
-                f"{folder / missing} was deleted, moved or replaced while it was in use: this run's state on SSD can "
-                "no longer be kept. Start again with --resume, from the last checkpoint"
+                f"{folder / missing} was deleted, moved or replaced while it was in use, so this run can no longer "
+                "keep its state on SSD. Start again from the last checkpoint with --resume"
             )
 
     def _create(self) -> None:
@@ -157,12 +159,12 @@ class PageStore:
             raise
 
     def _named(self, stripe: int) -> Path:
-        """The name of a page file that must have one from the start, in a folder that says whose it is."""
+        """The name of a page file that needs one from the start. Its folder gets a record first."""
         self.record.write()
         return self.record.folders[stripe] / PAGES
 
     def _reuse(self) -> bool:
-        """Open the newest store of this geometry that is here; False when there is none."""
+        """Open the newest store in these directories with this geometry. Returns False if there is none."""
         here = [directory.resolve() for directory in self._limits]
         for found, _ in reversed(stores_in(here[0])):
             record = locate(found.id, here)
@@ -173,7 +175,7 @@ class PageStore:
                 commits = [record.read_commit(commit) for commit in record.commit_ids()]
                 self.file = open_pages(record)
             except (StorageError, ConfigError) as error:
-                _log.warning("%s. Its store is left alone, and a new one made beside it", error)
+                _log.warning("%s. Its store is left alone, and a new one is created", error)
                 continue
             self.record, self.commits, self._recorded = record, commits, True
             try:
@@ -187,7 +189,8 @@ class PageStore:
         return False
 
     def _make_room(self) -> None:
-        """Grow until all pages fit beside what the commits keep. The record follows once the new slots are durable."""
+        """Grow until all pages fit in addition to what the commits keep. Writes the record once the new slots are
+        durable."""
         kept = len(slots_of(commit.table for commit in self.commits))
         more = self._pages + max(self._spare, kept) - self.file.slots
         if more > 0:
@@ -197,7 +200,7 @@ class PageStore:
             self.record.write()
 
     def _portion(self, slots: int, have: Sequence[int], kept: int = 0, own: str = "") -> tuple[int, ...]:
-        """How many of `slots` each directory gets beside the `have` slots of the store `own`."""
+        """How many of `slots` each directory gets in addition to the `have` slots of the store `own`."""
         page = self._page_bytes
         others = [bytes_of_stores(directory, but=own) for directory in self._limits]
         limits = [
@@ -211,7 +214,7 @@ class PageStore:
             if any(others):
                 taken.append(f"stores of another page size or other directories take {format_bytes(sum(others))}")
             raise BudgetError(
-                f"SSD {', '.join(map(str, self._limits))}: {format_bytes(slots * page)} more are needed and "
+                f"SSD {', '.join(map(str, self._limits))}: {format_bytes(slots * page)} more are needed, but only "
                 f"{format_bytes(room * page)} are allowed"
                 f"{'; ' + ' and '.join(taken) + ': delete checkpoints (see pagoda inspect),' if taken else ':'} "
                 f"raise memory.ssd='DIR:SIZE', or name another directory.{gc_hint(self._limits)}",
@@ -221,9 +224,9 @@ class PageStore:
 
 
 def _tidy(directory: Path) -> None:
-    """Delete what a crash left of Pagoda's own files in a locked directory; `PageStore` says what that may be, and why.
+    """Delete Pagoda's own files that a crash left in a locked directory. `PageStore` says which, and why.
 
-    Warns of what looks like a store and is none, and of what looks orphaned.
+    Warns of folders that look like a store but are not, and of orphans.
     """
     for reason in unknown_in(directory):
         _log.warning("%s; the folder is left alone", reason)
@@ -233,15 +236,15 @@ def _tidy(directory: Path) -> None:
             why = why_abandoned(commit)
             if why is not None:
                 _log.warning("checkpoint %s: %s; its pages on SSD are free again", commit.checkpoint, why)
-                with suppress(StorageError):  # then the next to open it does
+                with suppress(StorageError):  # the next one to open it will remove it
                     store.remove_commit(commit.commit)
     if hint := gc_hint([directory], stores=False):
         _log.warning("SSD directory %s:%s", directory, hint)
 
 
 def _check_no_copy(record: StoreRecord) -> None:
-    """Raises StorageError for a store of several stripes of which one may be a copy of another that is still in use:
-    the stripes that the two share must not be written to for the one, because the other needs them as they are."""
+    """Raises StorageError if a stripe of a store with several stripes may be a copy whose original is still in use. The
+    stripes that both share must then not be written to, because the original needs them unchanged."""
     here = record.directories
     written = {read_store(directory, record.id)[0].directories for directory in here}
     if len(written) > 1:
@@ -252,7 +255,7 @@ def _check_no_copy(record: StoreRecord) -> None:
     for stripe, place in enumerate(written.pop()) if len(here) > 1 else ():
         try:
             copied = read_store(place, record.id)[1] == stripe and not os.path.samefile(place, here[stripe])
-        except OSError:  # a StorageError is one: nothing of the store is there
+        except OSError:  # includes StorageError: nothing of the store is there
             continue
         if copied:
             raise StorageError(

@@ -1,4 +1,4 @@
-"""Verified pages over the files of several drives."""
+"""Verified pages in the files of several drives."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,17 +13,17 @@ from pagoda.memory.ssd.xxh3 import hashes_of
 
 
 class StripedFile:
-    """Slots [0, slots) over the page files of several drives, so that adjoining slots lie on different ones.
+    """Slots [0, slots) in the page files of several drives. Adjacent slots are on different drives.
 
-    Slots were laid in `portions`, each a number of slots on every drive: round robin, and past the drives whose
-    share is full. A file that grows gets one portion more, so no slot ever moves.
+    Slots were laid out in `portions`, each a number of slots on every drive: round robin, without the drives whose
+    share is full. A file that grows gets one more portion, so no slot ever moves.
 
-    Thread-safe as `PageFile` is; transfers of a call follow each other, one for each drive and stretch of slots that
-    adjoin there, so what keeps several drives busy is several threads.
+    Thread-safe like `PageFile`. A call makes its transfers one after another, one for each drive and stretch of slots
+    that are adjacent there. Several threads are needed to keep several drives busy.
     """
 
     def __init__(self, files: Iterable[PageFile], portions: Iterable[Sequence[int]]) -> None:
-        """Takes the files over, which may be opened one by one as they are asked for: when one cannot be, all are
+        """Takes ownership of the files. An iterable that opens files lazily is allowed: if one fails to open, all are
         closed."""
         with contextlib.ExitStack() as opened:
             self.files = tuple(opened.enter_context(file) for file in files)
@@ -32,9 +32,10 @@ class StripedFile:
         self.page_bytes = self.files[0].page_bytes
 
     def read(self, table: PageTable, into: memoryview) -> None:
-        """Fill `into` with the pages of `table`, those never written with zeros.
+        """Fill `into` with the pages of `table`. Pages that were never written are filled with zeros.
 
-        Raises CorruptPageError for the first page whose bytes have another hash, StorageError when the disk fails.
+        Raises CorruptPageError for the first page whose bytes have a different hash, and StorageError if the disk
+        fails.
         """
         page = self.page_bytes
         written = table.slots != UNWRITTEN
@@ -49,24 +50,24 @@ class StripedFile:
             file = self.files[self._drive[slot]]
             raise CorruptPageError(
                 f"{file.path or f'the page file in {file.directory}'} at offset {self._page[slot] * page} does not "
-                f"hold what was written there: {page} bytes have the hash {int(found[index]):016x} where "
-                f"{int(table.hashes[index]):016x} was stored; check the disk (dmesg), then resume from another "
+                f"hold what was written there: {page} bytes have the hash {int(found[index]):016x} instead "
+                f"of {int(table.hashes[index]):016x}; check the disk (dmesg), then resume from another "
                 "checkpoint"
             )
 
     def write(self, slots: Slots, data: memoryview) -> None:
-        """Write whole pages to these slots. Raises as `PageFile.pwrite` does."""
+        """Write whole pages to these slots. Raises like `PageFile.pwrite`."""
         for file, first, views in self._stretches(slots, data):
             file.pwrite(first, *views)
 
     def grow(self, portion: Sequence[int]) -> None:
-        """Add a portion. Raises StorageError when a disk has not the space."""
+        """Add a portion. Raises StorageError if a disk has too little space."""
         for file, more in zip(self.files, portion, strict=True):
             file.grow(file.pages + more)
         self._lay([*self.portions, portion])
 
     def sync(self) -> None:
-        """Make what was written safe from a loss of power, on every drive."""
+        """Make written bytes survive a loss of power, on every drive."""
         for file in self.files:
             file.sync()
 
@@ -75,7 +76,7 @@ class StripedFile:
             file.close()
 
     def _lay(self, portions: Iterable[Sequence[int]]) -> None:
-        """Compute the drive and the page of its file for every slot."""
+        """Compute for every slot its drive and its page in that drive's file."""
         self.portions = tuple(map(tuple, portions))
         drives: list[npt.NDArray[np.int64]] = []
         for portion in self.portions:
@@ -90,7 +91,7 @@ class StripedFile:
             self._page[mine] = np.arange(file.pages)
 
     def _stretches(self, slots: Slots, data: memoryview) -> Iterator[tuple[PageFile, int, list[memoryview]]]:
-        """(file, first page, buffers) of every stretch of pages that adjoin on a drive."""
+        """(file, first page, buffers) of every stretch of pages that are adjacent on a drive."""
         size = self.page_bytes
         drives, pages = self._drive[slots].tolist(), self._page[slots].tolist()
         for index, file in enumerate(self.files):
@@ -108,7 +109,8 @@ class StripedFile:
 
 
 def portion_of(slots: int, limits: Sequence[int | None]) -> tuple[int, ...] | None:
-    """How many of `slots` go to each drive: as equal as `limits` (slots; None for no limit) allow. None: too many."""
+    """How many of `slots` go to each drive: as equal as `limits` allow (in slots; None for no limit). None if they do
+    not fit."""
     most = [slots if limit is None else limit for limit in limits]
     if sum(most) < slots:
         return None

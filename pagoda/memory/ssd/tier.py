@@ -26,39 +26,40 @@ from pagoda.memory.ssd.xxh3 import hashes_of
 _log = logging.getLogger("pagoda")
 
 _LOOK_AGAIN_S = 0.5
-"""How often a store that waits for free slots looks whether anybody is still about to free some."""
+"""Seconds after which a store that waits for free slots checks again whether any will become free."""
 
 _live: "weakref.WeakValueDictionary[str, SSDTier]" = weakref.WeakValueDictionary()
 """store id -> the tier that has it open in this process."""
 
 
 class SSDTier:
-    """Pages on one or several drives, out of place and verified.
+    """Pages on one or several drives, written out of place and verified.
 
-    Where a page lies is the slot table's business, not the run's: a store to a page that nothing else refers to
-    overwrites its slot, and one to a page that a snapshot or a commit keeps goes to a free slot. `spare` slots beyond
-    the pages make that possible: a commit of all pages takes at most as many slots as pages have changed since.
+    The slot table decides where a page is stored. A store to a page to which nothing else refers overwrites its slot. A
+    store to a page that a snapshot or a commit keeps goes to a free slot. The `spare` slots make that possible: a
+    commit of all pages takes at most as many slots as pages have changed since.
 
-    Every store hashes each page (xxh3_64), every load compares. Pages never stored read as zeros. One load or store is
-    atomic with every other that touches its pages, and with `PageSnapshot.add`.
+    Every store hashes each page (xxh3_64), and every load compares. Pages that were never stored read as zeros. Each
+    load or store is atomic with respect to others that touch its pages, and to `PageSnapshot.add`.
 
     The directories are locked from the constructor to `close`. Pages of commits that `PageStore` finds there can be
     adopted.
 
-    Thread-safe, but for `alloc`. `_changed` guards the slot table and all bookkeeping; I/O and hashing run outside.
+    Thread-safe, except for `alloc`. `_changed` guards the slot table and all bookkeeping. I/O and hashing run outside.
     """
 
     def __init__(self, directories: Mapping[Path, int | None], pages: int, page_bytes: int, spare: int = 0) -> None:
-        """`pages` that can be allocated, and `spare` slots; `directories` has most bytes of each, None for no limit.
+        """`pages` can be allocated. `spare` is the number of additional slots. `directories` maps each directory to its
+        limit in bytes; None means no limit.
 
-        Raises StorageError and BudgetError as `PageStore` does.
+        Raises StorageError and BudgetError like `PageStore`.
         """
         self.page_bytes = page_bytes
         self._spare = spare
         self._allocated = 0
         self._changed = threading.Condition()
         self._kept: list[_Kept] = []
-        """What snapshots keep that have not ended."""
+        """What the open snapshots keep."""
         self._closed = False
         self._store = PageStore(directories, pages, page_bytes, spare)
         self._table = SlotTable(pages, self._store.file.slots)
@@ -69,7 +70,7 @@ class SSDTier:
 
     @property
     def record(self) -> StoreRecord:
-        """Its store, with the directories that it has locked."""
+        """The tier's store, with the directories that it has locked."""
         return self._store.record
 
     @property
@@ -80,7 +81,7 @@ class SSDTier:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the pages that were allocated, and of all spare slots: their space is reserved."""
+        """Bytes of the allocated pages and of all spare slots, whose space is reserved."""
         return (self._allocated + self._spare) * self.page_bytes
 
     @property
@@ -89,23 +90,23 @@ class SSDTier:
         return {file.directory: file.nbytes for file in self._store.file.files}
 
     def room_beside(self, gone: Collection[str]) -> int:
-        """Slots beyond those of all pages and of the commits that are here, without the commits `gone`."""
+        """Slots in addition to those of all pages and of the present commits, not counting the commits `gone`."""
         with self._changed:
             kept = slots_of(table for commit, table in self._commits.items() if commit not in gone)
         return self._table.slots - self._table.pages - len(kept)
 
     def alloc(self, pages: int) -> Run:
-        """The next pages that nobody has, for good. Raises ValueError when there are too few."""
+        """Permanently allocate the next free pages. Raises ValueError if there are too few."""
         if self._allocated + pages > self._table.pages:
-            raise ValueError(f"asked for {pages} pages of {self._table.pages - self._allocated} that are left on SSD")
+            raise ValueError(f"cannot allocate {pages} pages on SSD: {self._table.pages - self._allocated} are left")
         self._allocated += pages
         return Run(self._allocated - pages, pages)
 
     def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
-        """Read whole pages; their content is that of the latest store that has ended.
+        """Read whole pages, with the content of the latest store that has ended.
 
-        Raises ValueError when the bytes leave the run, and unless offset and length are multiples of the page size,
-        CorruptPageError for bytes that are not those that were stored, StorageError when the disk fails.
+        Raises ValueError if the bytes are outside the run, or if offset or length is not a multiple of the page size.
+        Raises CorruptPageError if the bytes differ from those that were stored, and StorageError if the disk fails.
         """
         pages = self._part(run, offset_bytes, into.nbytes)
         with self._changed:
@@ -119,11 +120,11 @@ class SSDTier:
                 self._changed.notify_all()
 
     def store(self, run: Run, offset_bytes: int, data: memoryview) -> None:
-        """Write whole pages, where nothing that is kept lies.
+        """Write whole pages, without overwriting anything that is kept.
 
-        Waits for a free slot while a snapshot may yet free some. Raises ValueError as `load` does, StorageError when
-        the disk fails, BudgetError when no slot is left; then pages may hold neither the old bytes nor the new, and
-        loading them says so.
+        Waits for a free slot while a snapshot may still free some. Raises ValueError like `load`, StorageError if the
+        disk fails, and BudgetError if no slot is left. After a StorageError, pages may hold neither the old bytes nor
+        the new ones, and loading them then raises an error.
         """
         pages = self._part(run, offset_bytes, data.nbytes)
         hashes = hashes_of(data, self.page_bytes)
@@ -141,17 +142,16 @@ class SSDTier:
             self._changed.notify_all()
 
     def snapshot(self, awaited: bool = True) -> "PageSnapshot":
-        """A snapshot of no pages yet: `PageSnapshot.add` keeps each run as it is when that is called.
+        """A new snapshot without pages. `PageSnapshot.add` keeps each run as it is at the time of that call.
 
-        `awaited`: stores that find no free slot wait until it is closed. Otherwise they fail, because it ends only
-        after they have.
+        `awaited`: stores that find no free slot wait until the snapshot is closed. Otherwise they fail, because the
+        snapshot ends only after the stores.
         """
         return PageSnapshot(self, awaited)
 
     def adopt(self, run: Run, committed: CommittedPages, its_run: Run) -> bool:
-        """Let a run have the content of committed pages, without I/O. False, and nothing has changed, when these are
-        not this store's, or no longer committed: then copy.
-        """
+        """Give a run the content of committed pages, without I/O. Returns False and changes nothing if the pages belong
+        to another store or are no longer committed. The caller must then copy them."""
         with self._changed:
             here = self._commits.get(committed.commit) if committed.store == self.record.id else None
             if here is None or run.count != its_run.count or its_run.stop > len(here.slots):
@@ -162,7 +162,7 @@ class SSDTier:
             return True
 
     def forget(self, commit: str) -> None:
-        """Delete a commit of this store durably, then free its slots; one that does not exist is none."""
+        """Delete a commit of this store durably, then free its slots. Does nothing if the commit does not exist."""
         self.record.remove_commit(commit)
         with self._changed:
             table = self._commits.pop(commit, None)
@@ -182,7 +182,7 @@ class SSDTier:
 
     def _part(self, run: Run, offset_bytes: int, nbytes: int) -> Run:
         if run.start < 0 or run.stop > self._allocated:
-            raise ValueError(f"asked for {run} on SSD, where {self._allocated} pages are allocated")
+            raise ValueError(f"{run} is not on SSD: only {self._allocated} pages are allocated")
         return run.part(offset_bytes, nbytes, self.page_bytes)
 
     def _wait_while(self, condition: Callable[[Run], bool], run: Run) -> None:
@@ -190,7 +190,7 @@ class SSDTier:
             self._changed.wait()
 
     def _targets(self, pages: Run) -> Slots:
-        """Slots to write to, waited for as long as somebody is about to free some."""
+        """Slots to write to. Waits as long as something may still free slots."""
         while (targets := self._table.begin_store(pages)) is None:
             if self._table.lacks(pages):
                 for kept in [kept for kept in self._kept if kept.holder() is None]:
@@ -205,7 +205,7 @@ class SSDTier:
         return targets
 
     def _let_go(self, kept: "_Kept") -> None:
-        """A snapshot has ended; unless it was committed, its slots are free."""
+        """A snapshot has ended. Its slots become free, unless it was committed."""
         self._kept.remove(kept)
         if kept.reference is None:
             for table in kept.tables.values():
@@ -215,8 +215,8 @@ class SSDTier:
     def _exhausted(self) -> BudgetError:
         page = self.page_bytes
         return BudgetError(
-            f"no slot of tier 'ssd' is free for a page whose old content is kept: of {self._table.slots} slots "
-            f"{self._allocated} are for pages in use, and {len(self._commits)} checkpoints keep others "
+            f"no slot of tier 'ssd' is free for a page whose old content is kept: {self._allocated} of "
+            f"{self._table.slots} slots are for pages in use, and {len(self._commits)} checkpoints keep others "
             f"({format_bytes(self._table.slots * page)} in all, {self._spare} spare slots). Delete checkpoints, keep "
             f"fewer (memory.ssd_checkpoints), or raise memory.ssd='DIR:SIZE'.{gc_hint(self.record.directories)}",
             tier="ssd",
@@ -225,21 +225,21 @@ class SSDTier:
 
 @dataclass(eq=False)
 class _Kept:
-    """What a snapshot keeps. The tier has it too, because the snapshot may be dropped without `close`."""
+    """What a snapshot keeps. The tier has a reference too, because the snapshot may be dropped without `close`."""
 
     holder: "weakref.ref[PageSnapshot]"
     awaited: bool
     tables: dict[Run, PageTable] = field(default_factory=dict)
-    """Pinned, until they are committed; then the commit's own table is."""
+    """Tables that are pinned until the commit. After that, the commit's own table is pinned."""
     reference: Reference | None = None
-    """Once it is committed."""
+    """Set once the snapshot is committed."""
 
 
 class PageSnapshot:
-    """Runs of a tier as they were, each at the instant when it was added, whatever has been stored since.
+    """Runs of a tier, each as it was at the instant at which it was added, whatever has been stored since.
 
-    It keeps their slots until it is closed, restored, or dropped. Close it only after older commits have been
-    forgotten: a store may wait for the slots of either.
+    The snapshot keeps their slots until it is closed, restored or dropped. Close it only after older commits have been
+    forgotten, because a store may wait for the slots of either.
     """
 
     def __init__(self, tier: SSDTier, awaited: bool) -> None:
@@ -249,9 +249,10 @@ class PageSnapshot:
             tier._kept.append(self._kept)
 
     def add(self, run: Run) -> None:
-        """Keep a run that is not kept yet as it is now, once what is being stored to it has ended. Not after `commit`.
+        """Keep a run as it is now, once running stores to it have ended. The run must not be kept already. Do not call
+        it after `commit`.
 
-        Takes a spare slot for each of its pages that is stored to from now on.
+        Each of its pages that is stored to from now on takes a spare slot.
         """
         tier = self._tier
         with tier._changed:
@@ -261,7 +262,8 @@ class PageSnapshot:
             tier._table.pin(tables[run])
 
     def restore(self) -> None:
-        """Have the old pages back, without I/O, and close: the slots of what has been stored since are free."""
+        """Restore the old pages without I/O, and close the snapshot. The slots of what has been stored since become
+        free."""
         with self._tier._changed:
             for run, table in self._open().tables.items():
                 self._tier._wait_while(self._tier._table.busy, run)
@@ -269,12 +271,12 @@ class PageSnapshot:
             self._tier._let_go(self._kept)
 
     def commit(self, checkpoint: Path, checkpoint_id: str) -> dict[str, Any]:
-        """Keep the pages beyond the end of the process, for the checkpoint that has, or will have, this id.
+        """Keep the pages after the process ends, for the checkpoint that has or will have this id.
 
-        Returns a reference to them, as JSON, for `open_commit`. A crash at any instant leaves the commit as a whole
-        or nothing of it. The path is where the checkpoint is or will be: it may be moved later.
+        Returns a reference to them, as JSON, for `open_commit`. A crash at any instant leaves either the whole commit
+        or nothing. `checkpoint` is the path at which the checkpoint is or will be. It may be moved later.
 
-        Raises StorageError when that fails; then nothing is committed.
+        Raises StorageError on failure. Nothing is committed in that case.
         """
         if self._kept.reference is None:
             whole = PageTable.blank(self._tier._table.pages)
@@ -288,13 +290,13 @@ class PageSnapshot:
         return self._kept.reference.to_json()
 
     def release(self) -> None:
-        """Keep the pages no longer, in memory and, if they were committed, on disk. Idempotent."""
+        """Stop keeping the pages in memory and, if they were committed, on disk. Idempotent."""
         if self._kept.reference is not None:
             self._tier.forget(self._kept.reference.commit)
         self.close()
 
     def close(self) -> None:
-        """Have done with it: what was committed stays, what was not is released. Idempotent."""
+        """End the snapshot. Committed pages are kept, others are released. Idempotent."""
         with self._tier._changed:
             if self._kept in self._tier._kept:
                 self._tier._let_go(self._kept)
@@ -306,18 +308,20 @@ class PageSnapshot:
 
 
 def forget_commit(reference: Mapping[str, Any], checkpoint_id: str, directories: Sequence[str | Path] = ()) -> None:
-    """Delete a commit of a checkpoint that is no more, durably, so that its slots are free; deletes the store too if
-    that was its last and nobody has it open. Raises StorageError when that fails.
+    """Durably delete the commit of a deleted checkpoint, so that its slots are free. Also deletes the store if that was
+    its last commit and the store is not open. Raises StorageError on failure.
 
-    Looks in `directories` only. A commit stays if it is not there, if it belongs to another checkpoint, if a checkpoint
-    with this id is still where it was saved (then a copy was deleted), or if somebody else has its directories open.
+    Searches only `directories`. The commit stays if it is not there, if it belongs to another checkpoint, if a
+    checkpoint with this id is still where it was saved (so that a copy was deleted), or if another process has locked
+    its directories.
     """
     wanted = Reference.from_json(reference)
     tier = _live.get(wanted.store)
     record = tier.record if tier is not None else locate(wanted.store, [Path(directory) for directory in directories])
     if record is None:
         _log.warning(
-            "the pages of checkpoint %s are not in the SSD directories of this run, and are kept: pagoda gc %s",
+            "the pages of checkpoint %s are kept, because they are not in the SSD directories of this run. To delete "
+            "them: pagoda gc %s",
             checkpoint_id,
             " ".join(wanted.directories),
         )
@@ -328,7 +332,7 @@ def forget_commit(reference: Mapping[str, Any], checkpoint_id: str, directories:
     try:
         lock = DirectoryLock([d for d in record.directories if not any(os.path.samefile(d, own) for own in mine)])
     except StorageError:
-        return  # a rank that has them open forgets its own; else `pagoda gc` finds it
+        return  # the rank that has them open forgets its commit; otherwise `pagoda gc` finds it
     with contextlib.closing(lock):
         try:
             commit = record.read_commit(wanted.commit)

@@ -1,8 +1,8 @@
-"""XXH3-64 of many pages in one call that holds no GIL.
+"""XXH3-64 of many pages in one call that runs without the GIL.
 
-The xxhash package takes a call a page, and each gives the GIL up and waits for it again. Beside busy threads that took
-a tenth of a millisecond, as long as hashing 1 MiB; a transfer of 4 MiB may have 32 pages. So a Numba loop calls the
-function of the C library that the package's extension contains and exports.
+The xxhash package needs one call per page, and each call releases the GIL and waits for it again. With other busy
+threads, that took a tenth of a millisecond, as long as hashing 1 MiB, and a transfer of 4 MiB may have 32 pages. So a
+Numba loop calls the function of the C library that the package's extension contains and exports.
 """
 
 import ctypes
@@ -19,7 +19,8 @@ from pagoda.jit import kernel
 
 
 def _address_of_xxh3() -> int | None:
-    """Where the extension has XXH3_64bits(data, bytes), best the one that picks the widest vectors of this CPU."""
+    """The address of XXH3_64bits(data, bytes) in the extension. Prefers the version that picks the widest vectors of
+    this CPU."""
     library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     for name in ("XXH3_64bits_dispatch", "XXH3_64bits"):
         if hasattr(library, name):
@@ -40,9 +41,9 @@ def _hash_pages(address: int, page_bytes: int, hashes: Any) -> None:
 
 
 def hashes_of(data: memoryview, page_bytes: int) -> npt.NDArray[np.uint64]:
-    """XXH3-64 of each page of `data`, shape [pages]; pages are whole."""
+    """XXH3-64 of each page of `data`, shape [pages]. `data` has whole pages only."""
     hashes = np.empty(data.nbytes // page_bytes, np.uint64)
-    if _XXH3 is None:  # an extension that exports nothing: slower beside busy threads
+    if _XXH3 is None:  # the extension exports nothing: slower with other busy threads
         hashes[:] = [xxhash.xxh3_64_intdigest(data[at : at + page_bytes]) for at in range(0, data.nbytes, page_bytes)]
     elif len(hashes):
         address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
