@@ -68,7 +68,7 @@ class AdaptedModel:
         Raises CheckpointError for an adapter that does more than add (DoRA).
         """
         if self._record[ADAPTER].get("use_dora"):
-            raise CheckpointError("An adapter with use_dora does not add to weights: export it without --merge.")
+            raise CheckpointError("An adapter with use_dora cannot be merged: export it without --merge.")
         if name not in self._layers:
             return lambda start, count: read(start, count).to(dtype)
         return lambda start, count: (read(start, count) + self._added(name)[start : start + count]).to(dtype)

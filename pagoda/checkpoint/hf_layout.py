@@ -61,7 +61,7 @@ def from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str,
         try:
             converted = group.convert(name, model=model, config=model.config)
         except (RuntimeError, ValueError, LookupError) as error:
-            raise CheckpointError(f"what the files have for {name!r} cannot be put together: {error}") from error
+            raise CheckpointError(f"the files' tensors for {name!r} cannot be converted: {error}") from error
         for target, value in converted.items():
             found[target] = value[0] if isinstance(value, list) else value
     report = LoadStateDictInfo(

@@ -45,7 +45,7 @@ def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and value.numel() not in (span.count, state.spec.numel, param.numel()):
             raise CheckpointError(
                 f"The state does not belong to this optimizer: {name!r} of {state.name!r} has shape "
-                f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}."
+                f"{tuple(value.shape)}, but the parameter has {tuple(param.shape)}."
             )
 
 

@@ -131,7 +131,7 @@ class Pages:
                 self.tensors = {state: self._tensors(state, dtype) for state, dtype in dtypes.items()}
                 """State -> those of its tensors that are pages, by name; ranks may have a part of a tensor each."""
             except (LookupError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{directory} is damaged: its pages are not described: {error!r}") from error
+                raise CheckpointError(f"{directory} is damaged, in the description of its pages: {error!r}") from error
             self._opened = opened.pop_all()
 
     def check(self) -> None:

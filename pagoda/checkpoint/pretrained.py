@@ -35,7 +35,7 @@ class Pretrained:
         if self.missing:
             found.append(f"The files lack {_named(self.missing)}, which will be initialised as in a new model.")
         if self.unexpected:
-            found.append(f"The model has no use for {_named(self.unexpected)} of the files.")
+            found.append(f"The model does not use {_named(self.unexpected)} from the files.")
         return found
 
 
@@ -55,12 +55,12 @@ def weight_files(directory: Path) -> list[Path]:
             raise ConfigError(f"{index} cannot be read: {error!r}") from error
         outside = [file for file in files if file.parent != directory]
         if outside or not files:
-            raise ConfigError(f"{index} names {outside[0] if outside else 'no file'}; it must name files beside it")
+            raise ConfigError(f"{index} names {outside[0] if outside else 'no file'}; it must name files in its own directory")
         return files
     others = [name for name in _OTHER_FORMATS if (directory / name).exists()]
     if others:
         raise ConfigError(
-            f"{directory} has its weights in {others[0]}, and only safetensors files can be read in pieces: load it "
+            f"{directory} has its weights in {others[0]}, but only safetensors files can be read in pieces: load it "
             "with transformers' from_pretrained and save it again with save_pretrained"
         )
     return []

@@ -162,6 +162,6 @@ def check_shapes(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]])
         found = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         if found != shapes.get(name):
             raise CheckpointError(
-                f"The state does not belong to this model: {name!r} has shape {found}, and {shapes.get(name)} in the "
+                f"The state does not belong to this model: {name!r} has shape {found}, but {shapes.get(name)} in the "
                 "model (None: it is absent)."
             )
