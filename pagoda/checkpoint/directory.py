@@ -127,8 +127,8 @@ def _claim(temporary: Path, directory: Path, checkpoint_id: str) -> int:
 
 def _not_ours(temporary: Path) -> CheckpointError:
     return CheckpointError(
-        f"{temporary} is needed as a temporary directory, but Pagoda did not make what is there. Move it, or name another "
-        "directory to write to."
+        f"{temporary} is needed as a temporary directory, but Pagoda did not make what is there. Move it, or name "
+        "another directory to write to."
     )
 
 
@@ -166,7 +166,7 @@ class Removable:
         own = {MANIFEST, PARTIAL_MARK, *(f"{file}.safetensors" for file in hashes or ())}
         others = sorted({*os.listdir(directory)} - own)
         if others:
-            raise CheckpointError(f"{directory} is kept: it contains {', '.join(others[:3])}, which is not part of the checkpoint")
+            raise CheckpointError(f"{directory} is kept: {', '.join(others[:3])} in it is not part of the checkpoint")
         return Removable(directory, checkpoint_id, _references(manifest))
 
     def retire(self) -> None:

@@ -115,7 +115,7 @@ def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor]
     weights = _weights_in(checkpoint)
     record, dtype = weights.record, weights.dtype
     if record is None:
-        raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build the model")
+        raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build one")
     adapted = AdaptedModel(record, lambda name: _whole(weights, name, dtype)) if ADAPTER in record else None
     return _tensors(weights, record, dtype, adapted), _config(record, dtype), record.get("generation_config") or {}
 

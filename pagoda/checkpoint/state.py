@@ -172,7 +172,9 @@ class ParameterState(NamedTuple):
         UsageError if the shape differs.
         """
         if tuple(values.shape) != self.spec.shape:
-            raise UsageError(f"{self.name!r} has shape {self.spec.shape}, but values of shape {tuple(values.shape)} were written to it.")
+            raise UsageError(
+                f"{self.name!r} has shape {self.spec.shape}, but the values written to it have {tuple(values.shape)}."
+            )
         values = values.detach().cpu()
         with self.engine.overwriting():
             if LOW in self.spans() and values.dtype is self.engine.store.dtype(WEIGHT):
