@@ -28,7 +28,7 @@ class AdaptedModel:
         self._read = read
         self._record = record
         try:
-            with torch.random.fork_rng(devices=[]):  # peft fills the new adapter, on the CPU, before it goes to meta
+            with torch.random.fork_rng(devices=[]):  # peft initializes the adapter on the CPU, then moves it to meta
                 self._model = adapted_as(base, record[ADAPTER])
         except PagodaError:
             raise

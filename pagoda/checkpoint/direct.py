@@ -77,7 +77,7 @@ class DirectFile:
                     raise
                 break
             if moved < PAGE_ALIGN:
-                break  # the page cache says why
+                break  # the write through the page cache raises the error
             done += moved - moved % PAGE_ALIGN
         return done
 

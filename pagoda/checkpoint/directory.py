@@ -61,7 +61,7 @@ def committed(
     temporary = partial(directory)
     try:
         make_directories(directory.parent)
-        with suppress(PermissionError):  # the caller may have made the parent just now, and not synced it
+        with suppress(PermissionError):  # the caller may have just made the parent, unsynced
             sync_directory(directory.parent.parent)
         lock = _claim(temporary, directory, checkpoint_id or new_checkpoint_id())
         try:
@@ -86,7 +86,7 @@ def committed(
         finally:
             os.close(lock)
     except StorageError:
-        raise  # another disk failed, and this says which
+        raise  # another disk failed, and the error names it
     except OSError as error:
         raise StorageError(
             f"{directory} could not be written: {error}. Free space there, or name another directory."
@@ -105,7 +105,7 @@ def _claim(temporary: Path, directory: Path, checkpoint_id: str) -> int:
             raise
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # # The process that held the lock may have renamed or removed the directory since it was opened here.
+            # The process that held the lock may have renamed or removed the directory since it was opened here.
             if temporary.is_dir() and os.path.samestat(os.fstat(descriptor), temporary.stat()):
                 names = os.listdir(descriptor)
                 if PARTIAL_MARK not in names and not {*names} <= {PARTIAL_MARK + TEMPORARY}:
@@ -246,7 +246,7 @@ def check_absent(directory: Path) -> None:
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     """Write and sync the manifest, with a hash of its content."""
-    content = json.loads(json.dumps(content))  # as it will be read
+    content = json.loads(json.dumps(content))  # the form in which it will be read
     write_json(directory / MANIFEST, {"format": FORMAT, "version": VERSION, "hash": _hash(content), **content})
 
 

@@ -28,12 +28,12 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = [params]
     states = {id(param): state for param in params if (state := state_of(param)) is not None}
     taken: list[ParameterState] = []
-    # # Otherwise graphs would keep the parameters themselves, which later hold placeholders.
+    # Otherwise graphs would keep the parameters themselves, which later hold placeholders.
     packing = next((packing for s in states.values() if (packing := s.engine.graphs.packing).enter()), None)
     try:
         for state in states.values():
             engine, unit, slot = state
-            if slot in unit.gathered:  # by a block around this one, which will release it
+            if slot in unit.gathered:  # by an outer block, which will release it
                 continue
             engine.drain()
             if unit.active:

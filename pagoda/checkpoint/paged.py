@@ -188,7 +188,7 @@ class Pages:
         """Read elements, counted from element `at` of an extent."""
         try:
             return rank.read(run, at + start, count, dtype)
-        except (StorageError, ValueError) as error:  # ValueError: the manifest names pages that there are not
+        except (StorageError, ValueError) as error:  # ValueError: the manifest names pages that do not exist
             raise CheckpointError(f"{self._directory} is damaged: {name!r} cannot be read: {error}") from error
 
 

@@ -173,8 +173,8 @@ def _check_tied(directory: Path, names: list[str], tensors: dict[str, LazyTensor
     for name in names[1:]:
         if any(not torch.equal(first.read(*part), tensors[name].read(*part)) for part in chunks(first.numel())):
             raise ConfigError(
-                f"{directory} has different values for {names[0]!r} and {name!r}, which are one parameter by its "
-                "config.json: set tie_word_embeddings to false there if they should not be"
+                f"{directory} has different values for {names[0]!r} and {name!r}, which its config.json ties to "
+                "one parameter: set tie_word_embeddings to false there if they are not tied"
             )
 
 
@@ -184,7 +184,7 @@ def _read_generation_config(model: nn.Module, directory: Path) -> None:
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         try:
             model.generation_config = GenerationConfig.from_pretrained(directory)
-        except Exception as error:  # as of a config.json, transformers validates with many types
+        except Exception as error:  # transformers validates with many exception types
             raise ConfigError(f"{directory / 'generation_config.json'} cannot be read: {error}") from error
 
 

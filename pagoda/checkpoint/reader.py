@@ -160,7 +160,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             held = [tensors[part] for part in parts if part in tensors]
             if not held:
                 continue
-            axis = 0 if held[0].ndim == 1 else dim  # a state with one element for many of the parameter's is flat
+            axis = 0 if held[0].ndim == 1 else dim  # a state with fewer elements than the parameter is flat
             if len(held) != len(parts) or axis >= held[0].ndim:
                 raise self._damaged(f"its {state} lacks parts of {whole!r}")
             try:

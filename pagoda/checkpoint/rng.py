@@ -29,7 +29,7 @@ def check_rng(state: dict[str, Any]) -> None:
         torch.Generator().set_state(for_torch)
         random.Random().setstate(for_python)
         np.random.RandomState().set_state(for_numpy)
-    except Exception as error:  # three libraries, each with errors of its own
+    except Exception as error:  # three libraries, each with its own exceptions
         raise CheckpointError(f"the states of the random number generators cannot be restored: {error!r}") from error
 
 

@@ -68,7 +68,7 @@ class Snapshot:
         check_absent(directory)
         buffers = dict(unpaged(self._model))
         buffer_specs = self._buffer_specs(buffers)
-        # # The first rank decides which checkpoints are replaced, and the new checkpoint's id.
+        # The first rank decides which checkpoints are replaced, and the new checkpoint's id.
         said = said_by_everyone(self._engine, "save_checkpoint()", (rng_state(), list(replaces), new_checkpoint_id()))
         generators, (_, replaces, checkpoint_id) = [generator for generator, _, _ in said], said[0]
         contents = Contents.of(self._engine, groups)
@@ -86,7 +86,7 @@ class Snapshot:
             "model": model_record(self._model),
             "extra": extra,
         }
-        content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
+        content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
@@ -125,7 +125,7 @@ class Snapshot:
             self._remove(replaces, files)
         finally:
             self._engine.end_capture(capture)
-            if capture.frozen is not None:  # last: stores may wait for the slots of what was replaced
+            if capture.frozen is not None:  # last: stores may wait for slots of replaced checkpoints
                 capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:

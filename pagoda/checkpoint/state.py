@@ -272,13 +272,13 @@ class WholeState:
             state.overwrite(part if state.is_quantized else part.float())
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join the tiles' parts to the whole. If ranks divide it, the result is a DTensor with this rank's part."""
+        """Join the tiles' parts into the whole. If ranks divide it, the result is a DTensor with this rank's part."""
         if self._part is None:
             return parts[0]
         joined = torch.cat(parts)
         if self._ranks == 1:
             return joined
-        from torch.distributed.tensor import DTensor, Replicate, Shard  # slow to import, and only ranks need it
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # slow to import, and needed only with ranks
 
         return DTensor.from_local(joined, self._mesh.experts, (Replicate(), Shard(0)), run_check=False)
 
@@ -301,7 +301,7 @@ class WholeState:
 
 
 def whole_states(states: Mapping[str, ParameterState]) -> dict[str, WholeState]:
-    """Group the states of parameters, by name, to those of the user's parameters, by name."""
+    """Group the states of parameters into those of the user's parameters. Keys are names."""
     found: dict[str, list[ParameterState]] = {}
     for name, state in states.items():
         found.setdefault(name if state.spec.part is None else state.whole, []).append(state)

@@ -30,7 +30,7 @@ class WeightStateDicts:
         """(parameter, or name of a tiled one; version; state dict) -> its copy there, for tied names and for tiles."""
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-            self._fill(module, state_dict, prefix)  # torch marks the hook, which a bound method does not allow
+            self._fill(module, state_dict, prefix)  # torch sets an attribute on the hook, so no bound method
 
         paged = {id(param) for unit in engine.units for param in unit.params}
         for module in model.modules():
@@ -50,7 +50,7 @@ class WeightStateDicts:
             if value is None:
                 value = state.read(WEIGHT)
                 part = state.spec.part
-                if part is not None:  # the tiled layer then shows the whole, of which this is a view
+                if part is not None:  # a view of the whole, which the tiled layer puts into the dict
                     whole = self._copies.get((part.whole, *version))
                     if whole is None:
                         whole = self._copies[part.whole, *version] = torch.empty(part.shape, dtype=value.dtype)
@@ -67,7 +67,7 @@ class WeightStateDicts:
                 continue  # torch reports what is missing or has the wrong shape
             part = state.part_of(value)
             state.overwrite(part)
-            # # This tensor receives the copy that torch makes after this hook.
+            # This tensor receives the copy that torch makes after this hook.
             state.unit.set_part(state.slot, torch.empty(part.shape, dtype=param.dtype))
             state_dict[prefix + name] = state.as_param(part)
 

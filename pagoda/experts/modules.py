@@ -83,7 +83,7 @@ class RoutedExperts(Announcing):
         params = self.idle_params(idle)
         if self.coming is not None:
             self.coming([piece for piece, _, _ in runs], idle if params else ())
-        results = torch.cat([self.run_piece(*run) for run in runs]) if runs else tokens  # still in the graph
+        results = torch.cat([self.run_piece(*run) for run in runs]) if runs else tokens  # keeps the graph connected
         return _with_zero_gradients(results, params)
 
 
@@ -179,7 +179,7 @@ def is_expert_stack(module: nn.Module) -> bool:
     A stack is called with tokens [N, H], their experts [N, K] and the weights of these [N, K], and the first dimension
     of all its parameters is the experts.
     """
-    if not hasattr(module, "is_transposed"):  # set by their decorator, `use_experts_implementation`
+    if not hasattr(module, "is_transposed"):  # set by the decorator `use_experts_implementation` of transformers
         return False
     own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
     return (
@@ -227,7 +227,7 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
-        # # Each has one element. It becomes a full tensor only when it is accumulated, one parameter at a time.
+        # Each has one element. It becomes a full tensor only when it is accumulated, one parameter at a time.
         zeros = [
             torch.zeros((), dtype=dtype, device=device).expand(shape) if wanted else None
             for wanted, (shape, dtype, device) in zip(needed, ctx.like, strict=True)

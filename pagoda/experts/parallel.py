@@ -40,7 +40,7 @@ class ExpertExchange:
         here = torch.empty_like(mine)
         self._all_to_all("numbers of tokens", here, mine)
         if torch.is_grad_enabled() and not tokens.requires_grad:
-            tokens = tokens.detach().requires_grad_()  # backward of an exchange is every rank's, whatever is frozen
+            tokens = tokens.detach().requires_grad_()  # every rank must run its backward, even if all is frozen
         rows: Tensor = _Exchanged.apply(tokens, mine.sum(1).tolist(), here.sum(1).tolist(), self)  # type: ignore[no-untyped-call]
         return rows, here.tolist()
 
@@ -58,7 +58,7 @@ class ExpertExchange:
         """Send rows [n, H] to the ranks in order, `sent` rows to each. Returns the received rows, `received` from each
         rank."""
         out = rows.new_empty(sum(received), rows.shape[1])
-        # # Sent as bytes, so that it does not depend on the dtypes that a backend supports.
+        # Sent as bytes, so that it does not depend on the dtypes that a backend supports.
         taken, given = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
         through_ram = rows.is_cuda and dist.get_backend(self._group) == dist.Backend.GLOO
         landing, given = (taken.cpu(), given.cpu()) if through_ram else (taken, given)
