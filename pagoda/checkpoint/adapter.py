@@ -15,8 +15,7 @@ from pagoda.models.lora import ADAPTER as NAME, adapted_as
 
 
 class AdaptedModel:
-    """The model of a checkpoint's record with its adapter. It is on the meta device except for what `merged` has
-    read."""
+    """The model of a checkpoint's record with its adapter, on the meta device except for what `merged` has read."""
 
     def __init__(self, record: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
         """`read`: returns a whole parameter in its shape, given its name in the checkpoint.

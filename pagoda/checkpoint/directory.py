@@ -1,4 +1,4 @@
-"""A checkpoint directory: a manifest and tensor files. It appears only once complete, and only Pagoda's own are
+"""Checkpoint directories: a manifest and tensor files. They appear only once complete. Only Pagoda's own are
 deleted."""
 
 import errno
@@ -133,8 +133,7 @@ def _not_ours(temporary: Path) -> CheckpointError:
 
 
 def _empty(descriptor: int, keep: str = "", last: str = "") -> None:
-    """Delete the content of an open directory except `keep`, and `last` after the rest. Does not follow symbolic
-    links."""
+    """Delete the content of an open directory except `keep`, with `last` at the end. Does not follow symbolic links."""
     for name in sorted(os.listdir(descriptor), key=last.__eq__):
         if name == keep:
             continue

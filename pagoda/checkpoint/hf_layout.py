@@ -1,5 +1,4 @@
-"""Converts between a model's tensors and their layout in files with transformers' own code, without reading the
-tensors."""
+"""Converts tensors between a model and its files with transformers' own code, without reading them."""
 
 from collections.abc import Mapping
 from copy import deepcopy

@@ -159,8 +159,7 @@ def _read_part_of_rows(whole: LazyTensor, width: int, first: int, kept: int, sta
 
 
 def _read_joined_rows(tensors: Sequence[LazyTensor], widths: Sequence[int], start: int, count: int) -> torch.Tensor:
-    """Read from a tensor whose rows are joined from rows of all `tensors`, of the given widths. Reads each tensor
-    once."""
+    """Read from a tensor whose rows join rows of all `tensors`, of the given widths. Reads each tensor once."""
     rows = list(_rows(sum(widths), start, count))
     by_tensor = []
     for tensor, width, end in zip(tensors, widths, accumulate(widths), strict=True):

@@ -14,7 +14,7 @@ ADAPTER = "adapter"
 
 
 def model_record(model: "nn.Module") -> dict[str, Any] | None:
-    """The class and configurations of a transformers model, and of its adapter if there is one, as JSON. None for other
+    """The class and configurations of a transformers model and of its adapter, if any, as JSON. None for other
     models."""
     if (adapter := adapter_settings(model)) is not None:
         base = model_record(model.get_base_model())  # type: ignore[operator]

@@ -50,10 +50,10 @@ def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
 
 
 def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
-    """Load an entry that `check_entry` accepts, with any float dtypes and on any device. An empty entry resets the
-    parameter.
+    """Load an entry that `check_entry` accepts, with any float dtypes and on any device.
 
-    If tensor-parallel ranks divide the parameter, each takes its part of tensors with the parameter's shape.
+    An empty entry gives the parameter the states of a new one. If tensor-parallel ranks divide the parameter, each
+    takes its part of tensors with the parameter's shape.
     """
     engine, unit, slot = state
     form = unit.forms[slot]

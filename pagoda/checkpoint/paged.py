@@ -88,8 +88,7 @@ class PagesOfRank:
         self._by_first = {unit.layout["parameters"][0][0]: unit for unit in units}
 
     def extent(self, like: PagedUnit, state: str) -> Run | None:
-        """The pages with a state of the unit `like`. None unless its layout and its elements of the state are
-        identical."""
+        """The pages with a state of the unit `like`. None if its layout or its elements of the state differ."""
         unit = self._by_first.get(like.layout["parameters"][0][0])
         if unit is None or state not in unit.extents:
             return None
@@ -193,8 +192,7 @@ class Pages:
 
 
 def with_ranks(places: Sequence[str | Path]) -> list[Path]:
-    """The given directories and those of ranks: below them, or next to one that is itself a rank's. No symbolic
-    links."""
+    """The given directories and those of ranks, below them or next to one that is a rank's. No symbolic links."""
     found: dict[Path, None] = {}
     for place in map(Path, places):
         top = place.parent if _OF_RANK.fullmatch(place.name) else place

@@ -87,8 +87,7 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
 
 
 def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> tuple[list[str], list[str]]:
-    """Like `attach_weights`, for tensors as the directory's files have them. Returns the missing and the unexpected
-    names."""
+    """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names."""
     _check_plain(model, directory, stored)
     tensors, missing, unexpected = from_files(model, stored)
     names: dict[int, list[str]] = {}

@@ -74,8 +74,7 @@ class Files:
         self._writers[file].write(name, start, data)
 
     def finish(self) -> dict[str, dict[str, list[list[object]]]]:
-        """Sync the written data. The first rank gets the hashes of all ranks' pieces, by file; other ranks get
-        nothing."""
+        """Sync the written data. Returns the hashes of all ranks' pieces, by file, on the first rank only."""
         for writer in self._writers.values():
             writer.finish()
         everyone = self.of_all({file: writer.pieces for file, writer in self._writers.items()})

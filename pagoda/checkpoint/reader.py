@@ -63,7 +63,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.manifest = read_manifest(directory)
         self._check_manifest()
         self._cuts: dict[str, Any] = {**self.manifest.get(TILES, {}), **self.manifest.get(SHARDS, {})}
-        """Parameter that is stored in parts -> its shape, the names of the parts in order, and the dimension of
+        """Parameter that is stored in parts -> its shape, the names of its parts in order, and the dimension of
         shards."""
         self._tensors: dict[str, dict[str, LazyTensor]] = {}
         with ExitStack() as opened:
@@ -112,7 +112,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return list(self._cuts[name]["parts"]) if name in self._cuts else [name]
 
     def division(self, name: str) -> tuple[int, int]:
-        """The dimension along which tensor-parallel ranks divided a parameter, and the number of ranks. 0 and 1 if
+        """The dimension along which tensor-parallel ranks divided a parameter, and their number. 0 and 1 if
         undivided."""
         cut = self.manifest.get(SHARDS, {}).get(name)
         return (0, 1) if cut is None else (cut["dim"], len(cut["parts"]))
@@ -152,8 +152,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._tensors[state] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def _join(self, whole: str, shape: list[int], dim: int, parts: list[str]) -> None:
-        """Replace the parts of a parameter by the whole, in every state that has them. A state must have all parts or
-        none."""
+        """Replace the parts of a parameter by the whole in every state. A state must have all parts or none."""
         if not parts:
             raise self._damaged(f"{whole!r} has no parts")
         for state, tensors in self._tensors.items():

@@ -165,7 +165,7 @@ class Snapshot:
         """Restore a checkpoint into this run, which has the given param groups. Returns the checkpoint's groups and
         extra.
 
-        First checks everything that can be checked without reading the data; nothing changes before. If the data then
+        Nothing changes until everything that can be checked without reading the data has been checked. If the data then
         proves to be damaged, the optimizer is unusable until another checkpoint is loaded.
         """
         buffers = dict(unpaged(self._model))
@@ -235,8 +235,7 @@ class Snapshot:
         return found
 
     def _adopt(self, unit: LiveUnit, state: str, adoptable: Adoptable) -> bool:
-        """Let an extent use the pages that the checkpoint keeps in this same store. Returns whether there were such
-        pages."""
+        """Let an extent use the pages that the checkpoint keeps in this same store. Returns False if there are none."""
         store, found = self._engine.store, adoptable.get((unit.index, state))
         if store.ssd is None or found is None:
             return False

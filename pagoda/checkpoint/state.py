@@ -75,7 +75,7 @@ class ParameterState(NamedTuple):
 
     @property
     def division(self) -> tuple[int, int]:
-        """The dimension along which tensor-parallel ranks divide the parameter, and the number of ranks. 0 and 1 if
+        """The dimension along which tensor-parallel ranks divide the parameter, and their number. 0 and 1 if
         undivided."""
         shard = self.spec.shard
         return (0, 1) if shard is None else (shard.dim, shard.ranks)
@@ -187,10 +187,8 @@ class ParameterState(NamedTuple):
             self.engine.weights_changed(self.unit)
 
     def copy_in(self, state: StateSpec, whole: LazyTensor) -> None:
-        """Overwrite a state from that of the whole parameter, piece by piece. Reads only what this rank holds.
-
-        The parameter must have this state.
-        """
+        """Overwrite a state, which the parameter must have, from that of the whole parameter, piece by piece. Reads
+        only what this rank holds."""
         span, store = self.spans()[state.name], self.engine.store
         read = self._own(whole, state)
         for start, count in chunks(span.count):
@@ -232,8 +230,7 @@ class ParameterState(NamedTuple):
         return whole.reshape(-1)[part.start : part.start + self.spec.numel].view(self.spec.shape)
 
     def write_entry(self, entry: Mapping[str, Any]) -> None:
-        """Overwrite the optimizer's states from an entry of a torch `state_dict` for this rank's part of the
-        parameter."""
+        """Overwrite the optimizer's states from a torch `state_dict` entry for this rank's part of the parameter."""
         for name, value in self.engine.rule.kept_states(entry, self.name, self.spec.shape).items():
             self.write(name, value)
 
@@ -385,8 +382,7 @@ def said_by_everyone(engine: Engine, what: str, mine: Any) -> list[Any]:
 
 
 def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a state dict that are in no unit, by name: persistent buffers, and parameters that are not in
-    pages."""
+    """The tensors of a state dict that are in no unit, by name: persistent buffers, and parameters not in pages."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -1,4 +1,4 @@
-"""A wrapped model's weights as dictionaries: torch's `state_dict`, one for all ranks, one for adapters, one of
+"""A wrapped model's weights as dictionaries: torch's `state_dict`, a full one for all ranks, trained masters, all
 masters."""
 
 from typing import Any
@@ -80,11 +80,11 @@ class WeightStateDicts:
 def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
     """The `state_dict()` of the whole model: weights in their compute dtype, and buffers.
 
-    With several ranks, the first one gets it and the others get an empty dict, unless `all_ranks`. This is the behavior
-    of torch's `get_model_state_dict(full_state_dict=True, cpu_offload=True)`. Weights are gathered one parameter at a
-    time. The other ranks hold one whole parameter at a time, even if tensor-parallel ranks divide it. If ranks divide
-    experts, the result has the experts of all ranks, numbered as in the whole model: `model.load_state_dict(full,
-    strict=False)` loads a rank's own experts from it.
+    With several ranks, the first one gets it and the others get an empty dict, unless `all_ranks`. torch's
+    `get_model_state_dict(full_state_dict=True, cpu_offload=True)` does the same. Weights are gathered one parameter at
+    a time. The other ranks hold one whole parameter at a time, even if tensor-parallel ranks divide it. If ranks divide
+    experts, the result has the experts of all ranks, numbered as in the whole model. A rank loads its own experts with
+    `model.load_state_dict(full, strict=False)`.
 
     Every rank calls it at the same point of the program. Raises UsageError if the model is not wrapped.
     """
@@ -103,8 +103,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> copy of the fp32 master in the parameter's shape, for parameters that train. Excludes frozen and tied
-    ones.
+    """Name -> copy of the fp32 master in the parameter's shape, for parameters that train; not for frozen or tied ones.
 
     For adapters: `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` is peft's own writer
     without copies of the frozen weights in RAM, which `model.state_dict()` would make. Raises UsageError in the cases

@@ -64,8 +64,7 @@ _DIRECT_ALIGN = 512
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype and shape of one tensor in a file. Raises CheckpointError if the format does not support the
-    dtype."""
+    """Name, dtype and shape of one tensor in a file. Raises CheckpointError if the format lacks the dtype."""
 
     name: str
     dtype: torch.dtype
@@ -231,8 +230,7 @@ class TensorFile:
         )
 
     def _checked(self, name: str, start: int, end: int, digest: str) -> torch.Tensor:
-        """Read a whole piece and check its hash. The last piece is kept, because export reads many small parts of a
-        piece."""
+        """Read a whole piece and check its hash. The last piece is kept, because export reads many parts of a piece."""
         if self._latest[:2] != (name, start):
             values = self._read(name, start, end - start)
             if piece_hash(tensor_bytes(values)) != digest:

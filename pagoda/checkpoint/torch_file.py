@@ -19,8 +19,7 @@ WriteTensor = Callable[[Any, torch.Tensor], None]
 
 @contextmanager
 def torch_file(path: Path, content: Any) -> Iterator[tuple[Any, WriteTensor]]:
-    """A file that `torch.load` reads as `content`. The tensors of `content` are on meta and get their values in the
-    block.
+    """A file that `torch.load` reads as `content`, whose tensors are on meta and get their values in the block.
 
     Yields the content with an entry for each tensor, and a function that writes an entry's values. `path` is created or
     replaced if the block succeeds. Tensors that were not written are zeros. Raises StorageError if the file cannot be

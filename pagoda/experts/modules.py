@@ -37,8 +37,7 @@ class RoutedExperts(Announcing):
         raise NotImplementedError
 
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """The results [n, H] of `tokens` [n, H], which are sorted by expert. `counts`: number of tokens of each
-        expert."""
+        """The results [n, H] of `tokens` [n, H], sorted by expert. `counts`: number of tokens of each expert."""
         raise NotImplementedError
 
     def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
@@ -46,8 +45,7 @@ class RoutedExperts(Announcing):
         raise NotImplementedError
 
     def route(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Compute [N, H] from tokens [N, H], expert numbers [N, K] and weights [N, K]. Numbers from E on add
-        nothing."""
+        """Compute [N, H] from tokens [N, H], expert numbers [N, K] and weights [N, K]. Numbers >= E add nothing."""
         count, choices = self.num_experts, experts.shape[1]
         numbers, order = experts.flatten().sort(stable=True)
         counts = numbers.clamp(max=count).bincount(minlength=count + 1).tolist()[:count]
@@ -147,7 +145,7 @@ class SwitchExperts(RoutedExperts):
     def forward(self, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
         """Compute [N, H] from hidden states [N, H], a one-hot choice [N, 1, E] and weights [N, 1].
 
-        The choice is all zeros if the expert had no room.
+        The choice is all zeros for a token whose expert had no room.
         """
         numbers = selected_experts.argmax(-1).masked_fill(selected_experts.sum(-1) == 0, self.num_experts)
         return self.route(hidden_states, numbers, routing_weights)
@@ -176,8 +174,8 @@ class SwitchRouter(nn.Linear):
 def is_expert_stack(module: nn.Module) -> bool:
     """Whether a module is like transformers' stacks of experts.
 
-    A stack is called with tokens [N, H], their experts [N, K] and the weights of these [N, K], and the first dimension
-    of all its parameters is the experts.
+    A stack is called with tokens [N, H], their experts [N, K] and the weights of these [N, K]. The first dimension of
+    each of its parameters indexes the experts.
     """
     if not hasattr(module, "is_transposed"):  # set by the decorator `use_experts_implementation` of transformers
         return False
@@ -216,8 +214,7 @@ def _by_expert(by_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Returns a tensor unchanged, and gives gradients of zeros to parameters it does not depend on, without reading
-    them."""
+    """Returns a tensor unchanged, and gives zero gradients to parameters it does not depend on. Reads no parameter."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *params: Tensor) -> Tensor:

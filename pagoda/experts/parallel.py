@@ -55,8 +55,7 @@ class ExpertExchange:
         return rows
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows [n, H] to the ranks in order, `sent` rows to each. Returns the received rows, `received` from each
-        rank."""
+        """Send rows [n, H] to the ranks in order, `sent` rows to each. Returns the `received` rows from each rank."""
         out = rows.new_empty(sum(received), rows.shape[1])
         # Sent as bytes, so that it does not depend on the dtypes that a backend supports.
         taken, given = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
