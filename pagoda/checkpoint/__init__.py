@@ -1,1 +1,1 @@
-"""The door to state besides the live parameters: state dicts, `gathered`, checkpoints that are whole or absent."""
+"""Access to state other than through live parameters: state dicts, `gathered`, and atomic checkpoints."""

@@ -1,4 +1,4 @@
-"""Adapters of peft in a checkpoint: as a directory that peft loads them from, or merged into the weights they adapt."""
+"""peft adapters in a checkpoint: written as a directory that peft can load, or merged into the weights they adapt."""
 
 import os
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from pagoda.models.lora import ADAPTER as NAME, adapted_as
 
 
 class AdaptedModel:
-    """The model of a checkpoint's record with its adapter, on the meta device but for what `merged` has read."""
+    """The model of a checkpoint's record with its adapter, on the meta device except for what `merged` has read."""
 
     def __init__(self, record: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
-        """`read` gives a whole parameter, in its shape, by the name that the checkpoint has for it.
+        """`read`: returns a whole parameter in its shape, given its name in the checkpoint.
 
-        Raises CheckpointError where transformers cannot build the model, ConfigError where peft is not installed.
+        Raises CheckpointError if transformers cannot build the model, and ConfigError if peft is not installed.
         """
         base = skeleton(record)
         own = {id(param): name for name, param in base.named_parameters()}
         self._read = read
         self._record = record
         try:
-            with torch.random.fork_rng(devices=[]):  # peft fills the new adapter, on the CPU, before it goes to meta
+            with torch.random.fork_rng(devices=[]):  # peft initializes the adapter on the CPU, then moves it to meta
                 self._model = adapted_as(base, record[ADAPTER])
         except PagodaError:
             raise
@@ -42,10 +42,10 @@ class AdaptedModel:
             if callable(getattr(module, "get_delta_weight", None))
         }
         self._change: tuple[str, torch.Tensor] = ("", torch.empty(0))
-        """Of the parameter that was merged last: its name, and what the adapter adds to it, flat."""
+        """Name of the last merged parameter, and what the adapter adds to it, flat."""
 
     def stored_name(self, name: str) -> str:
-        """The checkpoint's name for what the model without its adapter calls `name`: a parameter or a buffer."""
+        """Name in the checkpoint of a parameter or buffer, given its name in the model without adapter."""
         return self._names.get(name, f"base_model.model.{name}")
 
     def values(self) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ class AdaptedModel:
         return {name: self._read(name) for name in self._adapter}
 
     def write(self, folder: Path, values: dict[str, torch.Tensor]) -> tuple[list[str], int, int]:
-        """Write the adapter, and sync it; returns the names of the files, how many tensors they have, and bytes."""
+        """Write and sync the adapter. Returns the names of the files, and the number and bytes of their tensors."""
         self._model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
         files = sorted(path for path in folder.iterdir() if path.is_file())
         for path in files:
@@ -63,18 +63,19 @@ class AdaptedModel:
         return [path.name for path in files], len(values), sum(value.nbytes for value in values.values())
 
     def merged(self, name: str, read: Read, dtype: torch.dtype) -> Read:
-        """Reads a weight, by the checkpoint's name, with what the adapter adds to it; `read` gives it alone, in fp32.
+        """A function that reads a weight, by its name in the checkpoint, with what the adapter adds to it.
 
-        Raises CheckpointError for an adapter that does more than add (DoRA).
+        `read`: reads the weight without the adapter, in fp32. Raises CheckpointError if the adapter does more than add
+        (DoRA).
         """
         if self._record[ADAPTER].get("use_dora"):
-            raise CheckpointError("An adapter with use_dora does not add to weights: export it without --merge.")
+            raise CheckpointError("An adapter with use_dora cannot be merged: export it without --merge.")
         if name not in self._layers:
             return lambda start, count: read(start, count).to(dtype)
         return lambda start, count: (read(start, count) + self._added(name)[start : start + count]).to(dtype)
 
     def _added(self, name: str) -> torch.Tensor:
-        """What the adapter adds to a weight, flat, in fp32; it is in RAM until another is asked for."""
+        """What the adapter adds to a weight, flat, in fp32. It stays in RAM until another weight's is requested."""
         if self._change[0] != name:
             prefix, layer = self._layers[name]
             for own in self._adapter:

@@ -1,4 +1,4 @@
-"""Contents: what a checkpoint holds, by name: of one rank all, of several what any of them has."""
+"""The contents of a checkpoint, by name, collected from all ranks."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from pagoda.runtime.engine import Engine
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter that a checkpoint has tensors of."""
+    """A parameter whose tensors are in a checkpoint."""
 
     states: dict[str, Shape]
-    """State that it has -> the shape of that."""
+    """Name of each of its states -> shape of the state."""
     place: Place
     whole_states: dict[str, Shape]
-    """`states` of the parameter that it was cut from."""
+    """`states` of the whole parameter that it is a part of."""
     steps: int | None
-    """Updates that it has had; None where it is frozen."""
+    """Number of updates it has had. None if it is frozen."""
 
     @classmethod
     def of(cls, parameter: ParameterState) -> "Stored":
-        """What this rank has of a parameter."""
+        """This rank's part of a parameter."""
         engine, unit, slot = parameter
         place, states = parameter.place, {name: span.shape for name, span in parameter.spans().items()}
         wholes = {
@@ -43,13 +43,13 @@ class Contents:
     """Parameters by name, in the order of the model."""
 
     stored: dict[str, Stored]
-    """Every parameter, in the parts that it was cut into."""
+    """Every parameter, or each of its parts if it is cut into parts."""
     members: list[list[str]]
-    """Of each param group, its parameters as they are in `stored`."""
+    """For each param group, the names in `stored` of its parameters."""
 
     @classmethod
     def of(cls, engine: Engine, groups: list[NamedGroup]) -> "Contents":
-        """What the units of all ranks hold; every rank asks for it at the same point of its program."""
+        """The contents of the units of all ranks. Every rank calls this at the same point of the program."""
         parameters = all_states(engine)
         names = {parameter.name: parameter.stored_name for parameter in parameters}
         mine = cls(
@@ -66,11 +66,11 @@ class Contents:
 
     @property
     def steps(self) -> dict[str, int]:
-        """Whole trainable parameter -> updates that it has had."""
+        """Whole trainable parameter -> number of updates it has had."""
         return {one.place.whole: one.steps for one in self.stored.values() if one.steps is not None}
 
     def specs(self, state: StateSpec, but: Collection[str] = ()) -> list[TensorSpec]:
-        """The tensors of one state, without those of `but`."""
+        """The tensors of one state, except those named in `but`."""
         return [
             TensorSpec(name, state.dtype, one.states[state.name])
             for name, one in self.stored.items()
@@ -78,8 +78,11 @@ class Contents:
         ]
 
     def whole_specs(self, state: StateSpec, parts: Callable[[str], int]) -> list[TensorSpec]:
-        """The tensors of one state, of parameters as they were before they were cut. Where a state has one element for
-        many of a parameter's, `parts` says of how many equal parts each has elements of its own."""
+        """The tensors of one state for whole parameters, before they were cut into parts.
+
+        `parts`: for a state with one element for several of the parameter's, the number of equal parts that have
+        separate elements.
+        """
         shapes: dict[str, Shape] = {}
         for one in self.stored.values():
             if state.name in one.states:
@@ -90,8 +93,8 @@ class Contents:
         return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
 
     def cuts(self, shards: bool) -> dict[str, Any]:
-        """Parameter in tiles, or of which tensor-parallel ranks have parts -> its shape, for these the dimension,
-        and the names of its parts in order."""
+        """Parameter that is cut into tiles, or with `shards` divided over tensor-parallel ranks -> its shape, the
+        dimension of shards, and the names of its parts in order."""
         found: dict[str, list[str]] = {}
         for name, one in self.stored.items():
             if one.place.whole != name and (one.place.dim is not None) == shards:
@@ -107,7 +110,7 @@ class Contents:
         }
 
     def groups(self, mine: list[NamedGroup]) -> list[NamedGroup]:
-        """Param groups with the whole parameters that any rank has in them."""
+        """Param groups with the whole parameters that are in them on any rank."""
         return [
             {**group, "params": list(dict.fromkeys(self.stored[name].place.whole for name in names))}
             for group, names in zip(mine, self.members, strict=True)

@@ -1,4 +1,4 @@
-"""Files that several threads fill past the page cache, with any bytes at any place."""
+"""Files that several threads write at any offset, bypassing the page cache."""
 
 import errno
 import os
@@ -10,22 +10,22 @@ from pagoda.memory.page import PAGE_ALIGN
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _UNSYNCED_BYTES = 64 << 20
-"""Most bytes of a file that the kernel has and the disk has not, while it is written through the page cache."""
+"""Most bytes of a file that may wait in the page cache to be written to disk."""
 
 
 class DirectFile:
-    """A file to write to. On return of `pwrite` the drive has most of the bytes; all are safe after `sync`.
+    """A file to write to. When `pwrite` returns, the drive has most of the bytes. All are safe after `sync`.
 
-    A copy to the page cache takes a core as long as the drive takes to write: half a second for each GiB. So whole
-    blocks go to the drive from where they are in memory (O_DIRECT). Less than a block, at either end, goes through the
-    page cache; and everything does where memory is not aligned or the file system refuses direct I/O, but is synced
-    every 64 MiB and dropped from it, so that one large file cannot fill RAM with what waits to be written.
+    A copy to the page cache takes as much time of a core as the drive's write takes: half a second for each GiB. So
+    whole blocks go directly from memory to the drive (O_DIRECT). A partial block at either end goes through the page
+    cache. All data does if memory is not aligned or the file system refuses direct I/O. The page cache is then synced
+    every 64 MiB and the file's data dropped from it, so that one large file cannot fill RAM with unwritten data.
 
-    Thread-safe as long as writes do not overlap. `close` after the last of them.
+    Thread-safe if writes do not overlap. Call `close` after the last one.
     """
 
     def __init__(self, path: Path, create: bool) -> None:
-        """Raises OSError where the file cannot be opened; FileExistsError if it is to be made and is there already."""
+        """Raises OSError if the file cannot be opened, and FileExistsError if `create` is set and the file exists."""
         self._lock = threading.Lock()
         self._unsynced = 0
         self._direct: int | None = None
@@ -39,11 +39,11 @@ class DirectFile:
                     raise
 
     def reserve(self, nbytes: int) -> None:
-        """Make it `nbytes` long, and have the space for that. Raises OSError where the disk has not."""
+        """Extend the file to `nbytes` and reserve its space. Raises OSError if the disk has no room."""
         os.posix_fallocate(self._fd, 0, nbytes)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write all of `data` from byte `offset` of the file on. Raises OSError as the disk does."""
+        """Write all of `data` at byte `offset` of the file. Raises OSError if the disk does."""
         data = data.cast("B")
         head = min(-offset % PAGE_ALIGN, data.nbytes)
         end = data.nbytes - (data.nbytes - head) % PAGE_ALIGN
@@ -52,22 +52,22 @@ class DirectFile:
         self._through_cache(data[done:], offset + done)
 
     def sync(self) -> None:
-        """Make what was written safe from a loss of power.
+        """Make the written data safe from a loss of power.
 
-        Raises OSError as the disk does. The file is of no use then: the kernel may have dropped what it could not
-        write.
+        Raises OSError if the disk does. The file is unusable then, because the kernel may have dropped data that it
+        could not write.
         """
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close the file as it is. Idempotent."""
+        """Close the file in its current state. Idempotent."""
         for descriptor in (self._fd, self._direct):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
         self._fd, self._direct = -1, None
 
     def _past_cache(self, blocks: memoryview, offset: int) -> int:
-        """Write whole blocks as far as direct I/O takes them; returns the bytes that it took."""
+        """Write whole blocks until direct I/O accepts no more. Returns the number of bytes written."""
         done = 0
         while self._direct is not None and done < blocks.nbytes:
             try:
@@ -77,7 +77,7 @@ class DirectFile:
                     raise
                 break
             if moved < PAGE_ALIGN:
-                break  # the page cache says why
+                break  # the write through the page cache raises the error
             done += moved - moved % PAGE_ALIGN
         return done
 

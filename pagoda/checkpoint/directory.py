@@ -1,4 +1,5 @@
-"""A checkpoint directory: a manifest and tensor files, appearing whole or not at all, deleted only if they are ours."""
+"""Checkpoint directories: a manifest and tensor files. They appear only once complete. Only Pagoda's own are
+deleted."""
 
 import errno
 import fcntl
@@ -46,21 +47,21 @@ FORMAT, VERSION = "pagoda-checkpoint", 5
 def committed(
     directory: Path, checkpoint_id: str | None = None, keep_mark: Callable[[], bool] = lambda: False
 ) -> Iterator[Path]:
-    """A temporary directory to fill; renamed to `directory` when the block ends well, removed when it does not.
+    """A temporary directory to fill. It is renamed to `directory` if the block succeeds, and removed if it fails.
 
-    Files in it must have been synced already. It is marked with the id of the checkpoint that it is to
-    be, so that pages of one that was never completed can be told. Where `keep_mark` says so when the block has failed,
-    the mark stays, because ranks that are gone may have committed such pages.
+    Files in it must already be synced. It has a mark with the id of the future checkpoint, so that pages of a
+    checkpoint that was never completed can be recognized. If the block fails and `keep_mark` returns True, the mark
+    stays, because ranks that have died may have committed such pages.
 
-    Raises CheckpointError when `directory` exists already, or somebody else is writing it, or the temporary directory's
-    name is taken by something that Pagoda did not make; StorageError when the disk is full or cannot be written.
-    Pagoda's own errors pass as they are.
+    Raises CheckpointError if `directory` exists, if another process is writing it, or if something that Pagoda did not
+    make has the temporary directory's name. Raises StorageError if the disk is full or cannot be written. Other errors
+    of Pagoda are not converted.
     """
     check_absent(directory)
     temporary = partial(directory)
     try:
         make_directories(directory.parent)
-        with suppress(PermissionError):  # the caller may have made the parent just now, and not synced it
+        with suppress(PermissionError):  # the caller may have just made the parent, unsynced
             sync_directory(directory.parent.parent)
         lock = _claim(temporary, directory, checkpoint_id or new_checkpoint_id())
         try:
@@ -85,7 +86,7 @@ def committed(
         finally:
             os.close(lock)
     except StorageError:
-        raise  # another disk failed, and this says which
+        raise  # another disk failed, and the error names it
     except OSError as error:
         raise StorageError(
             f"{directory} could not be written: {error}. Free space there, or name another directory."
@@ -93,7 +94,7 @@ def committed(
 
 
 def _claim(temporary: Path, directory: Path, checkpoint_id: str) -> int:
-    """Make a directory, or take over what a crash left of it, emptied; returns the descriptor that locks it."""
+    """Make a directory, or take over and empty one that a crash has left. Returns the descriptor that locks it."""
     while True:
         temporary.mkdir(exist_ok=True)
         try:
@@ -104,7 +105,7 @@ def _claim(temporary: Path, directory: Path, checkpoint_id: str) -> int:
             raise
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The process that had it may have renamed or removed it since it was opened here.
+            # The process that held the lock may have renamed or removed the directory since it was opened here.
             if temporary.is_dir() and os.path.samestat(os.fstat(descriptor), temporary.stat()):
                 names = os.listdir(descriptor)
                 if PARTIAL_MARK not in names and not {*names} <= {PARTIAL_MARK + TEMPORARY}:
@@ -126,13 +127,13 @@ def _claim(temporary: Path, directory: Path, checkpoint_id: str) -> int:
 
 def _not_ours(temporary: Path) -> CheckpointError:
     return CheckpointError(
-        f"{temporary} is needed to write in, and Pagoda did not make what is there. Move it away, or name another "
-        "directory to write to."
+        f"{temporary} is needed as a temporary directory, but Pagoda did not make what is there. Move it, or name "
+        "another directory to write to."
     )
 
 
 def _empty(descriptor: int, keep: str = "", last: str = "") -> None:
-    """Delete what is in an open directory, without following symbolic links; but for `keep`, and `last` at the end."""
+    """Delete the content of an open directory except `keep`, with `last` at the end. Does not follow symbolic links."""
     for name in sorted(os.listdir(descriptor), key=last.__eq__):
         if name == keep:
             continue
@@ -144,17 +145,17 @@ def _empty(descriptor: int, keep: str = "", last: str = "") -> None:
 
 @dataclass(frozen=True)
 class Removable:
-    """A checkpoint that can be deleted, with its pages: nothing but what Pagoda has written is in its directory."""
+    """A checkpoint that can be deleted with its pages, because its directory contains only what Pagoda wrote."""
 
     directory: Path
     checkpoint_id: str
     references: Sequence[dict[str, Any]]
-    """To the pages on SSD that it keeps, one a rank."""
+    """References to its pages on SSD, one for each rank."""
 
     @staticmethod
     def of(directory: Path) -> "Removable":
-        """Raises CheckpointError, which says why, where a checkpoint must be kept: its directory is a symbolic link,
-        its manifest cannot be read, or there is something in it that Pagoda did not write."""
+        """Raises CheckpointError with the reason if a checkpoint must be kept: its directory is a symbolic link or
+        contains something that Pagoda did not write, or its manifest cannot be read."""
         if directory.is_symlink():
             raise CheckpointError(f"{directory} is kept: it is a symbolic link")
         manifest = read_manifest(directory)
@@ -164,22 +165,22 @@ class Removable:
         own = {MANIFEST, PARTIAL_MARK, *(f"{file}.safetensors" for file in hashes or ())}
         others = sorted({*os.listdir(directory)} - own)
         if others:
-            raise CheckpointError(f"{directory} is kept: {', '.join(others[:3])} in it is not of the checkpoint")
+            raise CheckpointError(f"{directory} is kept: {', '.join(others[:3])} in it is not part of the checkpoint")
         return Removable(directory, checkpoint_id, _references(manifest))
 
     def retire(self) -> None:
-        """Take its name away, durably, so that at no instant there is part of a checkpoint. Raises StorageError."""
+        """Remove its name durably, so that a partial checkpoint never exists under it. Raises StorageError."""
         with _deleting(self.directory):
             self.directory.rename(removed(self.directory))
             sync_directory(self.directory.parent)
 
     def forget(self, places: Sequence[str | Path]) -> None:
-        """Delete its commits, of the stores in `places`. Raises StorageError."""
+        """Delete its commits from the stores in `places`. Raises StorageError."""
         for reference in self.references:
             forget_commit(reference, self.checkpoint_id, places)
 
     def delete(self) -> None:
-        """Delete the files of one that was retired, the manifest last. Raises StorageError."""
+        """Delete the files of a retired checkpoint, the manifest last. Raises StorageError."""
         nameless = removed(self.directory)
         with _deleting(self.directory):
             with inside(nameless.parent, nameless.name) as descriptor:
@@ -188,10 +189,10 @@ class Removable:
 
 
 def remove(directory: Path, places: Sequence[str | Path] = ()) -> None:
-    """Delete a checkpoint, and the commits of pages that it keeps on SSD, of the stores in `places`.
+    """Delete a checkpoint, and the commits of its pages in the SSD stores in `places`.
 
-    What a crash leaves of it is deleted by `remove_leftovers`, or when the SSD directories are next opened. Raises
-    CheckpointError where it must be kept, as `Removable.of` says, and StorageError.
+    If a crash interrupts this, `remove_leftovers` deletes the rest, or the next opening of the SSD directories does.
+    Raises CheckpointError if it must be kept (see `Removable.of`), and StorageError.
     """
     remove_leftovers(directory.parent, places)
     removable = Removable.of(directory)
@@ -201,7 +202,7 @@ def remove(directory: Path, places: Sequence[str | Path] = ()) -> None:
 
 
 def remove_leftovers(parent: Path, places: Sequence[str | Path]) -> None:
-    """Finish deleting the checkpoints in a directory whose deletion was interrupted."""
+    """Finish interrupted deletions of the checkpoints in a directory."""
     for name in sorted(os.listdir(parent)) if parent.is_dir() else ():
         original = parent / name[1:].removesuffix(".removed")
         if name == removed(original).name:
@@ -213,7 +214,7 @@ def remove_leftovers(parent: Path, places: Sequence[str | Path]) -> None:
 
 
 def removables(directories: Sequence[Path]) -> list[Removable]:
-    """The checkpoints among `directories` that can be deleted; the others are kept."""
+    """The checkpoints among `directories` that can be deleted. The others are kept."""
     found = []
     for directory in directories:
         with suppress(CheckpointError):
@@ -226,25 +227,25 @@ def _deleting(directory: Path) -> AbstractContextManager[None]:
 
 
 def _references(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Raises CheckpointError for what no checkpoint says of its pages."""
+    """The manifest's references to pages. Raises CheckpointError if they are malformed."""
     try:
         found = [rank["reference"] for rank in manifest.get("paged", {}).get("ranks", ())]
         for reference in found:
             Reference.from_json(reference)
     except (StorageError, AttributeError, LookupError, TypeError) as error:
-        raise CheckpointError(f"its pages are not described: {error}") from error
+        raise CheckpointError(f"the description of its pages is damaged: {error}") from error
     return found
 
 
 def check_absent(directory: Path) -> None:
-    """Raises CheckpointError when `directory` exists already."""
+    """Raises CheckpointError if `directory` exists."""
     if os.path.lexists(directory):
-        raise CheckpointError(f"{directory} exists already, and Pagoda overwrites nothing. Name another directory.")
+        raise CheckpointError(f"{directory} exists already, and Pagoda does not overwrite it. Name another directory.")
 
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
-    """Write and sync the manifest, with a hash of what it says."""
-    content = json.loads(json.dumps(content))  # as it will be read
+    """Write and sync the manifest, with a hash of its content."""
+    content = json.loads(json.dumps(content))  # the form in which it will be read
     write_json(directory / MANIFEST, {"format": FORMAT, "version": VERSION, "hash": _hash(content), **content})
 
 
@@ -257,7 +258,7 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises CheckpointError when there is none, or not one of this format."""
+    """The manifest of a checkpoint. Raises CheckpointError if it is missing, damaged, or not of this format."""
     path = directory / MANIFEST
     try:
         content = json.loads(read_regular(path).decode())

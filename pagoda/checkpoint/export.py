@@ -1,5 +1,4 @@
-"""From a checkpoint, or from pages, to the files that transformers' `from_pretrained` reads, in pieces; or to those of
-peft."""
+"""Export from a checkpoint or from pages to the files that transformers' `from_pretrained` or peft reads, in pieces."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,14 +33,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote."""
+    """The result of `export`."""
 
     files: list[str]
-    """Names of the safetensors files, or of all that an adapter has."""
+    """Names of the safetensors files. For an adapter, names of all its files."""
     tensors: int
     nbytes: int
     dtype: torch.dtype
-    """Of the weights."""
+    """Dtype of the weights."""
 
 
 def export(
@@ -54,25 +53,25 @@ def export(
     own_names: bool = False,
     beside: Sequence[Path] = (),
 ) -> Exported:
-    """Write the model of a checkpoint, or a wrapped model, as a Hugging Face directory, which appears complete or not
-    at all.
+    """Write a wrapped model, or the model of a checkpoint, as a Hugging Face directory. The directory appears only once
+    it is complete.
 
-    Of a model with an adapter of peft, that is the adapter alone, for `peft.PeftModel.from_pretrained`; with `merge` it
-    is the model without one, whose weights have what the adapter adds. Files `beside` are copied into it: a tokenizer.
-    A model that is not of transformers, or any with `own_names`, is written whole, with the names that its parameters
-    and buffers have in Python, and without a configuration.
+    For a model with a peft adapter, this writes the adapter alone, for `peft.PeftModel.from_pretrained`. With `merge`,
+    it writes the model without adapter, after adding the adapter's contribution to the weights. Files in `beside`, such
+    as a tokenizer's, are copied into the directory. With `own_names`, or if the model is not from transformers, the
+    whole model is written under the names that its parameters and buffers have in Python, without a configuration.
 
-    The weights are those that the model computed with, unless `dtype` asks for others: "fp32" is the master, exact;
-    "bf16" of a model trained in fp32 is rounded to even. A file has at most `max_shard_bytes` of tensors, or one
-    tensor. Buffers keep their dtype. RAM used depends on the number of tensors, not on their size; the exceptions are
-    layouts that transformers makes by more than joining and cutting, and parameters that tensor-parallel ranks divide:
-    each such tensor is in RAM at once.
+    By default, the weights have the values that the model computed with. `dtype` "fp32" writes the exact master; "bf16"
+    rounds a model trained in fp32 to nearest even. A file has at most `max_shard_bytes` of tensors, or a single tensor.
+    Buffers keep their dtype. The RAM used depends on the number of tensors, not on their size. Two kinds of tensors are
+    exceptions, because each is read as a whole: layouts that transformers makes by more than joining and cutting, and
+    parameters that tensor-parallel ranks divide.
 
-    Of a wrapped model every rank calls it, at the same point of its program, and the first one writes.
+    For a wrapped model, every rank calls it at the same point of the program, and the first rank writes.
 
-    Raises CheckpointError for what is no checkpoint or is damaged, and where `out` exists; StorageError where the disk
-    is full or fails; ConfigError where transformers is not installed; UsageError for a model that is not wrapped, and
-    between backward and `step()` where updates run during backward.
+    Raises CheckpointError if the source is not a checkpoint or is damaged, or if `out` exists; StorageError if the disk
+    is full or fails; ConfigError if transformers is not installed; UsageError if the model is not wrapped, or between
+    backward and `step()` if updates run during backward.
     """
     with _opened(source) as weights:
         record = None if own_names else weights.record
@@ -98,7 +97,7 @@ def export(
 
 @contextmanager
 def _opened(source: Path | nn.Module) -> Iterator[Weights]:
-    """Weights to be read; on several ranks, the block has ended on all of them once it is left."""
+    """Open the weights for reading. With several ranks, all of them leave the block together."""
     if isinstance(source, nn.Module):
         with live_weights(source) as weights:
             yield weights
@@ -108,24 +107,24 @@ def _opened(source: Path | nn.Module) -> Iterator[Weights]:
 
 
 def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Any], dict[str, Any]]:
-    """What `export` would write of the model in a checkpoint, adapters merged: the tensors, which stay where they are
-    while the checkpoint is open, and what config.json and generation_config.json would have.
+    """What `export` would write for the model of a checkpoint, with adapters merged: its tensors, config.json and
+    generation_config.json. The tensors can be read as long as the checkpoint is open.
 
-    Raises CheckpointError for a model that is not of transformers, and as `export`.
+    Raises CheckpointError if the model is not from transformers, and in the cases of `export`.
     """
     weights = _weights_in(checkpoint)
     record, dtype = weights.record, weights.dtype
     if record is None:
-        raise CheckpointError(f"{weights.name} is not of a model of transformers, so it does not say how to build it")
+        raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build one")
     adapted = AdaptedModel(record, lambda name: _whole(weights, name, dtype)) if ADAPTER in record else None
     return _tensors(weights, record, dtype, adapted), _config(record, dtype), record.get("generation_config") or {}
 
 
 def _weights_in(checkpoint: Checkpoint) -> Weights:
-    """Raises CheckpointError where what it says of its model is damaged."""
+    """The weights of a checkpoint. Raises CheckpointError if its description of the model is damaged."""
     record = checkpoint.manifest.get("model")
     if not (record is None or isinstance(record, dict)):
-        raise CheckpointError(f"{checkpoint.directory} is damaged: its manifest has no model where it should have one")
+        raise CheckpointError(f"{checkpoint.directory} is damaged: the model in its manifest is not an object")
     tensors = {state: checkpoint.tensors(state) for state in (*checkpoint.states, BUFFERS)}
     return Weights(str(checkpoint.directory), record, tensors)
 
@@ -149,7 +148,7 @@ def _write(
     record: dict[str, Any] | None,
     dtype: torch.dtype,
 ) -> None:
-    """Write all files of a model, in order, each tensor piece by piece."""
+    """Write all files of a model in order, each tensor piece by piece."""
     specs = {file: [tensors[name].spec(name) for name in names] for file, names in shards.items()}
     files = Files(out, new_checkpoint_id(), specs, None)
     with files.open():
@@ -179,7 +178,7 @@ def _copy(files: Sequence[Path], folder: Path) -> None:
 def _tensors(
     weights: Weights, record: dict[str, Any] | None, dtype: torch.dtype, adapted: AdaptedModel | None
 ) -> dict[str, LazyTensor]:
-    """Each tensor of the files by its name there, merged with what an adapter adds."""
+    """Name in the files -> tensor. The weights include the adapter's contribution, if there is an adapter."""
     held, buffers = weights.tensors[WEIGHT], weights.tensors[BUFFERS]
     if record is None:
         plain = {name: LazyTensor(dtype, one.shape, _weights(weights, name, dtype)) for name, one in held.items()}
@@ -207,7 +206,7 @@ def _tensors(
 
 
 def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:
-    """Reads a parameter's weights: the halves of the master joined where fp32 is asked of bf16."""
+    """A function that reads a parameter's weights. For fp32 from bf16, it joins the two halves of the master."""
     weight, low = weights.tensors[WEIGHT][name], weights.tensors.get(_LOW, {}).get(name)
     if dtype is not torch.float32 or low is None:
         return lambda start, count: weight.read(start, count).to(dtype)
@@ -221,7 +220,7 @@ def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:
 
 
 def _whole(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter's weights, in its shape."""
+    """A parameter's weights in its shape."""
     shape = weights.tensors[WEIGHT][name].shape
     return _weights(weights, name, dtype)(0, shape.numel()).view(shape)
 
@@ -242,7 +241,7 @@ def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[st
 
 
 def _config(record: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The model's config.json. The key-value cache, which training turns off, is as transformers has it by default."""
+    """The model's config.json. The key-value cache, which training turns off, has the default of transformers."""
 
     def settings(given: dict[str, Any]) -> dict[str, Any]:
         kept = {key: settings(value) if isinstance(value, dict) else value for key, value in given.items()}

@@ -1,4 +1,4 @@
-"""Gathered parameters: real tensors outside forward."""
+"""`gathered`: gives parameters real tensors outside forward."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from pagoda.plan.layout import WEIGHT
 
 @contextmanager
 def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
-    """Inside the block, `params` (a module means all of its parameters) hold real tensors in their compute dtype.
+    """Inside the block, `params` (for a module, all its parameters) have real tensors in their compute dtype.
 
-    With `modify` what was written to them becomes the new weight when the block ends; elements left alone keep
-    their full-precision master. Without it changes are dropped. RAM for a copy of `params` is used meanwhile;
-    forwards of their modules are not possible inside the block. Parameters not managed by Pagoda are left alone.
-    What is computed from them may be a part of the loss, such as a penalty: its graph keeps the copies.
+    With `modify`, values written to them become the new weights at the end of the block. Unchanged elements keep their
+    full-precision master. Without `modify`, changes are discarded. The block uses RAM for a copy of `params`, and
+    forwards of their modules are not possible inside it. Parameters that Pagoda does not manage are left alone. Results
+    computed from `params` may be part of the loss, such as a penalty: the graph keeps the copies.
 
     Raises UsageError inside the forward of a module that uses one of them.
     """
@@ -28,12 +28,12 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = [params]
     states = {id(param): state for param in params if (state := state_of(param)) is not None}
     taken: list[ParameterState] = []
-    # Else graphs would keep the parameters themselves, and see placeholders later.
+    # Otherwise graphs would keep the parameters themselves, which later hold placeholders.
     packing = next((packing for s in states.values() if (packing := s.engine.graphs.packing).enter()), None)
     try:
         for state in states.values():
             engine, unit, slot = state
-            if slot in unit.gathered:  # by a block around this one, which will release it
+            if slot in unit.gathered:  # by an outer block, which will release it
                 continue
             engine.drain()
             if unit.active:

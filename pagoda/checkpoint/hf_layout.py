@@ -1,4 +1,4 @@
-"""How transformers lays a model's tensors out in files: its own renaming and merging, on tensors that stay in files."""
+"""Converts tensors between a model and its files with transformers' own code, without reading them."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -9,9 +9,9 @@ from pagoda.errors import CheckpointError
 
 
 def stored_names(model: Any) -> dict[str, str]:
-    """What `save_pretrained` saves of a model: name in its `state_dict()` -> name under which it holds the tensor.
+    """The tensors that `save_pretrained` saves: name in `state_dict()` -> name of the parameter or buffer in the model.
 
-    A tied parameter is there once, under the name that transformers keeps; the model holds it under its first.
+    A tied parameter appears once, under the name that transformers keeps. Its name in the model is its first one.
     """
     first = {id(param): name for name, param in model.named_parameters()}
     ignored, tied = set(model._keys_to_ignore_on_save or ()), set(model.all_tied_weights_keys)
@@ -24,7 +24,7 @@ def stored_names(model: Any) -> dict[str, str]:
 
 
 def to_files(model: Any, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Tensors by their names in `state_dict()`, as files have them."""
+    """Convert tensors, named as in `state_dict()`, to the layout of files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     laid_out: dict[str, LazyTensor] = revert_weight_conversion(model, dict(tensors))
@@ -32,8 +32,11 @@ def to_files(model: Any, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTen
 
 
 def from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
-    """Tensors of files by their names in `state_dict()`, as `from_pretrained` finds them; names of the model for which
-    the files have nothing, and those that they have beyond the model, without what transformers ignores."""
+    """Convert tensors of files to tensors named as in `state_dict()`, like `from_pretrained`.
+
+    Also returns the names in the model that the files lack, and the names in the files that the model lacks, without
+    those that transformers ignores.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     from transformers.utils.loading_report import LoadStateDictInfo
@@ -61,7 +64,7 @@ def from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str,
         try:
             converted = group.convert(name, model=model, config=model.config)
         except (RuntimeError, ValueError, LookupError) as error:
-            raise CheckpointError(f"what the files have for {name!r} cannot be put together: {error}") from error
+            raise CheckpointError(f"the files' tensors for {name!r} cannot be converted: {error}") from error
         for target, value in converted.items():
             found[target] = value[0] if isinstance(value, list) else value
     report = LoadStateDictInfo(

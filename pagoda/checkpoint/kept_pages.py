@@ -1,4 +1,4 @@
-"""What of a checkpoint stays where it is on SSD, of one process or of all ranks."""
+"""The parts of a checkpoint that stay in their pages on SSD, for one process or for all ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +18,17 @@ class KeptPages:
     """States of units that a checkpoint keeps as pages."""
 
     units: Mapping[int, PagedUnit]
-    """unit -> what this process keeps of it; those of which it keeps something."""
+    """unit -> its states that this process keeps as pages, for units with at least one such state."""
     names: Mapping[str, frozenset[str]]
-    """State -> parameters of which nobody writes it into a file."""
+    """State -> parameters whose state no rank writes into a file."""
 
     @classmethod
     def of(cls, engine: Engine, replaces: Sequence[Path]) -> "KeptPages":
-        """What the next checkpoint can keep, which will replace others; ranks ask for it at the same point.
+        """What the next checkpoint can keep as pages. It will replace the checkpoints in `replaces`. All ranks call
+        this at the same point.
 
-        A state of a unit is kept where every rank that has some of it has that on SSD, and room to keep one more
-        checkpoint's pages. So a tensor is either in pages or in a file, whatever homes each rank has for it.
+        A state of a unit is kept if every rank that has elements of it has them on SSD, and has room to keep one more
+        checkpoint's pages. So a tensor is either in pages or in a file, even if its homes differ between ranks.
         """
         if engine.store.ssd is None and engine.links.stages is None:
             return cls({}, {})
@@ -65,7 +66,7 @@ class KeptPages:
 
 
 def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
-    """A unit's layout, and the states of it whose home is SSD."""
+    """A unit's layout, and its states whose home is SSD."""
     store, states = engine.store, engine.plan.layout.states
     held = [(ParameterState(engine, unit, slot), placed.offset) for slot, placed in enumerate(unit.spec.slots)]
     layout = {
@@ -90,9 +91,9 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
 
 
 def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
-    """Whether the pages of one more checkpoint can be kept, once those that it replaces are gone.
+    """Whether the pages of one more checkpoint can be kept, once the replaced ones are deleted.
 
-    Spare slots for undoing updates are not for that: a deleted run may have left pages that take the other ones.
+    This does not count on the spare slots for undoing updates: pages left by a deleted run may occupy the other slots.
     """
     ssd, plan = engine.store.ssd, engine.plan
     if ssd is None:

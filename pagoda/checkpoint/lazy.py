@@ -1,9 +1,9 @@
-"""Tensors that stay in their files: concatenated, stacked and cut without being read, then read in pieces.
+"""Tensors that stay in their files: they are joined and cut without being read, and read in pieces later.
 
-transformers describes how a model's tensors lie in files by code on tensors (`torch.stack` of experts, `torch.chunk`
-of a fused projection). Given lazy tensors, that same code yields lazy tensors, and nothing as large as a layer's
-experts is ever in RAM. Joining and cutting is exact and free; any other operation is put off until its result is read,
-and then done on whole tensors.
+transformers describes how files store a model's tensors with code on tensors (`torch.stack` of experts, `torch.chunk`
+of a fused projection). Given lazy tensors, that code returns lazy tensors, so nothing as large as a layer's experts is
+ever in RAM. Joining and cutting is exact and free. Any other operation is deferred until its result is read, and then
+runs on whole tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,21 +19,21 @@ from pagoda.checkpoint.tensors import TensorFile, TensorSpec
 from pagoda.errors import CheckpointError
 
 Read = Callable[[int, int], torch.Tensor]
-"""Elements [start, start + count) of a tensor, flat."""
+"""Function that returns elements [start, start + count) of a tensor, flat."""
 _CLOSE = 16
-"""What is read may have so many elements for each that is wanted: part of each row, as one of several ranks has it."""
+"""Most elements to read for each one that is wanted, e.g. for the part of each row that one of several ranks has."""
 
 
 class LazyTensor:
-    """A tensor on the CPU whose values are read from where they are stored, piece by piece.
+    """A tensor on the CPU whose values are read piece by piece from where they are stored.
 
-    Functions and methods of torch apply to it. Its values must not change while it is in use.
+    Functions and methods of torch accept it. Its values must not change while it is in use.
     """
 
     def __init__(
         self, dtype: torch.dtype, shape: Sequence[int], read: Read, parts: "Sequence[LazyTensor]" = (), axis: int = 0
     ) -> None:
-        """`parts`: what it was joined of along `axis`, if it was."""
+        """`parts`: the tensors that were joined along `axis` to make it, if any."""
         self.dtype = dtype
         self.shape = torch.Size(shape)
         self._read = read
@@ -62,17 +62,17 @@ class LazyTensor:
         return self.shape if dim is None else self.shape[dim]
 
     def spec(self, name: str) -> TensorSpec:
-        """What a file that holds it says of it."""
+        """Its name, dtype and shape in a file."""
         return TensorSpec(name, self.dtype, tuple(self.shape))
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of the flat tensor, as a copy. Raises IndexError beyond its end."""
+        """A copy of elements [start, start + count) of the flat tensor. Raises IndexError if they are out of range."""
         if not 0 <= start <= start + count <= self.numel():
             raise IndexError(f"elements {start} to {start + count} of a tensor of shape {list(self.shape)}")
         return self._read(start, count) if count else torch.empty(0, dtype=self.dtype)
 
     def whole(self) -> torch.Tensor:
-        """All of it, in RAM."""
+        """The whole tensor, in RAM."""
         return self.read(0, self.numel()).view(self.shape)
 
     def with_shape(self, shape: Sequence[int]) -> "LazyTensor":
@@ -104,7 +104,7 @@ class LazyTensor:
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Any other method of a tensor, put off."""
+        """Any other method of a tensor, deferred."""
         method = getattr(torch.Tensor, name, None)
         if name.startswith("__") or not callable(method):
             raise AttributeError(f"a lazy tensor has no {name!r}")
@@ -128,7 +128,7 @@ def tensors_of(file: TensorFile) -> dict[str, LazyTensor]:
 
 
 def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    """As `torch.cat`. Raises CheckpointError where dtypes or shapes do not fit."""
+    """Like `torch.cat`. Raises CheckpointError if dtypes or shapes do not match."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -136,8 +136,8 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     for tensor in tensors:
         if tensor.dtype is not first.dtype or _with(tensor.shape, axis, 0) != _with(first.shape, axis, 0):
             raise CheckpointError(
-                f"tensors of {first.dtype} {list(first.shape)} and {tensor.dtype} {list(tensor.shape)} belong together "
-                "in one, and do not fit"
+                f"tensors of {first.dtype} {list(first.shape)} and {tensor.dtype} {list(tensor.shape)} cannot be "
+                "joined: their dtypes or shapes do not match"
             )
     shape = _with(first.shape, axis, sum(tensor.shape[axis] for tensor in tensors))
     widths = [prod(tensor.shape[axis:]) for tensor in tensors]
@@ -145,9 +145,9 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 
 
 def _read_part_of_rows(whole: LazyTensor, width: int, first: int, kept: int, start: int, count: int) -> torch.Tensor:
-    """Elements of what has `kept` elements, from element `first` on, of each row of `width` elements.
+    """Read from a tensor that has the `kept` elements from element `first` on of each row of `width` elements.
 
-    They are read row by row, or with what lies between them at once.
+    Reads row by row, or reads all rows at once with the elements between them.
     """
     rows = [(row * width + first + begin, end - begin) for row, begin, end in _rows(kept, start, count)]
     at, (last, its_count) = rows[0][0], rows[-1]
@@ -159,7 +159,7 @@ def _read_part_of_rows(whole: LazyTensor, width: int, first: int, kept: int, sta
 
 
 def _read_joined_rows(tensors: Sequence[LazyTensor], widths: Sequence[int], start: int, count: int) -> torch.Tensor:
-    """Elements of what has, in each row, rows of all tensors, which are so wide. Each tensor is read once."""
+    """Read from a tensor whose rows join rows of all `tensors`, of the given widths. Reads each tensor once."""
     rows = list(_rows(sum(widths), start, count))
     by_tensor = []
     for tensor, width, end in zip(tensors, widths, accumulate(widths), strict=True):
@@ -174,13 +174,13 @@ def _read_joined_rows(tensors: Sequence[LazyTensor], widths: Sequence[int], star
 
 
 def _rows(width: int, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """(row, first, end) of the parts of [start, start + count) that lie in one row of `width` elements each."""
+    """Divide [start, start + count) into rows of `width` elements: (row, first, end) for each row."""
     for row in range(start // width, (start + count - 1) // width + 1):
         yield row, max(start - row * width, 0), min(start + count - row * width, width)
 
 
 def _overlapping(tensors: Sequence[LazyTensor], axis: int, start: int, stop: int) -> Iterator[LazyTensor]:
-    """What lies in [start, stop) along an axis along which tensors are joined, of each that has some of it."""
+    """The parts of joined tensors that lie in [start, stop) along the axis."""
     end = 0
     for tensor in tensors:
         begin, end = end, end + tensor.shape[axis]
@@ -215,7 +215,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 class _Deferred:
-    """An operation done when a result of it is read. The results of the last one done stay in RAM."""
+    """An operation that runs when one of its results is read. The results of the latest one stay in RAM."""
 
     latest: "tuple[_Deferred | None, list[torch.Tensor]]" = (None, [])
 
@@ -223,13 +223,13 @@ class _Deferred:
         self._call = (function, args, kwargs)
 
     def on(self, values: Callable[[LazyTensor], torch.Tensor]) -> Any:
-        """The operation on what `values` gives for each lazy tensor."""
+        """Run the operation with `values(lazy)` in place of each lazy tensor."""
         function, args, kwargs = tree_map_only(LazyTensor, values, self._call)
         with torch.no_grad():
             return function(*args, **kwargs)
 
     def read(self, result: int, start: int, count: int) -> torch.Tensor:
-        """Elements of one of its results, flat."""
+        """Elements of one of the results, flat."""
         if _Deferred.latest[0] is not self:
             _Deferred.latest = None, []
             done = self.on(LazyTensor.whole)
@@ -238,7 +238,7 @@ class _Deferred:
 
 
 def _put_off(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation, which is only done when that is read; its shape is known by doing it on meta."""
+    """The lazy result of an operation, which runs when the result is read. A run on the meta device gives the shape."""
     deferred = _Deferred(function, args, kwargs)
     shown = deferred.on(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
     several = isinstance(shown, tuple | list)

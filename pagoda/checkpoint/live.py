@@ -1,4 +1,4 @@
-"""The weights of a wrapped model as whole tensors that stay in their pages, on whichever rank they are."""
+"""The weights of a wrapped model as whole lazy tensors, which are read from their pages on any rank."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,32 +19,31 @@ from pagoda.runtime.store import LOW
 
 
 class Weights(NamedTuple):
-    """A model's tensors, in a checkpoint or in pages."""
+    """The tensors of a model, in a checkpoint or in pages."""
 
     name: str
-    """For messages."""
+    """The model's name in messages."""
     record: dict[str, Any] | None
-    """What `model_record` says of the model."""
+    """The model's `model_record`."""
     tensors: Mapping[str, Mapping[str, LazyTensor]]
-    """State, or `BUFFERS` -> name -> tensor."""
+    """State or `BUFFERS` -> name -> tensor."""
     is_first: bool = True
-    """Whether this is the first rank, which writes what all of them read."""
+    """Whether this is the first rank, which writes what all ranks read."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that the model computes with."""
+        """Dtype of the weights that the model computes with."""
         return next(iter(self.tensors[WEIGHT].values())).dtype
 
 
 @contextmanager
 def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]:
-    """Weights of a wrapped model, for as long as nothing trains it.
+    """The weights of a wrapped model. They are valid as long as nothing trains it.
 
-    Every rank reads the same pieces in the same order; the first one gets them, or all do. Of others what they read has
-    no meaning. Every rank has come to the end of the block when one goes on.
+    Every rank must read the same pieces in the same order. Only the first rank gets the values, or all ranks if
+    `all_ranks`; other ranks read meaningless values. The block ends when all ranks have reached its end.
 
-    Raises UsageError for a model that is not wrapped, and between backward and `step()` where updates run during
-    backward.
+    Raises UsageError if the model is not wrapped, or between backward and `step()` if updates run during backward.
     """
     engine = next(iter(states_of(model).values())).engine
     engine.settle()
@@ -57,7 +56,7 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]
 
 
 def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict[str, LazyTensor]]:
-    """Weights and low halves of masters, by state and by the names of the user's model."""
+    """State -> name in the user's model -> tensor, for weights and low halves of masters."""
     parameters = all_states(engine)
     mine = [parameter.place for parameter in parameters]
     by_part, group = [mine], engine.rank_group
@@ -82,7 +81,7 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
 
 
 def _whole(parameter: ParameterState, state: str) -> LazyTensor:
-    """A state of a parameter, of which tensor-parallel ranks may each have a part."""
+    """A state of a whole parameter, which tensor-parallel ranks may have divided."""
     mine, form = parameter.lazy(state), parameter.unit.forms[parameter.slot]
     if not isinstance(form, Form) or parameter.spec.shard is None:
         return mine
@@ -100,7 +99,7 @@ def _whole(parameter: ParameterState, state: str) -> LazyTensor:
 
 
 def _of_part(parameter: ParameterState, mine: LazyTensor, part: int, receivers: Collection[int]) -> LazyTensor:
-    """What one of the ranks that divide experts has in the place of a state of this rank's."""
+    """The state on rank number `part` of those that divide experts, in the same position as this rank's."""
     rank_group = parameter.engine.rank_group
     assert rank_group is not None, "ranks divide experts"
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a transformers model beside its tensors: enough to build it again."""
+"""What a checkpoint stores to rebuild a transformers model, in addition to its tensors."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 ADAPTER = "adapter"
-"""In a record: peft's settings."""
+"""Key of peft's settings in a record."""
 
 
 def model_record(model: "nn.Module") -> dict[str, Any] | None:
-    """The class and configurations of a transformers model, and of its adapter if it has one, as JSON; None for any
-    other model."""
+    """The class and configurations of a transformers model and of its adapter, if any, as JSON. None for other
+    models."""
     if (adapter := adapter_settings(model)) is not None:
         base = model_record(model.get_base_model())  # type: ignore[operator]
         return None if base is None else {**base, ADAPTER: adapter}
@@ -31,9 +31,9 @@ def model_record(model: "nn.Module") -> dict[str, Any] | None:
 
 
 def skeleton(record: dict[str, Any]) -> Any:
-    """The model of a record, without its adapter, on the meta device.
+    """The model of a record on the meta device, without its adapter.
 
-    Raises CheckpointError where transformers cannot build it.
+    Raises CheckpointError if transformers cannot build it.
     """
     import torch
 

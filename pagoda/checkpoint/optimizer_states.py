@@ -1,4 +1,4 @@
-"""What the optimizer's rule keeps, as dictionaries: parameters' entries in torch's `state_dict`, and all for
+"""The optimizer's states as dictionaries: a parameter's entry in torch's `state_dict`, and all states for
 `torch.distributed.checkpoint`."""
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from pagoda.optim.rule import Rule
 
 
 def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
-    """A parameter's entry in a torch `state_dict`; all are copies, and DTensors where the parameter is one.
+    """A parameter's entry in a torch `state_dict`. All tensors are copies, and DTensors if the parameter is one.
 
-    Writing what was read changes no bit. With `blank` every tensor is on meta.
+    Writing back an entry changes no bit. With `blank`, every tensor is on the meta device.
     """
     engine, unit, slot = state
     kept = {
         name: torch.empty(span.shape, dtype=engine.store.dtype(name), device="meta")
-        if blank and span.shape  # a rule may look at a number
+        if blank and span.shape  # a rule may read the value of a scalar
         else state.read(name)
         for name, span in state.moments().items()
     }
@@ -38,20 +38,23 @@ def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
 
 
 def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for an entry of a parameter of another size."""
+    """Raises CheckpointError if the entry belongs to a parameter of another size."""
     param = state.unit.params[state.slot]
     for name, span in state.moments().items():
         value = entry.get(name)
         if isinstance(value, torch.Tensor) and value.numel() not in (span.count, state.spec.numel, param.numel()):
             raise CheckpointError(
                 f"The state does not belong to this optimizer: {name!r} of {state.name!r} has shape "
-                f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}."
+                f"{tuple(value.shape)}, but the parameter has {tuple(param.shape)}."
             )
 
 
 def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
-    """Take over an entry that `check_entry` accepts, of any float dtypes and on any device; an empty one is a fresh
-    parameter's. Of tensors that tensor-parallel ranks divide as the parameter, each takes its part."""
+    """Load an entry that `check_entry` accepts, with any float dtypes and on any device.
+
+    An empty entry gives the parameter the states of a new one. If tensor-parallel ranks divide the parameter, each
+    takes its part of tensors with the parameter's shape.
+    """
     engine, unit, slot = state
     form = unit.forms[slot]
     if isinstance(form, Form):
@@ -62,7 +65,7 @@ def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
 
 
 def stored_entry(rule: Rule, checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
-    """What a checkpoint has of a whole parameter's moments, as torch has them, whoever had divided it."""
+    """A checkpoint's moments of a whole parameter, as torch has them, however ranks had divided it."""
     dim, parts = checkpoint.division(name)
     entries = []
     for part in range(parts):
@@ -76,10 +79,10 @@ def stored_entry(rule: Rule, checkpoint: Checkpoint, name: str) -> dict[str, tor
 
 
 class OptimizerState:
-    """A `PagedOptimizer`'s moments, step counts and hyperparameters, for `torch.distributed.checkpoint`.
+    """The moments, step counts and hyperparameters of a `PagedOptimizer`, for `torch.distributed.checkpoint`.
 
-    In the form of torch's `get_optimizer_state_dict`: `state` and `param_groups`, by parameter name. Every trainable
-    parameter has an entry, also before its first step, so that a new run can be loaded into. See `ModelState`.
+    It has the form of torch's `get_optimizer_state_dict`: `state` and `param_groups`, by parameter name. Every
+    trainable parameter has an entry even before its first step, so that a new run can be loaded into. See `ModelState`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -90,10 +93,10 @@ class OptimizerState:
         self._engine = next(iter(self._states.values())).engine
 
     def state_dict(self) -> dict[str, Any]:
-        """`state`: name -> `step` (fp32 scalar) and what torch's class has; all are copies. AdamW's moments are fp32,
-        whatever they are kept in.
+        """`state`: name -> `step` (fp32 scalar) and the states of torch's class. All tensors are copies. AdamW's
+        moments are fp32, whatever their dtype in pages.
 
-        Raises UsageError between backward and step() where updates run during backward.
+        Raises UsageError between backward and step() if updates run during backward.
         """
         self._engine.settle()
         states = {name: _whole_entry(whole) for name, whole in self._wholes.items()}
@@ -101,9 +104,9 @@ class OptimizerState:
         return {"state": states, "param_groups": self._groups(), **({"loss_scale": scale} if scale else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave; gradients that had arrived are dropped.
+        """Load the result of `state_dict`. Gradients that had arrived are dropped.
 
-        Raises CheckpointError, with nothing changed, for names, shapes or groups that differ.
+        Raises CheckpointError, and changes nothing, if names, shapes or groups differ.
         """
         entries, groups = state_dict["state"], state_dict["param_groups"]
         if entries.keys() != self._wholes.keys():
@@ -123,7 +126,7 @@ class OptimizerState:
                 mine.update({key: value for key, value in given.items() if key != "params"})
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The `param_groups`, with the names of their parameters, also of those that other ranks have."""
+        """The `param_groups` with the names of their parameters, including those on other ranks."""
         groups, rank_group = named(self._optimizer.param_groups), self._engine.rank_group
         if self._engine.links.stages is not None or (rank_group is not None and rank_group.parts > 1):
             return Contents.of(self._engine, groups).groups(groups)
@@ -132,14 +135,14 @@ class OptimizerState:
 
 
 def _whole_shapes(whole: WholeState) -> dict[str, tuple[int, ...]]:
-    """The shapes of what `_whole_entry` gives."""
+    """The shapes of the tensors of `_whole_entry`."""
     first = whole.states[0]
     part = {key: tuple(torch.as_tensor(value).shape) for key, value in read_entry(first, blank=True).items()}
     return {key: whole.shape if shape == first.spec.shape else shape for key, shape in part.items()}
 
 
 def _whole_entry(whole: WholeState) -> dict[str, torch.Tensor]:
-    """As `read_entry`, of the whole parameter, with numbers as tensors."""
+    """Like `read_entry`, for the whole parameter, with numbers as tensors."""
     entries = [read_entry(state) for state in whole.states]
     found = {"step": torch.tensor(float(whole.steps))}
     for key, value in entries[0].items():
@@ -149,7 +152,7 @@ def _whole_entry(whole: WholeState) -> dict[str, torch.Tensor]:
 
 
 def _write_whole_entry(whole: WholeState, entry: Mapping[str, torch.Tensor]) -> None:
-    """Take over what `_whole_entry` gave."""
+    """Load the result of `_whole_entry`."""
     parts = {key: whole.cut(value) for key, value in entry.items() if value.shape == whole.shape}
     for index, state in enumerate(whole.states):
         state.write_entry({**entry, **{key: cut[index] for key, cut in parts.items()}})

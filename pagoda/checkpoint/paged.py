@@ -1,4 +1,4 @@
-"""States that a checkpoint keeps as pages on SSD: what its manifest says of them, and how they are read."""
+"""States that a checkpoint keeps as pages on SSD: their description in the manifest, and how they are read."""
 
 import json
 import re
@@ -23,33 +23,36 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.plan.slices import Span
 
 PAGED = "paged"
-"""The manifest's key."""
+"""Their key in the manifest."""
 _EXTENTS = {"layout": int, "extents": {str: (int, int)}, "spans": {str: [(int, int, int)]}}
 PAGED_FORM = {
     "dtypes": {str: str},
     "layouts": [{"parameters": [(str, int, [int], bool)], "packed": {str: [(str, int, [int])]}}],
     "ranks": [{"reference": dict, "units": [_EXTENTS]}],
 }
-"""What `joined_pages` gives."""
+"""Form of the result of `joined_pages`."""
 _OF_RANK = re.compile(r"rank-\d+")
-"""Name of the directory that one of several ranks has below the one given for all."""
+"""Name of each rank's directory below the SSD directory that was given for all ranks."""
 
 
 @dataclass(frozen=True)
 class PagedUnit:
-    """A unit of which some states are pages of one rank, as a manifest has it; see `PAGED_FORM`."""
+    """A manifest's entry for a unit of which one rank keeps some states as pages; see `PAGED_FORM`."""
 
     layout: Mapping[str, Any]
-    """`parameters`: name, elements before it, shape, whether it trains. `packed`: name, elements before it and shape of
-    each tensor of a state whose tensors have shapes of their own."""
+    """`parameters`: name, elements before it, shape, whether it trains. `packed`: for a state whose tensors have other
+    shapes than the parameters, name, elements before it and shape of each tensor."""
     extents: Mapping[str, Sequence[int]]
-    """State -> first page and number of the tier's pages it lay in."""
+    """State -> first page and number of pages of its extent in the tier."""
     spans: Mapping[str, Sequence[Sequence[int]]]
-    """State -> which of the unit's elements of it lie in the extent, and where: the fields of `Span`."""
+    """State -> the unit's elements that are in the extent, and their positions there: the fields of `Span`."""
 
     def tensors(self, state: str) -> list[Sequence[Any]]:
-        """(name, elements before it, shape) of the tensors of a state: all parameters have weights, those that train
-        the others, unless the state says itself."""
+        """(name, elements before it, shape) of the tensors of a state.
+
+        By default, all parameters have weights, and those that train have the other states. A packed state lists its
+        own tensors.
+        """
         if state in self.layout["packed"]:
             return list(self.layout["packed"][state])
         return [(*where,) for *where, trains in self.layout["parameters"] if state == WEIGHT or trains]
@@ -58,8 +61,8 @@ class PagedUnit:
 def joined_pages(
     dtypes: Mapping[str, torch.dtype], by_rank: Sequence[tuple[Mapping[str, Any], Sequence[PagedUnit]]]
 ) -> dict[str, Any]:
-    """What a manifest says of the pages of ranks, each with the reference to its commit, for `Pages` to read; each
-    layout is there once."""
+    """The manifest's description of the pages of all ranks, given each rank's reference to its commit and its units.
+    `Pages` reads it. Equal layouts are stored once."""
     layouts: dict[str, int] = {}
     ranks = [
         {
@@ -75,17 +78,17 @@ def joined_pages(
 
 
 class PagesOfRank:
-    """The units of which one rank has kept pages, and these, open for reading if they are to be found."""
+    """The units of which one rank has kept pages, and the pages, open for reading if they were found."""
 
     def __init__(self, units: Sequence[PagedUnit], committed: CommittedPages | None, missing: str) -> None:
         self.units = units
         self.committed = committed
         self.missing = missing
-        """Why there are none."""
+        """Why the pages were not found."""
         self._by_first = {unit.layout["parameters"][0][0]: unit for unit in units}
 
     def extent(self, like: PagedUnit, state: str) -> Run | None:
-        """The pages with a state of a unit that has exactly the layout of `like`, and the same of its elements."""
+        """The pages with a state of the unit `like`. None if its layout or its elements of the state differ."""
         unit = self._by_first.get(like.layout["parameters"][0][0])
         if unit is None or state not in unit.extents:
             return None
@@ -93,7 +96,7 @@ class PagesOfRank:
         return Run(*unit.extents[state]) if alike else None
 
     def read(self, run: Run, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements [first, first + count) of an extent, shape [count]. Raises StorageError where they are damaged."""
+        """Elements [first, first + count) of an extent, shape [count]. Raises StorageError if they are damaged."""
         if self.committed is None:
             raise StorageError(self.missing)
         page = self.committed.page_bytes
@@ -104,13 +107,13 @@ class PagesOfRank:
 
 
 class Pages:
-    """The pages of a checkpoint, of every rank that has kept some; to be closed."""
+    """The pages of a checkpoint, of every rank that has kept any. Call `close` after use."""
 
     def __init__(self, directory: Path, description: Mapping[str, Any], places: Sequence[str | Path]) -> None:
-        """`description` has the form of what `joined_pages` gives. Pages are looked for in `places`, then where they
-        were.
+        """`description` has the form of the result of `joined_pages`. Pages are looked for in `places`, then in their
+        original directories.
 
-        Raises CheckpointError where the description is damaged; pages that are not to be found are for `check`.
+        Raises CheckpointError if the description is damaged. `check` reports pages that were not found.
         """
         self._directory = directory
         self.ranks: list[PagesOfRank] = []
@@ -129,19 +132,19 @@ class Pages:
                         missing = str(error)
                     self.ranks.append(PagesOfRank(units, committed, missing))
                 self.tensors = {state: self._tensors(state, dtype) for state, dtype in dtypes.items()}
-                """State -> those of its tensors that are pages, by name; ranks may have a part of a tensor each."""
+                """State -> name -> tensor, for tensors in pages. Each rank may have a part of a tensor."""
             except (LookupError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{directory} is damaged: its pages are not described: {error!r}") from error
+                raise CheckpointError(f"{directory} is damaged, in the description of its pages: {error!r}") from error
             self._opened = opened.pop_all()
 
     def check(self) -> None:
-        """Raises CheckpointError where some rank's pages are not to be found, or their page table is damaged."""
+        """Raises CheckpointError if pages of a rank were not found, or their page table is damaged."""
         for rank in self.ranks:
             if rank.committed is None:
                 raise CheckpointError(f"{self._directory} cannot be read: {rank.missing}")
 
     def like(self, unit: PagedUnit, state: str) -> Iterator[tuple[CommittedPages, Run]]:
-        """Where pages have a state of exactly that unit, laid out alike, with the same of its elements."""
+        """All pages with a state of a unit that has this same layout and these same elements of the state."""
         for rank in self.ranks:
             run = rank.extent(unit, state)
             if run is not None and rank.committed is not None:
@@ -167,7 +170,7 @@ class Pages:
     def _joined(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], held: Iterable[tuple[int, int, Read]]
     ) -> LazyTensor:
-        """A tensor out of what ranks have of it: first element, end, and what reads from there on."""
+        """Join a tensor from the parts of ranks. `held`: first element, end, and the function that reads from there."""
         parts: list[LazyTensor] = []
         end = 0
         for start, stop, read in sorted(held, key=itemgetter(0)):
@@ -181,15 +184,15 @@ class Pages:
     def _read(
         self, name: str, dtype: torch.dtype, rank: PagesOfRank, run: Run, at: int, start: int, count: int
     ) -> torch.Tensor:
-        """Elements from `start` on of what lies from element `at` on in an extent."""
+        """Read elements, counted from element `at` of an extent."""
         try:
             return rank.read(run, at + start, count, dtype)
-        except (StorageError, ValueError) as error:  # ValueError: the manifest names pages that there are not
+        except (StorageError, ValueError) as error:  # ValueError: the manifest names pages that do not exist
             raise CheckpointError(f"{self._directory} is damaged: {name!r} cannot be read: {error}") from error
 
 
 def with_ranks(places: Sequence[str | Path]) -> list[Path]:
-    """Directories, and those of ranks below them, or beside those that are a rank's themselves; not symbolic links."""
+    """The given directories and those of ranks, below them or next to one that is a rank's. No symbolic links."""
     found: dict[Path, None] = {}
     for place in map(Path, places):
         top = place.parent if _OF_RANK.fullmatch(place.name) else place

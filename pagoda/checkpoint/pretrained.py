@@ -20,29 +20,29 @@ _VALUES = "_pagoda_values"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What `attach_weights` found."""
+    """The result of `attach_weights`."""
 
     files: int
     nbytes: int
     missing: list[str]
-    """Parameters and buffers that the files do not have; they keep their initialisation."""
+    """Parameters and buffers that the files lack. They keep their initialisation."""
     unexpected: list[str]
-    """Tensors of the files that the model has no use for."""
+    """Tensors of the files that the model does not use."""
 
     def warnings(self) -> list[str]:
-        """What a user should know, a sentence each."""
+        """Warnings for the user, one sentence each."""
         found = []
         if self.missing:
             found.append(f"The files lack {_named(self.missing)}, which will be initialised as in a new model.")
         if self.unexpected:
-            found.append(f"The model has no use for {_named(self.unexpected)} of the files.")
+            found.append(f"The model does not use {_named(self.unexpected)} from the files.")
         return found
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face directory; none where it has no weights.
+    """The safetensors files of a Hugging Face directory. Empty if it has no weights.
 
-    Raises ConfigError for an index that cannot be read, and for weights in formats that cannot be read in pieces.
+    Raises ConfigError if the index cannot be read, or if the weights are in a format that cannot be read in pieces.
     """
     index = directory / INDEX
     if (directory / SINGLE).is_file():
@@ -55,27 +55,27 @@ def weight_files(directory: Path) -> list[Path]:
             raise ConfigError(f"{index} cannot be read: {error!r}") from error
         outside = [file for file in files if file.parent != directory]
         if outside or not files:
-            raise ConfigError(f"{index} names {outside[0] if outside else 'no file'}; it must name files beside it")
+            raise ConfigError(f"{index} names {outside[0] if outside else 'no file'}; files must be in its directory")
         return files
     others = [name for name in _OTHER_FORMATS if (directory / name).exists()]
     if others:
         raise ConfigError(
-            f"{directory} has its weights in {others[0]}, and only safetensors files can be read in pieces: load it "
+            f"{directory} has its weights in {others[0]}, but only safetensors files can be read in pieces: load it "
             "with transformers' from_pretrained and save it again with save_pretrained"
         )
     return []
 
 
 def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
-    """Give a model of transformers, built in `pagoda.init()`, the weights of a directory.
+    """Give a transformers model, built in `pagoda.init()`, the weights of a directory.
 
-    Parameters and buffers that are real get their values now; parameters on meta keep a reference to theirs until
-    `wrap` reads them, piece by piece, straight to their tier. Values are exact: fp32, fp16 and bf16 all fit the fp32
-    master.
+    Real parameters and buffers get their values now. Parameters on the meta device keep a reference to their values,
+    which `wrap` reads piece by piece, directly into their tier. Values are exact, because fp32, fp16 and bf16 all fit
+    the fp32 master.
 
-    Raises ConfigError for a directory without weights, quantized weights, shapes that differ from the model's, tied
-    parameters that the files have with different values, and files of another model; CheckpointError for a damaged
-    file.
+    Raises ConfigError if the directory has no weights, quantized weights or the files of another model, if shapes
+    differ from the model's, or if the files have different values for tied parameters. Raises CheckpointError if a file
+    is damaged.
     """
     files = [TensorFile(path) for path in weight_files(directory)]
     if not files:
@@ -87,7 +87,7 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
 
 
 def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> tuple[list[str], list[str]]:
-    """As `attach_weights`, of tensors as files of the directory have them; returns what is missing and unexpected."""
+    """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names."""
     _check_plain(model, directory, stored)
     tensors, missing, unexpected = from_files(model, stored)
     names: dict[int, list[str]] = {}
@@ -116,18 +116,20 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
 
 
 def values_of(param: nn.Parameter) -> LazyTensor | None:
-    """The values of a parameter on meta that are still in files."""
+    """The values, still in files, of a parameter on the meta device. None if it has none."""
     return getattr(param, _VALUES, None) if param.is_meta else None
 
 
 def forget_values(param: nn.Parameter) -> None:
-    """Let a parameter no longer have values in files."""
+    """Remove a parameter's reference to its values in files."""
     param.__dict__.pop(_VALUES, None)
 
 
 def values_by_name(model: nn.Module) -> dict[str, LazyTensor]:
-    """The values that a model's parameters have in files, by name, for those that torch's `parallelize_module` has put
-    in place of the ones that knew. The model forgets them."""
+    """The values in files of a model's parameters, by name. The model's own reference to them is removed.
+
+    They are for parameters that torch's `parallelize_module` has put in place of those with a reference.
+    """
     found: dict[str, LazyTensor] = model.__dict__.pop(_VALUES, {})
     return found
 
@@ -143,7 +145,7 @@ def _give(tensor: torch.Tensor, values: LazyTensor) -> None:
 
 
 def _check_plain(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> None:
-    """Weights are numbers that a master can start from."""
+    """Raises ConfigError unless the weights are numbers that a master can start from."""
     if getattr(model.config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{directory} has quantized weights, which cannot be trained: name the directory of the original model"
@@ -165,13 +167,13 @@ def _check_shapes(directory: Path, tensors: dict[str, LazyTensor], held: dict[st
 
 
 def _check_tied(directory: Path, names: list[str], tensors: dict[str, LazyTensor]) -> None:
-    """Names of one parameter must have one value."""
+    """Raises ConfigError unless all names of one parameter have the same value."""
     first = tensors[names[0]]
     for name in names[1:]:
         if any(not torch.equal(first.read(*part), tensors[name].read(*part)) for part in chunks(first.numel())):
             raise ConfigError(
-                f"{directory} has different values for {names[0]!r} and {name!r}, which are one parameter by its "
-                "config.json: set tie_word_embeddings to false there if they should not be"
+                f"{directory} has different values for {names[0]!r} and {name!r}, which its config.json ties to "
+                "one parameter: set tie_word_embeddings to false there if they are not tied"
             )
 
 
@@ -181,7 +183,7 @@ def _read_generation_config(model: nn.Module, directory: Path) -> None:
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         try:
             model.generation_config = GenerationConfig.from_pretrained(directory)
-        except Exception as error:  # as of a config.json, transformers validates with many types
+        except Exception as error:  # transformers validates with many exception types
             raise ConfigError(f"{directory / 'generation_config.json'} cannot be read: {error}") from error
 
 

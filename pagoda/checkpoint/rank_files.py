@@ -1,4 +1,4 @@
-"""A checkpoint's files, written by one process or by all ranks: whole once every rank is done."""
+"""The files of a checkpoint, written by one process or by all ranks. They are complete once every rank is done."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -13,11 +13,11 @@ from pagoda.memory.identity import partial
 
 
 class Files:
-    """The tensor files of one checkpoint, to be filled with what this process has of each tensor.
+    """The tensor files of one checkpoint. This process fills in its part of each tensor.
 
-    With ranks, the first makes the directory and reserves the files, all write their parts of them and sync, and only
-    when every rank has said so does the first commit: a crash of any rank at any instant leaves no checkpoint, or all
-    of it.
+    With several ranks, the first rank makes the directory and reserves the files. All ranks write and sync their parts.
+    The first rank commits only after every rank has reported that it is done. So a crash of any rank at any time leaves
+    either no checkpoint or a complete one.
     """
 
     def __init__(
@@ -27,16 +27,16 @@ class Files:
         specs: Mapping[str, Sequence[TensorSpec]],
         transport: Transport | None,
     ) -> None:
-        """`specs` are the tensors of each file. `transport` is for this thread alone; None where one process writes."""
+        """`specs`: the tensors of each file. `transport`: used by this thread only. None if one process writes."""
         self._checkpoint_id = checkpoint_id
         self._specs = specs
         self._transport = transport
         self._directory = directory
         self.folder = partial(directory)
-        """The directory, before it has its name."""
+        """The directory under its temporary name."""
         self._undecided = False
         self._failed = False
-        """Whether all ranks know that one has failed, so that nothing more is said."""
+        """Whether all ranks know that one has failed, so that no more messages are sent."""
         self._writers: dict[str, TensorWriter] = {}
 
     @property
@@ -46,16 +46,16 @@ class Files:
 
     @property
     def may_exist(self) -> bool:
-        """Whether the directory may have its name, although `open` has ended badly: what it keeps must stay then.
+        """Whether the directory may have its final name although `open` has failed. Its pages must then be kept.
 
-        Once a rank has said that its part is done, the first may name the directory without another word from it.
-        When the SSD directories are next opened, what was to be part of a directory that never got its name is dropped.
+        Once a rank has reported that its part is done, the first rank may rename the directory without another message.
+        Pages for a directory that was never renamed are dropped when the SSD directories are next opened.
         """
         return self._undecided or self._directory.exists()
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """For as long as files are written; when it ends well, the directory has its name, on every rank."""
+        """Write files inside this block. If it succeeds, the directory has its final name, on every rank."""
         with ExitStack() as stack:
             with self.failing_on_all():
                 if self.first:
@@ -70,11 +70,11 @@ class Files:
                 stack.close()
 
     def write(self, file: str, name: str, start: int, data: memoryview) -> None:
-        """Write a piece of a tensor, from its element `start` on."""
+        """Write a piece of a tensor that starts at element `start`."""
         self._writers[file].write(name, start, data)
 
     def finish(self) -> dict[str, dict[str, list[list[object]]]]:
-        """Sync what was written; the hashes of all that every rank has written, by file, which the first one gets."""
+        """Sync the written data. Returns the hashes of all ranks' pieces, by file, on the first rank only."""
         for writer in self._writers.values():
             writer.finish()
         everyone = self.of_all({file: writer.pieces for file, writer in self._writers.items()})
@@ -83,7 +83,7 @@ class Files:
         return {file: hash_table(specs, [pieces[file] for pieces in everyone]) for file, specs in self._specs.items()}
 
     def of_all(self, mine: Any) -> list[Any]:
-        """What every rank says; all say it at the same point."""
+        """Gather a value from every rank. All ranks call this at the same point."""
         self._agree()
         if self._transport is None:
             return [mine]
@@ -91,7 +91,7 @@ class Files:
 
     @contextmanager
     def failing_on_all(self) -> Iterator[None]:
-        """For what every rank does before any goes on; raises on all of them where it fails on one."""
+        """Run the block on every rank, and wait for all. If it fails on one rank, all ranks raise."""
         try:
             yield
         except BaseException:
@@ -102,7 +102,7 @@ class Files:
         self._agree()
 
     def _some_are_gone(self) -> bool:
-        """Of a save that has failed: whether there may be ranks that do not know, and keep their pages."""
+        """After a failed save, whether some ranks may not know of the failure and keep their pages."""
         return self._transport is not None and not self._failed
 
     def _create(self, stack: ExitStack, shared: bool) -> None:
@@ -111,7 +111,7 @@ class Files:
             self._writers[file] = stack.enter_context(closing(writer))
 
     def _agree(self, failed: bool = False) -> None:
-        """Wait for every rank. Where one has failed, which it says wherever the others are, this raises RankError."""
+        """Wait for every rank. Raises RankError if one has failed; that rank calls this wherever the others wait."""
         votes = [] if self._transport is None else self._transport.announce([failed])
         for rank, (bad,) in enumerate(votes):
             if bad:

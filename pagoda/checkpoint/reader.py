@@ -1,4 +1,4 @@
-"""Reading a checkpoint: its manifest and its tensors, wherever each of them is stored."""
+"""Reads a checkpoint: its manifest, and its tensors from wherever they are stored."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from pagoda.memory.identity import CHECKPOINT_ID, MANIFEST
 from pagoda.plan.layout import WEIGHT
 
 TILES = "tiles"
-"""In a manifest: whole parameter -> its shape and the names of its parts, in order, under which it is stored."""
+"""In a manifest: whole parameter -> its shape, and the names of its stored parts in order."""
 SHARDS = "shards"
-"""In a manifest: whole parameter -> its shape, the dimension along which tensor-parallel ranks have divided it, and the
-names of its parts, in order, under which it is stored."""
+"""In a manifest: whole parameter -> its shape, the dimension along which tensor-parallel ranks divided it, and the
+names of its stored parts in order."""
 BUFFERS = "buffers"
-"""What a checkpoint has beside its states: the model's persistent buffers."""
+"""The model's persistent buffers, which a checkpoint has in addition to its states."""
 _CUT = {"shape": [int], "parts": [str]}
 _FORM = {
     "id": CHECKPOINT_ID,
@@ -38,7 +38,7 @@ _FORM = {
     "rank_rng": [dict],
     "extra": object,
 }
-"""What every manifest has; whether it fits a model is checked where the model is."""
+"""The fields of every manifest. Code that has the model checks whether they match it."""
 _OPTIONAL_FORM = {
     TILES: {str: _CUT},
     SHARDS: {str: {**_CUT, "dim": int}},
@@ -48,22 +48,23 @@ _OPTIONAL_FORM = {
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """A checkpoint directory, open for reading; a context manager.
+    """A checkpoint directory that is open for reading; a context manager.
 
-    A state is one flat tensor a parameter, in the parameter's shape, under the parameter's name; `BUFFERS` can be
-    asked for as if it were one. Opening reads the manifest and finds every tensor, but reads none of them.
+    A state has one tensor for each parameter, in the parameter's shape and under its name. `BUFFERS` can be read like a
+    state. Opening reads the manifest and locates every tensor, but does not read tensors.
 
-    Raises CheckpointError where the directory is no checkpoint, or something in it is missing or damaged.
+    Raises CheckpointError if the directory is not a checkpoint, or if a part of it is missing or damaged.
     """
 
     def __init__(self, directory: Path, places: Sequence[str | Path] = (), all_pages: bool = True) -> None:
-        """`places`: directories in which pages on SSD are looked for, beside those in which they were. With `all_pages`
-        it is an error if any are not to be found; else, if those are read."""
+        """`places`: more directories in which to look for pages on SSD. If pages cannot be found, opening fails with
+        `all_pages`; otherwise only reading them fails."""
         self.directory = directory
         self.manifest = read_manifest(directory)
         self._check_manifest()
         self._cuts: dict[str, Any] = {**self.manifest.get(TILES, {}), **self.manifest.get(SHARDS, {})}
-        """Parameter that is stored in parts -> its shape, their names in order, and the dimension of shards."""
+        """Parameter that is stored in parts -> its shape, the names of its parts in order, and the dimension of
+        shards."""
         self._tensors: dict[str, dict[str, LazyTensor]] = {}
         with ExitStack() as opened:
             for state in (*self.manifest["states"], BUFFERS):
@@ -71,7 +72,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 opened.enter_context(closing(file))
                 self._tensors[state] = tensors_of(file)
             self.pages: Pages | None = None
-            """What it keeps on SSD."""
+            """Its pages on SSD."""
             if PAGED in self.manifest:
                 self.pages = opened.enter_context(closing(Pages(directory, self.manifest[PAGED], places)))
                 if all_pages:
@@ -90,20 +91,20 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     @property
     def steps(self) -> dict[str, int]:
-        """Updates that each trained parameter has had, by name."""
+        """Name of each trained parameter -> number of updates it has had."""
         steps: dict[str, int] = self.manifest["steps"]
         return steps
 
     def specs(self, state: str) -> dict[str, TensorSpec]:
-        """The tensors of a state, in the order of the model."""
+        """The tensors of a state in the order of the model."""
         return {name: tensor.spec(name) for name, tensor in self._tensors[state].items()}
 
     def tensors(self, state: str) -> dict[str, LazyTensor]:
-        """The tensors of a state, which read themselves in pieces. Those raise CheckpointError where damaged."""
+        """The tensors of a state, which are read in pieces. Reading raises CheckpointError if the data is damaged."""
         return self._tensors[state]
 
     def tensor(self, state: str, name: str) -> LazyTensor:
-        """As `tensors`, one of them."""
+        """One of the tensors of `tensors`."""
         return self._tensors[state][name]
 
     def parts(self, name: str) -> list[str]:
@@ -111,15 +112,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return list(self._cuts[name]["parts"]) if name in self._cuts else [name]
 
     def division(self, name: str) -> tuple[int, int]:
-        """The dimension along which tensor-parallel ranks had divided a parameter, and how many: 0 and 1 where none
-        had."""
+        """The dimension along which tensor-parallel ranks divided a parameter, and their number. 0 and 1 if
+        undivided."""
         cut = self.manifest.get(SHARDS, {}).get(name)
         return (0, 1) if cut is None else (cut["dim"], len(cut["parts"]))
 
     def damage(self, share: int = 0, of: int = 1) -> Iterator[str]:
-        """Reads every tensor; yields what is wrong with each that is not as it was written.
+        """Read every tensor, and yield an error message for each damaged one.
 
-        Of several readers that divide the work, `of` in number, each has its share.
+        Several readers can divide the work: this one reads share number `share` of `of`.
         """
         tensors = [tensor for state in (*self.states, BUFFERS) for tensor in self._tensors[state].values()]
         for tensor in islice(tensors, share, None, of):
@@ -130,38 +131,37 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 yield str(error)
 
     def check(self, state: str, expected: list[TensorSpec]) -> None:
-        """A state has the tensors expected, with their dtypes and shapes, and no others. Else CheckpointError."""
+        """Raises CheckpointError unless a state has exactly the expected tensors, with their dtypes and shapes."""
         wanted, found = {spec.name: spec for spec in expected}, self.specs(state)
         for name in sorted(wanted.keys() | found.keys()):
             mine, other = wanted.get(name), found.get(name)
             if mine != other:
                 raise CheckpointError(
                     f"{self.directory} does not belong to this model: {name!r} among its {state} is "
-                    f"{other or 'absent'}, and {mine or 'absent'} in the model."
+                    f"{other or 'absent'}, but {mine or 'absent'} in the model."
                 )
 
     def close(self) -> None:
-        """Close every file. Reading is over then."""
+        """Close every file. Nothing can be read afterwards."""
         self._opened.close()
 
     def _merge(self, state: str, others: dict[str, LazyTensor]) -> None:
-        """Add the tensors of a state that are stored elsewhere; the order is that of the manifest."""
+        """Add the tensors of a state that are stored elsewhere, in the manifest's order."""
         found = {**self._tensors[state], **others}
         order = {name: index for index, name in enumerate(self.manifest["parameters"])}
         self._tensors[state] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def _join(self, whole: str, shape: list[int], dim: int, parts: list[str]) -> None:
-        """Show the parts of a parameter as the one that they were cut from, in every state that has them: all of them,
-        or none."""
+        """Replace the parts of a parameter by the whole in every state. A state must have all parts or none."""
         if not parts:
             raise self._damaged(f"{whole!r} has no parts")
         for state, tensors in self._tensors.items():
             held = [tensors[part] for part in parts if part in tensors]
             if not held:
                 continue
-            axis = 0 if held[0].ndim == 1 else dim  # a state with one element for many of the parameter's is flat
+            axis = 0 if held[0].ndim == 1 else dim  # a state with fewer elements than the parameter is flat
             if len(held) != len(parts) or axis >= held[0].ndim:
-                raise self._damaged(f"its {state} has not every part of {whole!r}")
+                raise self._damaged(f"its {state} lacks parts of {whole!r}")
             try:
                 joined = cat(held, axis)
             except CheckpointError as error:
@@ -171,7 +171,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             _show(tensors, whole, joined, parts)
 
     def _check_manifest(self) -> None:
-        """Every field has its form."""
+        """Raises CheckpointError unless every field has the right form."""
         try:
             check({key: self.manifest[key] for key in _FORM if key in self.manifest}, _FORM, "manifest")
             for key, form in _OPTIONAL_FORM.items():
@@ -183,23 +183,23 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if not all(map(str.isidentifier, states)) or BUFFERS in states or len({*states}) < len(states):
             raise self._damaged(f"'states' is {states}")
         if WEIGHT not in states or (PAGED in self.manifest and {*self.manifest[PAGED]["dtypes"]} != {*states}):
-            raise self._damaged(f"'states' is {states}, without {WEIGHT!r} or others than those of its pages")
+            raise self._damaged(f"'states' is {states}, which lacks {WEIGHT!r} or differs from the states of its pages")
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.directory / MANIFEST} is damaged: {what}")
 
     def _dtype(self, state: str) -> torch.dtype:
-        """What every tensor of a state has."""
+        """The dtype of a state, which all its tensors must have."""
         found = {tensor.dtype for tensor in self._tensors[state].values()}
         if len(found) != 1:
             raise CheckpointError(
-                f"{self.directory} is damaged: its {state} is {sorted(map(str, found))}, where it should have one dtype"
+                f"{self.directory} is damaged: its {state} is {sorted(map(str, found))}, but should have one dtype"
             )
         return found.pop()
 
 
 def _show(tensors: dict[str, LazyTensor], whole: str, joined: LazyTensor, parts: Sequence[str]) -> None:
-    """Put a parameter where its first part was, and take the parts away."""
+    """Put the whole parameter at the position of its first part, and remove the parts."""
     shown: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if name == parts[0]:

@@ -1,4 +1,4 @@
-"""The random number generators a training loop may draw from, as JSON."""
+"""The states of the random number generators that a training loop may use, as JSON."""
 
 import base64
 import random
@@ -11,7 +11,7 @@ from pagoda.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Any]:
-    """State of torch's generators (the CPU's, and GPUs' where there are any), of NumPy's legacy one and of Python's."""
+    """The states of torch's generators (of the CPU and of all GPUs), of NumPy's legacy generator and of Python's."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -23,18 +23,18 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng(state: dict[str, Any]) -> None:
-    """Raises CheckpointError, with every generator as it was, for a state that `restore_rng` could not restore."""
+    """Raises CheckpointError if `restore_rng` could not restore the state. Changes no generator."""
     try:
         for_torch, _, for_python, for_numpy = _states(state)
         torch.Generator().set_state(for_torch)
         random.Random().setstate(for_python)
         np.random.RandomState().set_state(for_numpy)
-    except Exception as error:  # three libraries, each with errors of its own
+    except Exception as error:  # three libraries, each with its own exceptions
         raise CheckpointError(f"the states of the random number generators cannot be restored: {error!r}") from error
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put every generator back to a state `rng_state` gave; generators of GPUs that are not here are left out."""
+    """Restore every generator to a state from `rng_state`. States of GPUs that this machine lacks are ignored."""
     for_torch, for_cuda, for_python, for_numpy = _states(state)
     torch.set_rng_state(for_torch)
     for device, for_gpu in zip(range(torch.cuda.device_count()), for_cuda, strict=False):
@@ -44,7 +44,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _states(state: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor], tuple[Any, ...], tuple[Any, ...]]:
-    """What each of the three libraries takes."""
+    """The arguments for the three libraries."""
     version, internal, gauss = state["python"]
     name, keys, position, has_gauss, cached = state["numpy"]
     return (

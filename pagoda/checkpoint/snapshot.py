@@ -1,4 +1,4 @@
-"""Snapshots: every state of a live model, parameter by parameter, to and from a checkpoint."""
+"""Snapshots: save every state of a live model to a checkpoint, parameter by parameter, and load it."""
 
 import json
 import logging
@@ -36,14 +36,14 @@ from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit
 
 Adoptable = dict[tuple[int, str], tuple[CommittedPages, Run]]
-"""(unit, state) -> pages of a checkpoint that hold it, laid out as it is here."""
+"""(unit, state) -> pages of a checkpoint that hold it in the same layout as this run."""
 _log = logging.getLogger("pagoda")
 
 
 class Snapshot:
-    """Reads and writes states by parameter name, so that a checkpoint knows nothing of units, pages or tiers.
+    """Reads and writes states by parameter name, so that a checkpoint does not depend on units, pages or tiers.
 
-    A checkpoint holds one safetensors file per state (`weight.safetensors` is the model's, in its compute dtype),
+    A checkpoint has one safetensors file for each state (`weight.safetensors` has the weights in the compute dtype),
     the persistent buffers, and a manifest with step counts, hyperparameters and RNG states.
     """
 
@@ -55,11 +55,11 @@ class Snapshot:
     def save(
         self, directory: Path, groups: list[dict[str, Any]], extra: dict[str, Any], replaces: Sequence[Path] = ()
     ) -> None:
-        """Start writing a checkpoint of the state after the last `step()`; the saver's thread finishes it.
+        """Start writing a checkpoint of the state after the last `step()`. The saver's thread finishes it.
 
-        One at a time: waits for the one before, and raises its error. `replaces` are checkpoints to delete once this
-        one is complete. Raises UsageError where updates during backward have left the state after `step()` behind
-        already.
+        Only one is written at a time: this waits for the previous one, and raises its error. `replaces`: checkpoints to
+        delete once this one is complete. Raises UsageError if updates during backward have already changed the state
+        since `step()`.
         """
         self._engine.check_between_steps()
         self._engine.check_usable()
@@ -68,7 +68,7 @@ class Snapshot:
         check_absent(directory)
         buffers = dict(unpaged(self._model))
         buffer_specs = self._buffer_specs(buffers)
-        # What is replaced, and the new checkpoint's id, are as the first rank says.
+        # The first rank decides which checkpoints are replaced, and the new checkpoint's id.
         said = said_by_everyone(self._engine, "save_checkpoint()", (rng_state(), list(replaces), new_checkpoint_id()))
         generators, (_, replaces, checkpoint_id) = [generator for generator, _, _ in said], said[0]
         contents = Contents.of(self._engine, groups)
@@ -86,7 +86,7 @@ class Snapshot:
             "model": model_record(self._model),
             "extra": extra,
         }
-        content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
+        content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
@@ -106,7 +106,7 @@ class Snapshot:
         content: dict[str, Any],
         replaces: Sequence[Path],
     ) -> None:
-        """On the saver's thread: fill the directory and commit it."""
+        """Fill the directory and commit it, on the saver's thread."""
         links = self._engine.links
         files = Files(directory, content["id"], specs, links.saver)
         complete = False
@@ -125,11 +125,11 @@ class Snapshot:
             self._remove(replaces, files)
         finally:
             self._engine.end_capture(capture)
-            if capture.frozen is not None:  # last: stores may wait for the slots of what was replaced
+            if capture.frozen is not None:  # last: stores may wait for slots of replaced checkpoints
                 capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
-        """Delete checkpoints; each rank frees the slots that they kept of its own store."""
+        """Delete checkpoints. Each rank frees the slots that they occupy in its own store."""
         places = with_ranks(self._engine.ssd_directories)
         removable: list[Removable] = []
         with files.failing_on_all():
@@ -153,8 +153,8 @@ class Snapshot:
     def _commit_pages(
         self, directory: Path, checkpoint_id: str, capture: Capture, kept: KeptPages, files: Files
     ) -> dict[str, Any]:
-        """Make the pages that are kept durable, for a checkpoint that is yet to be named; what the manifest says of
-        those of all ranks."""
+        """Make the kept pages durable, for a checkpoint that has no name yet. Returns the manifest's entry for the
+        pages of all ranks."""
         mine = None
         if capture.frozen is not None:
             mine = capture.frozen.commit(directory, checkpoint_id), list(kept.units.values())
@@ -162,10 +162,11 @@ class Snapshot:
         return joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
 
     def load(self, directory: Path, groups: list[NamedGroup]) -> tuple[list[NamedGroup], dict[str, Any]]:
-        """Restore a checkpoint into the run whose param groups are given; returns its own groups and extra.
+        """Restore a checkpoint into this run, which has the given param groups. Returns the checkpoint's groups and
+        extra.
 
-        Nothing changes before all that can be checked without reading its data has been. Where data turns out to be
-        damaged, the optimizer is of no use until another checkpoint is loaded.
+        Nothing changes until everything that can be checked without reading the data has been checked. If the data then
+        proves to be damaged, the optimizer is unusable until another checkpoint is loaded.
         """
         buffers = dict(unpaged(self._model))
         buffer_specs = self._buffer_specs(buffers)
@@ -195,8 +196,11 @@ class Snapshot:
         return manifest["param_groups"], manifest["extra"]
 
     def _load_unit(self, unit: LiveUnit, checkpoint: Checkpoint, adoptable: Adoptable) -> None:
-        """Restore every state of a unit. Moments that are quantized in blocks are quantized anew where blocks lie
-        otherwise in the parameter, because other tensor-parallel ranks divided it."""
+        """Restore every state of a unit.
+
+        If a different division over tensor-parallel ranks has moved the blocks of block-quantized moments, they are
+        quantized again.
+        """
         parameters, blocks = self._parameters(unit), any(state.per > 1 for state in self._states)
         moved = [each for each in parameters if blocks and each.division != checkpoint.division(each.whole)]
         for state in self._states:
@@ -212,9 +216,9 @@ class Snapshot:
                 parameter.write_entry({key: parameter.out_of(value) for key, value in entry.items()})
 
     def _adoptable(self, checkpoint: Checkpoint) -> Adoptable:
-        """The committed pages of this very store that extents can have as they are.
+        """The committed pages of this same store that extents can use as they are.
 
-        Raises CheckpointError where others would have to be copied, and cannot be found.
+        Raises CheckpointError if other pages have to be copied and cannot be found.
         """
         pages, store = checkpoint.pages, self._engine.store
         found: Adoptable = {}
@@ -231,7 +235,7 @@ class Snapshot:
         return found
 
     def _adopt(self, unit: LiveUnit, state: str, adoptable: Adoptable) -> bool:
-        """Let an extent have the pages that the checkpoint keeps in this very store; False where it does not."""
+        """Let an extent use the pages that the checkpoint keeps in this same store. Returns False if there are none."""
         store, found = self._engine.store, adoptable.get((unit.index, state))
         if store.ssd is None or found is None:
             return False
@@ -241,8 +245,7 @@ class Snapshot:
         return [ParameterState(self._engine, unit, slot) for slot in range(len(unit.params))]
 
     def _pieces(self, index: int, kept: KeptPages) -> list[Piece]:
-        """Every piece of every state of a unit that this rank writes, without what is kept as pages, parameter by
-        parameter."""
+        """Every piece of a unit's states that this rank writes, parameter by parameter, without those kept as pages."""
         unit, shards = self._engine.units[index], self._engine.store.shards
         pieces: list[tuple[int, Piece]] = []
         for state in self._states:
@@ -261,14 +264,14 @@ class Snapshot:
         return [piece for _, piece in sorted(pieces, key=itemgetter(0))]
 
     def _restore_generators(self, manifest: dict[str, Any]) -> None:
-        """Put the generators back; those of a rank that the writing run did not have stay as they are."""
+        """Restore the RNG states. A rank that the saved run did not have keeps its own."""
         rank = self._engine.links.mesh.everyone.rank
         states = [manifest["rng"], *manifest["rank_rng"]]
         if rank < len(states):
             restore_rng(states[rank])
 
     def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
-        """Those of all stages; every rank asks for them at the same point."""
+        """The buffers of all stages. Every rank calls this at the same point."""
         for name, buffer in buffers.items():
             if buffer.layout is not torch.strided:
                 raise CheckpointError(
@@ -280,13 +283,13 @@ class Snapshot:
         return [*{spec.name: spec for specs in said for spec in specs}.values()]
 
     def _check_fits(self, checkpoint: Checkpoint, contents: Contents, groups: list[NamedGroup]) -> None:
-        """Everything the manifest says can be restored into this model and optimizer."""
+        """Raises CheckpointError unless everything in the manifest can be restored into this model and optimizer."""
         directory, manifest = checkpoint.directory, checkpoint.manifest
         path = directory / MANIFEST
         wanted = [state.name for state in self._states]
         if manifest["states"] != wanted:
             raise CheckpointError(
-                f"{directory} holds the states {manifest['states']}, this run keeps {wanted}: "
+                f"{directory} holds the states {manifest['states']}, but this run keeps {wanted}: "
                 "wrap with the precision, optimizer and moments of the run that saved it."
             )
         differing = checkpoint.steps.keys() ^ contents.steps.keys()
@@ -310,7 +313,7 @@ class Snapshot:
 
 
 def _write_pieces(capture: Capture, files: Files) -> None:
-    """Write pieces until none are left, as one of several threads; an error of one ends the work of all."""
+    """Write pieces until none are left. Several threads run this; an error in one ends the work of all."""
     try:
         for piece, data in capture.pieces():
             files.write(piece.state, piece.name, piece.start, data)
@@ -320,5 +323,5 @@ def _write_pieces(capture: Capture, files: Files) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter as JSON has it: torch allows tensors of one element."""
+    """Convert a hyperparameter for JSON: torch allows tensors with one element."""
     return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""State: the one way to what is kept of a parameter, for everything but training."""
+"""State: reads and writes the weights and optimizer states of parameters, for everything except training."""
 
 import pickle
 import weakref
@@ -28,25 +28,26 @@ from pagoda.runtime.unit import LiveUnit
 
 
 class Place(NamedTuple):
-    """Where what a rank has of a parameter lies in the user's model."""
+    """The position of this rank's part of a parameter in the user's model."""
 
     whole: str
-    """Name of the parameter that it was cut from, or its own."""
+    """Name of the parameter that it is a tile of. The parameter's own name if it is not a tile."""
     start: int
-    """Its first element there; or which of the equal parts it is, where tensor-parallel ranks have one each."""
+    """Index of its first element in that parameter. If tensor-parallel ranks divide the parameter, the index of this
+    rank's part among equal parts."""
     dim: int | None
-    """The dimension along which those have divided it."""
+    """The dimension along which tensor-parallel ranks divide the parameter. None if they do not."""
     shape: Shape
-    """Of the whole."""
+    """Shape of the whole parameter."""
 
 
 class ParameterState(NamedTuple):
-    """What is kept of one parameter on this rank: of all of it, of a tile, or of this rank's part of a DTensor.
+    """The states of one parameter on this rank: of the whole parameter, of a tile, or of this rank's part of a DTensor.
 
     Construction, state dicts, `gathered`, `torch.distributed.checkpoint` and the loading of checkpoints read and write
-    state here. Call `Engine.settle` before reading, and write inside `Engine.overwriting` or `Engine.replacing`. What
-    data-parallel ranks divide is put together, so all of them read the same at once; of what is written each keeps its
-    slice.
+    states here. Call `Engine.settle` before reading, and write inside `Engine.overwriting` or `Engine.replacing`. A
+    read gathers the slices of data-parallel ranks, so all of them must read the same state at the same time. A write
+    keeps only the rank's own slice.
     """
 
     engine: Engine
@@ -59,22 +60,23 @@ class ParameterState(NamedTuple):
 
     @property
     def stored_name(self) -> str:
-        """What a checkpoint calls what this rank has of it."""
+        """Name of this rank's part in a checkpoint."""
         return self.unit.stored_name(self.slot)
 
     @property
     def spec(self) -> ParamSpec:
-        """Name and shape of what this rank has."""
+        """Name and shape of this rank's part."""
         return self.unit.spec.slots[self.slot].param
 
     @property
     def whole(self) -> str:
-        """Name of the parameter of which this is a tile; its own where it is none."""
+        """Name of the parameter that it is a tile of. Its own name if it is not a tile."""
         return self.spec.name if self.spec.part is None else self.spec.part.whole
 
     @property
     def division(self) -> tuple[int, int]:
-        """The dimension along which tensor-parallel ranks divide the parameter, and how many: 0 and 1 where none do."""
+        """The dimension along which tensor-parallel ranks divide the parameter, and their number. 0 and 1 if
+        undivided."""
         shard = self.spec.shard
         return (0, 1) if shard is None else (shard.dim, shard.ranks)
 
@@ -95,16 +97,16 @@ class ParameterState(NamedTuple):
         return isinstance(self.unit.forms[self.slot], QuantizedForm)
 
     def span(self, state: StateSpec) -> ShapedSpan | None:
-        """Where a state lies among its unit's; None where the parameter has none."""
+        """The elements of a state within its unit. None if the parameter does not have this state."""
         return self.engine.store.plan.layout.span(self.unit.spec, self.slot, state)
 
     def spans(self) -> dict[str, ShapedSpan]:
-        """Where each state lies that the parameter has, by the state's name."""
+        """State name -> its elements within the unit, for each state that the parameter has."""
         found = {state.name: self.span(state) for state in self.engine.store.plan.layout.states}
         return {name: span for name, span in found.items() if span is not None}
 
     def moments(self) -> dict[str, ShapedSpan]:
-        """As `spans`, of what the optimizer's rule keeps besides the weights."""
+        """Like `spans`, but only the states of the optimizer's rule, without the weights."""
         return {name: span for name, span in self.spans().items() if name not in (WEIGHT, LOW)}
 
     def read(self, state: str) -> torch.Tensor:
@@ -113,14 +115,14 @@ class ParameterState(NamedTuple):
         return self.engine.store.read(self.unit.index, state, span.first, span.count).view(span.shape)
 
     def lazy(self, state: str) -> LazyTensor:
-        """As `read`, piece by piece."""
+        """Like `read`, but piece by piece."""
         store, index, span = self.engine.store, self.unit.index, self.spans()[state]
         return LazyTensor(
             store.dtype(state), span.shape, lambda start, count: store.read(index, state, span.first + start, count)
         )
 
     def master(self) -> torch.Tensor:
-        """A copy of the fp32 master; of a parameter without one, its weights in fp32, or its bytes."""
+        """A copy of the fp32 master. Without a master, the weights in fp32, or the bytes of quantized weights."""
         weight = self.read(WEIGHT)
         if self.is_quantized:
             return weight
@@ -135,9 +137,10 @@ class ParameterState(NamedTuple):
         self.engine.store.write(self.unit.index, state, self.spans()[state].first, values.reshape(-1))
 
     def write_master(self, values: torch.Tensor, first: int = 0) -> None:
-        """Make flat `values` of any float dtype the master weight, from the parameter's element `first` on.
+        """Set the master weight from flat `values` of any float dtype, starting at element `first` of the parameter.
 
-        Of a frozen parameter the compute dtype's rounding is kept. Raises ConfigError for a value that fp16 lacks.
+        A frozen parameter keeps the values rounded to the compute dtype. Raises ConfigError if a value is too large for
+        fp16.
         """
         store, index, spans = self.engine.store, self.unit.index, self.spans()
         if self.is_quantized:
@@ -155,7 +158,7 @@ class ParameterState(NamedTuple):
             split(master, weight, low)
             if weight.dtype is torch.float16 and bool((weight.isinf() & master.isfinite()).any()):
                 raise ConfigError(
-                    f"{self.name!r} has a value of {master.abs().max():.5g}, and fp16 none above 65504: use "
+                    f"{self.name!r} has a value of {master.abs().max():.5g}, but the maximum of fp16 is 65504: use "
                     "precision='bf16' or 'fp32'."
                 )
             store.write(index, WEIGHT, spans[WEIGHT].first + at, weight)
@@ -163,13 +166,15 @@ class ParameterState(NamedTuple):
                 store.write(index, LOW, spans[LOW].first + at, low)
 
     def overwrite(self, values: torch.Tensor) -> None:
-        """Make `values` of any float dtype the master weight, once updates have ended.
+        """Set the master weight from `values` of any float dtype, once updates have ended.
 
-        Elements keep the low half of their master where `values` are in the compute dtype and equal to the weight.
-        Raises UsageError for another shape.
+        If `values` are in the compute dtype, elements equal to the weight keep the low half of their master. Raises
+        UsageError if the shape differs.
         """
         if tuple(values.shape) != self.spec.shape:
-            raise UsageError(f"{self.name!r} has shape {self.spec.shape}; {tuple(values.shape)} was written to it.")
+            raise UsageError(
+                f"{self.name!r} has shape {self.spec.shape}, but the values written to it have {tuple(values.shape)}."
+            )
         values = values.detach().cpu()
         with self.engine.overwriting():
             if LOW in self.spans() and values.dtype is self.engine.store.dtype(WEIGHT):
@@ -182,8 +187,8 @@ class ParameterState(NamedTuple):
             self.engine.weights_changed(self.unit)
 
     def copy_in(self, state: StateSpec, whole: LazyTensor) -> None:
-        """Overwrite a state that the parameter has, piece by piece, with that of the whole parameter. Only what this
-        rank holds is read."""
+        """Overwrite a state, which the parameter must have, from that of the whole parameter, piece by piece. Reads
+        only what this rank holds."""
         span, store = self.spans()[state.name], self.engine.store
         read = self._own(whole, state)
         for start, count in chunks(span.count):
@@ -192,7 +197,7 @@ class ParameterState(NamedTuple):
                 store.write(self.unit.index, state.name, first, read(start, count))
 
     def copy_master_in(self, whole: LazyTensor) -> None:
-        """As `copy_in`, of the master weight in any float dtype."""
+        """Like `copy_in`, for the master weight in any float dtype."""
         store, layout = self.engine.store, self.engine.store.plan.layout
         read = self._own(whole, layout.weight)
         kept = [(name, span.first) for name, span in self.spans().items() if name in (WEIGHT, LOW)]
@@ -201,7 +206,7 @@ class ParameterState(NamedTuple):
                 self.write_master(read(start, count), start)
 
     def _own(self, whole: LazyTensor, state: StateSpec) -> Read:
-        """Reads a state of what this rank has, out of that of the whole parameter."""
+        """A function that reads this rank's part of a state from the whole parameter's state."""
         shard, part, index = self.spec.shard, self.spec.part, self.unit.part_index(self.slot)
         if shard is not None and state.per == 1:
             size = shard.part_shape[shard.dim]
@@ -210,43 +215,42 @@ class ParameterState(NamedTuple):
         return lambda start, count: whole.read(first + start, count)
 
     def as_param(self, values: torch.Tensor) -> torch.Tensor:
-        """What this rank has, in the parameter's shape, as the parameter is: a DTensor where that is one."""
+        """Convert this rank's part to the parameter's shape and type: a DTensor if the parameter is one."""
         return self.unit.as_param(self.slot, values)
 
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
-        """What this rank has of values in the whole parameter's shape, be these a DTensor or not."""
+        """This rank's part of values in the whole parameter's shape, which may be a DTensor."""
         return self.unit.part_of(self.slot, values)
 
     def out_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of values in the shape of the parameter in the user's model."""
+        """This rank's part of values in the shape of the user's parameter."""
         part = self.spec.part
         if part is None:
             return self.part_of(whole)
         return whole.reshape(-1)[part.start : part.start + self.spec.numel].view(self.spec.shape)
 
     def write_entry(self, entry: Mapping[str, Any]) -> None:
-        """Overwrite what the optimizer's rule keeps with what it makes of an entry in a torch `state_dict`, of this
-        rank's part of the parameter."""
+        """Overwrite the optimizer's states from a torch `state_dict` entry for this rank's part of the parameter."""
         for name, value in self.engine.rule.kept_states(entry, self.name, self.spec.shape).items():
             self.write(name, value)
 
 
 class WholeState:
-    """The state of a parameter of the user's model: of one in pages, or of the tiles that it was cut into."""
+    """The state of a parameter of the user's model, which is one parameter in pages or is cut into tiles."""
 
     def __init__(self, states: list[ParameterState]) -> None:
-        """`states` are of its tiles in order, as far as this rank has them."""
+        """`states`: those of this rank's tiles, in order."""
         first = states[0]
         self.states = states
         self._part = first.spec.part
         self.shape: Shape = tuple(first.unit.params[first.slot].shape) if self._part is None else self._part.shape
         rows = [state.spec.shape[0] for state in states] if self._part is not None else []
         self._ranks = 1 if self._part is None else self.shape[0] // sum(rows)
-        """Those that divide it, in parts of equal size along its first dimension."""
+        """Number of ranks that divide the parameter into equal parts along its first dimension."""
 
     @property
     def steps(self) -> int:
-        """Updates that it has had. Its tiles get gradients together, so they have had as many."""
+        """Number of updates it has had. Tiles receive gradients together, so all have the same number."""
         state = self.states[0]
         return state.unit.steps[state.slot]
 
@@ -260,23 +264,23 @@ class WholeState:
         return self.join([state.as_param(state.master()) for state in self.states])
 
     def overwrite(self, values: torch.Tensor) -> None:
-        """Make values of any float dtype the master."""
+        """Set the master from values of any float dtype."""
         for state, part in zip(self.states, self.cut(values), strict=True):
             state.overwrite(part if state.is_quantized else part.float())
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The whole of which `parts` are what its tiles have; where ranks divide it, a DTensor with this rank's."""
+        """Join the tiles' parts into the whole. If ranks divide it, the result is a DTensor with this rank's part."""
         if self._part is None:
             return parts[0]
         joined = torch.cat(parts)
         if self._ranks == 1:
             return joined
-        from torch.distributed.tensor import DTensor, Replicate, Shard  # slow to import, and only ranks need it
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # slow to import, and needed only with ranks
 
         return DTensor.from_local(joined, self._mesh.experts, (Replicate(), Shard(0)), run_check=False)
 
     def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """What its tiles have of a whole, or of a DTensor as `join` gives one: rows of its first dimension."""
+        """Cut a whole, or a DTensor made by `join`, into the tiles' parts: rows of its first dimension."""
         values = values.detach()
         if self._part is None:
             return [self.states[0].part_of(values)]
@@ -294,7 +298,7 @@ class WholeState:
 
 
 def whole_states(states: Mapping[str, ParameterState]) -> dict[str, WholeState]:
-    """Parameters by name -> those of the user's model by name."""
+    """Group the states of parameters into those of the user's parameters. Keys are names."""
     found: dict[str, list[ParameterState]] = {}
     for name, state in states.items():
         found.setdefault(name if state.spec.part is None else state.whole, []).append(state)
@@ -302,7 +306,7 @@ def whole_states(states: Mapping[str, ParameterState]) -> dict[str, WholeState]:
 
 
 class _Home:
-    """What a parameter knows of its state. It does not keep the engine alive, as the model and the optimizer do."""
+    """A parameter's reference to its state. It does not keep the engine alive; the model and the optimizer do."""
 
     def __init__(self, engine: Engine, unit: LiveUnit, slot: int) -> None:
         self._engine = weakref.ref(engine)
@@ -310,7 +314,7 @@ class _Home:
         self._slot = slot
 
     def open(self) -> ParameterState:
-        """Raises UsageError where model and optimizer have been dropped."""
+        """The parameter's state. Raises UsageError if model and optimizer no longer exist."""
         engine = self._engine()
         if engine is None:
             raise UsageError(
@@ -324,7 +328,7 @@ class _Home:
 
 
 def mark_homes(engine: Engine) -> None:
-    """Let every parameter in pages say where it lives, and hide it."""
+    """Give every parameter in pages a reference to its state, and hide the parameter."""
     for unit in engine.units:
         unit.begin_hiding()
         for slot, param in enumerate(unit.params):
@@ -332,12 +336,12 @@ def mark_homes(engine: Engine) -> None:
 
 
 def is_paged(param: nn.Parameter) -> bool:
-    """True for a parameter of a wrapped model."""
+    """Whether this is a parameter of a wrapped model."""
     return hasattr(param, HOME)
 
 
 def state_of(param: nn.Parameter) -> ParameterState | None:
-    """The state of a wrapped model's parameter; None for a parameter that Pagoda leaves alone."""
+    """The state of a wrapped model's parameter. None for a parameter that Pagoda does not manage."""
     home: _Home | None = getattr(param, HOME, None)
     return None if home is None else home.open()
 
@@ -348,7 +352,7 @@ def all_states(engine: Engine) -> list[ParameterState]:
 
 
 def states_of(model: nn.Module) -> dict[str, ParameterState]:
-    """The state of each parameter in pages, by its first name. Raises UsageError where there is none."""
+    """First name -> state, for each parameter in pages. Raises UsageError if there is none."""
     found = {name: state for name, param in model.named_parameters() if (state := state_of(param)) is not None}
     if not found:
         raise UsageError("This model is not wrapped: call pagoda.wrap(model, ...) first.")
@@ -356,26 +360,29 @@ def states_of(model: nn.Module) -> dict[str, ParameterState]:
 
 
 def settle(states: Iterable[ParameterState]) -> None:
-    """Wait for every update that could change them. Raises UsageError where they are of two steps."""
+    """Wait for every update that could change the states. Raises UsageError if they belong to two different steps."""
     for engine in {id(state.engine): state.engine for state in states}.values():
         engine.settle()
 
 
 def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """What each rank of this stage says, by rank; all say it at the same point of their program, `what` names it."""
+    """Gather a value from each rank of this stage, in rank order. All ranks call it at the same point of the program.
+
+    `what`: a name for this point.
+    """
     if engine.rank_group is None:
         return [mine]
     return [pickle.loads(said) for said in engine.rank_group.announce(what, pickle.dumps(mine))]
 
 
 def said_by_everyone(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """As `said_by_ranks`, of all stages, one after another."""
+    """Like `said_by_ranks`, for the ranks of all stages, one stage after another."""
     of_stage, stages = said_by_ranks(engine, what, mine), engine.links.stages
     return of_stage if stages is None else [*chain(*stages.announce(what, of_stage))]
 
 
 def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What no unit holds and a state dict has, by name: persistent buffers, and parameters that are not in pages."""
+    """The tensors of a state dict that are in no unit, by name: persistent buffers, and parameters not in pages."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

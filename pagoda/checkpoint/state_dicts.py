@@ -1,4 +1,5 @@
-"""A wrapped model's weights as dictionaries: torch's `state_dict`, one of all ranks, of adapters, of masters."""
+"""A wrapped model's weights as dictionaries: torch's `state_dict`, a full one for all ranks, trained masters, all
+masters."""
 
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,21 +15,22 @@ from pagoda.runtime.engine import Engine
 
 
 class WeightStateDicts:
-    """Hooks that put real weights into state dicts and take them from there.
+    """Hooks that put real weights into state dicts, and load them from state dicts.
 
-    `state_dict()` copies weights to RAM in their compute dtype; tied names share one tensor, as they do in any
-    model. `load_state_dict()` takes values at whatever precision they have, straight to the master.
+    `state_dict()` copies weights to RAM in their compute dtype. Tied names share one tensor, as in any model.
+    `load_state_dict()` writes values of any precision directly to the master.
 
-    A parameter that is a DTensor has one in its place; of a plain value of the whole, each rank takes its part.
+    A DTensor parameter appears as a DTensor. If it is loaded from a plain tensor with the whole value, each rank takes
+    its part.
     """
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._copies: WeakValueDictionary[tuple[int | str, int, int], torch.Tensor] = WeakValueDictionary()
-        """(parameter, or name of one in tiles, version, state dict) -> its copy there, for tied names and for tiles."""
+        """(parameter, or name of a tiled one; version; state dict) -> its copy there, for tied names and for tiles."""
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-            self._fill(module, state_dict, prefix)  # torch marks the hook, which a bound method does not allow
+            self._fill(module, state_dict, prefix)  # torch sets an attribute on the hook, so no bound method
 
         paged = {id(param) for unit in engine.units for param in unit.params}
         for module in model.modules():
@@ -48,7 +50,7 @@ class WeightStateDicts:
             if value is None:
                 value = state.read(WEIGHT)
                 part = state.spec.part
-                if part is not None:  # the tiled layer then shows the whole, of which this is a view
+                if part is not None:  # a view of the whole, which the tiled layer puts into the dict
                     whole = self._copies.get((part.whole, *version))
                     if whole is None:
                         whole = self._copies[part.whole, *version] = torch.empty(part.shape, dtype=value.dtype)
@@ -65,7 +67,7 @@ class WeightStateDicts:
                 continue  # torch reports what is missing or has the wrong shape
             part = state.part_of(value)
             state.overwrite(part)
-            # Takes the copy torch makes after this hook.
+            # This tensor receives the copy that torch makes after this hook.
             state.unit.set_part(state.slot, torch.empty(part.shape, dtype=param.dtype))
             state_dict[prefix + name] = state.as_param(part)
 
@@ -76,15 +78,15 @@ class WeightStateDicts:
 
 
 def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
-    """What `model.state_dict()` of one rank with the whole model gives: weights in their compute dtype, and buffers.
+    """The `state_dict()` of the whole model: weights in their compute dtype, and buffers.
 
-    Of several ranks the first one gets it, the others nothing, unless `all_ranks`; as torch's
-    `get_model_state_dict(full_state_dict=True, cpu_offload=True)`. Weights come parameter by parameter, so the other
-    ranks hold one at a time, whole also where tensor-parallel ranks divide it. Where ranks divide experts, those of all
-    are in it, by their numbers in the whole model:
-    `model.load_state_dict(full, strict=False)` takes a rank's own from it.
+    With several ranks, the first one gets it and the others get an empty dict, unless `all_ranks`. torch's
+    `get_model_state_dict(full_state_dict=True, cpu_offload=True)` does the same. Weights are gathered one parameter at
+    a time. The other ranks hold one whole parameter at a time, even if tensor-parallel ranks divide it. If ranks divide
+    experts, the result has the experts of all ranks, numbered as in the whole model. A rank loads its own experts with
+    `model.load_state_dict(full, strict=False)`.
 
-    Every rank calls it at the same point of its program. Raises UsageError for a model that is not wrapped.
+    Every rank calls it at the same point of the program. Raises UsageError if the model is not wrapped.
     """
     found: dict[str, torch.Tensor] = {}
     with live_weights(model, all_ranks) as weights:
@@ -101,11 +103,11 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> fp32 master, a copy in the parameter's shape, of the parameters that train: neither frozen nor tied.
+    """Name -> copy of the fp32 master in the parameter's shape, for parameters that train; not for frozen or tied ones.
 
-    For adapters: `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` is peft's own
-    writer without the frozen weights in RAM, of which `model.state_dict()` makes copies. Raises UsageError as
-    `ModelState`.
+    For adapters: `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` is peft's own writer
+    without copies of the frozen weights in RAM, which `model.state_dict()` would make. Raises UsageError in the cases
+    of `ModelState`.
     """
     trained = {name: state for name, p in model.named_parameters() if p.requires_grad and (state := state_of(p))}
     if not trained:
@@ -121,13 +123,13 @@ class ModelState:
         dcp.save(state, checkpoint_id="checkpoints/1000")
         dcp.load(state, checkpoint_id="checkpoints/1000")
 
-    Weights are the fp32 master, exact, so plain PyTorch can load them too; a tied parameter is there once, under its
-    first name. All of them are in RAM at once while saving or loading, 4 bytes a parameter (and 8 for the optimizer's
-    state): `optimizer.save_checkpoint` is for what does not fit. A parameter in tiles is there whole. Of one that ranks
-    divide, tensor-parallel ones or those that divide experts, there is a DTensor, of which each rank has its part:
-    `dcp.save` joins them, and any number of ranks can load what it wrote.
+    Weights are the exact fp32 master, so plain PyTorch can load them too. A tied parameter appears once, under its
+    first name. All weights are in RAM at once while saving or loading, 4 bytes for each parameter (and 8 for the
+    optimizer's state). Use `optimizer.save_checkpoint` for models that do not fit. A tiled parameter appears whole. A
+    parameter that tensor-parallel or expert-parallel ranks divide appears as a DTensor, of which each rank has its
+    part. `dcp.save` joins the parts, and any number of ranks can load the result.
 
-    Raises UsageError for a model that is not wrapped.
+    Raises UsageError if the model is not wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -136,16 +138,16 @@ class ModelState:
         self._wholes = whole_states(self._states)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Name -> fp32 master, in the parameter's shape, or buffer; all are copies.
+        """Name -> fp32 master in the parameter's shape, or buffer. All are copies.
 
-        Raises UsageError between backward and step() where updates run during backward.
+        Raises UsageError between backward and step() if updates run during backward.
         """
         settle(self._states.values())
         masters = {name: whole.master() for name, whole in self._wholes.items()}
         return masters | {name: buffer.detach().clone() for name, buffer in unpaged(self._model)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave. Raises CheckpointError, with nothing changed, where names or shapes differ."""
+        """Load the result of `state_dict`. Raises CheckpointError, and changes nothing, if names or shapes differ."""
         buffers = dict(unpaged(self._model))
         shapes = {name: whole.shape for name, whole in self._wholes.items()}
         check_shapes(state_dict, shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()})
@@ -156,12 +158,12 @@ class ModelState:
 
 
 def check_shapes(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError unless a state dict has tensors of these shapes, and no others."""
+    """Raises CheckpointError unless a state dict has exactly the tensors of these names and shapes."""
     for name in sorted(shapes.keys() | state_dict.keys()):
         value = state_dict.get(name)
         found = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         if found != shapes.get(name):
             raise CheckpointError(
-                f"The state does not belong to this model: {name!r} has shape {found}, and {shapes.get(name)} in the "
+                f"The state does not belong to this model: {name!r} has shape {found}, but {shapes.get(name)} in the "
                 "model (None: it is absent)."
             )

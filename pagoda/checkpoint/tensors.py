@@ -1,10 +1,11 @@
-"""safetensors files written and read in pieces, so that RAM does not grow with the tensors.
+"""Writes and reads safetensors files in pieces, so that RAM does not grow with the tensors.
 
-A piece is a million elements of one tensor, the last one what is left; a checkpoint keeps a hash of each. Where ranks
-have slices of a tensor, pieces end where slices do.
+A piece is a million elements of one tensor; the last piece may be shorter. A checkpoint stores a hash of each piece. If
+ranks have slices of a tensor, pieces also end at the ends of slices.
 
 The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length (little endian), a JSON
-header (name -> dtype, shape, data_offsets), then the data. The library's own writer wants every tensor in RAM.
+header (name -> dtype, shape, data_offsets), then the data. The safetensors library's own writer needs every tensor in
+RAM.
 """
 
 import json
@@ -51,20 +52,19 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's names, as the library has them; F4, which packs two elements into a byte, is not supported."""
+"""The format's names of dtypes. F4, which packs two elements into a byte, is not supported."""
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ENTRY = {"dtype": re.compile("|".join(DTYPES)), "shape": [int], "data_offsets": (int, int)}
-"""What a header says of a tensor."""
+"""A header's entry for a tensor."""
 _MAX_HEADER_BYTES = 100 << 20
 _first = itemgetter(0)
 _DIRECT_ALIGN = 512
-"""What direct I/O needs of an address in memory; every parameter's state in a unit lies on a multiple of it, with few
-exceptions."""
+"""Alignment in memory that direct I/O needs. With few exceptions, every parameter's state in a unit has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype and shape of one tensor in a file. Raises CheckpointError for a dtype that the format lacks."""
+    """Name, dtype and shape of one tensor in a file. Raises CheckpointError if the format lacks the dtype."""
 
     name: str
     dtype: torch.dtype
@@ -92,22 +92,22 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 
 Pieces = dict[str, dict[int, tuple[int, str]]]
-"""Name of a tensor -> first element of each piece of it -> the piece's elements, and hash."""
+"""Name of a tensor -> first element of each piece -> number of elements and hash of the piece."""
 HashTable = Mapping[str, Sequence[Sequence[Any]]]
-"""Name of a tensor -> (first element, hash) of each of its pieces, in order, as a manifest has them."""
+"""Name of a tensor -> (first element, hash) of each piece in order, as in a manifest."""
 
 
 class TensorWriter:
-    """A safetensors file that is filled in any order, by any thread, and hashed as it is.
+    """A safetensors file that any thread fills in any order. Pieces are hashed as they are written.
 
-    Its space is reserved when it is opened, so a disk without room refuses it at once. Data goes past the page cache:
-    it begins at a whole block of the file, and tensors whose length would shift what follows them come last.
+    Opening the file reserves its space, so it fails at once if the disk has no room. Data bypasses the page cache. It
+    starts at a block boundary of the file. Tensors whose length would misalign the next ones come last.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], shared: bool = False) -> None:
-        """`shared` opens a file that another process has made for the same tensors, of which this one writes a part.
+        """`shared`: open a file that another process has made for the same tensors, to write a part of it.
 
-        Raises OSError where the file cannot be made or the disk has no room for it.
+        Raises OSError if the file cannot be made or the disk has no room for it.
         """
         self.path = path
         specs = sorted(specs, key=lambda spec: spec.nbytes % _DIRECT_ALIGN != 0)
@@ -120,7 +120,7 @@ class TensorWriter:
             end += spec.nbytes
         assert end == len(header) + data
         self.pieces: Pieces = {spec.name: {} for spec in specs}
-        """What has been written."""
+        """The pieces that have been written."""
         self._file = DirectFile(path, create=not shared)
         try:
             if not shared:
@@ -131,7 +131,7 @@ class TensorWriter:
             raise
 
     def write(self, name: str, start: int, data: memoryview) -> None:
-        """Write a piece of a tensor, as bytes, from its element `start` on. Raises OSError as the disk does."""
+        """Write the bytes of a piece of a tensor that starts at element `start`. Raises OSError if the disk does."""
         itemsize = self._itemsize[name]
         self.pieces[name][start] = data.nbytes // itemsize, piece_hash(data)
         self._file.pwrite(data, self._start[name] + start * itemsize)
@@ -142,12 +142,12 @@ class TensorWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the file as it is. Idempotent."""
+        """Close the file in its current state. Idempotent."""
         self._file.close()
 
 
 def hash_table(specs: Sequence[TensorSpec], written: Iterable[Pieces]) -> dict[str, list[list[Any]]]:
-    """The `HashTable` of a file that several have written. Raises ValueError when a tensor was not written whole."""
+    """The `HashTable` of a file with several writers. Raises ValueError if a tensor was not written completely."""
     merged: dict[str, dict[int, tuple[int, str]]] = {spec.name: {} for spec in specs}
     for pieces in written:
         for name, found in pieces.items():
@@ -171,7 +171,7 @@ def piece_hash(data: memoryview) -> str:
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
-    """What a file starts with, whole blocks of it, and the bytes of data that follow."""
+    """The start of a file, padded to whole blocks, and the number of bytes of data that follow."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
@@ -187,10 +187,11 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
 
 
 class TensorFile:
-    """A safetensors file, read piece by piece. Raises CheckpointError when it is missing, truncated or not one.
+    """A safetensors file that is read piece by piece. Raises CheckpointError if it is missing, truncated or in another
+    format.
 
-    With `hashes` whatever is read is checked against them, piece by piece. It is closed by `close`, or
-    with the last reference to it.
+    With `hashes`, each piece is checked against its hash when it is read. The file is closed by `close`, or when the
+    last reference to this object is gone.
     """
 
     def __init__(self, path: Path, hashes: HashTable | None = None) -> None:
@@ -202,9 +203,9 @@ class TensorFile:
         weakref.finalize(self, self._file.close)
         self.specs: dict[str, TensorSpec] = {}
         self._start: dict[str, int] = {}
-        """Where a tensor's bytes begin in the file."""
+        """Offset in the file of each tensor's bytes."""
         self._latest = "", -1, torch.empty(0)
-        """Name, first element and values of the piece that was checked last."""
+        """Name, first element and values of the last piece that was checked."""
         try:
             self._read_header()
             self._pieces = None if hashes is None else {name: self._cut(name, hashes[name]) for name in hashes}
@@ -214,7 +215,7 @@ class TensorFile:
             raise
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of a tensor, a flat copy. Raises CheckpointError where they are damaged."""
+        """A flat copy of elements [start, start + count) of a tensor. Raises CheckpointError if they are damaged."""
         if self._pieces is None or count == 0:
             return self._read(name, start, count)
         pieces = self._pieces.get(name, [])
@@ -229,7 +230,7 @@ class TensorFile:
         )
 
     def _checked(self, name: str, start: int, end: int, digest: str) -> torch.Tensor:
-        """A whole piece whose bytes have their hash. The last one is kept: export reads many small parts of a piece."""
+        """Read a whole piece and check its hash. The last piece is kept, because export reads many parts of a piece."""
         if self._latest[:2] != (name, start):
             values = self._read(name, start, end - start)
             if piece_hash(tensor_bytes(values)) != digest:
@@ -252,7 +253,7 @@ class TensorFile:
         self._file.close()
 
     def _read_header(self) -> None:
-        """Fill `specs` and `_start`. The tensors' bytes must cover the data exactly, as the format wants it."""
+        """Fill `specs` and `_start`. The format requires the tensors' bytes to cover the data exactly."""
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
@@ -271,19 +272,19 @@ class TensorFile:
             if start != end or stop - start != spec.nbytes:
                 raise CheckpointError(
                     f"{self.path} is truncated or damaged: its header puts {name!r}, {spec}, at bytes {start} to "
-                    f"{stop} of the data, and what comes before it ends at {end}"
+                    f"{stop} of the data, but the tensor before it ends at {end}"
                 )
             self.specs[name], self._start[name] = spec, data + start
             end = stop
         if data + end != size:
             raise CheckpointError(
-                f"{self.path} is truncated or damaged: it has {size} bytes where its header says {data + end}"
+                f"{self.path} is truncated or damaged: it has {size} bytes, but its header says {data + end}"
             )
 
     def _cut(self, name: str, hashes: Sequence[Sequence[Any]]) -> list[tuple[int, int, str]]:
-        """The pieces that hashes are given for, which begin at the first element and follow each other."""
+        """The pieces that have hashes. They must start at the first element and follow each other."""
         starts = [start for start, _ in hashes]
         ends = [*starts[1:], prod(self.specs[name].shape) if name in self.specs else 0]
         if starts and (starts[0] != 0 or any(start >= end for start, end in zip(starts, ends, strict=True))):
-            raise CheckpointError(f"{self.path} is damaged: its {name!r} does not have the pieces {starts!r:.80}")
+            raise CheckpointError(f"{self.path} is damaged: the pieces of its {name!r} cannot start at {starts!r:.80}")
         return [(start, end, digest) for (start, digest), end in zip(hashes, ends, strict=False)]

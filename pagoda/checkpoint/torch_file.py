@@ -1,4 +1,4 @@
-"""Files as `torch.save` writes them, one tensor in RAM at a time."""
+"""Writes files in the format of `torch.save`, with one tensor in RAM at a time."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,15 +14,16 @@ from pagoda.errors import StorageError
 from pagoda.memory.arena import tensor_bytes
 
 WriteTensor = Callable[[Any, torch.Tensor], None]
-"""Writes a tensor on the CPU, of the dtype and shape of an entry of the file's content, in its place."""
+"""Writes a CPU tensor to the place of an entry of the file's content, which has the same dtype and shape."""
 
 
 @contextmanager
 def torch_file(path: Path, content: Any) -> Iterator[tuple[Any, WriteTensor]]:
     """A file that `torch.load` reads as `content`, whose tensors are on meta and get their values in the block.
 
-    Gives the content with an entry for each tensor, and what writes the values of one. `path` appears, or is replaced,
-    when the block ends well; tensors that were not written are zeros. Raises StorageError when it cannot be written.
+    Yields the content with an entry for each tensor, and a function that writes an entry's values. `path` is created or
+    replaced if the block succeeds. Tensors that were not written are zeros. Raises StorageError if the file cannot be
+    written.
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:

@@ -1,1 +1,1 @@
-"""Mixtures of experts: modules of which each forward runs some, and ranks that divide them."""
+"""Mixtures of experts: modules that run some of their experts in each forward, and ranks that divide the experts."""

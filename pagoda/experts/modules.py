@@ -1,8 +1,8 @@
-"""Experts of transformers' mixtures as modules of their own, of which each forward runs those that routers chose.
+"""The experts of transformers' mixtures as separate modules. Each forward runs those that routers chose.
 
 transformers holds the experts of a layer in common tensors (Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and others: a
 stack) or as modules (Switch Transformers). `wrap` replaces both by the classes here, so that each expert is a unit.
-Shapes: N tokens, K experts for each, H hidden, E experts.
+Shapes: N tokens, K experts for each token, hidden size H, E experts.
 """
 
 import inspect
@@ -22,12 +22,13 @@ from pagoda.runtime.hooks import Announcing
 class RoutedExperts(Announcing):
     """The experts of a layer. A forward runs those that have tokens, in the order of their numbers.
 
-    The K results of a token are weighted and added up as in transformers' grouped kernel, to the same bits. With an
-    exchange, the experts here are this rank's part; tokens go to their experts' ranks, and unweighted results return.
+    The K results of a token are weighted and added as in transformers' grouped kernel, with the same bits. With an
+    exchange, this module has this rank's part of the experts. Tokens are sent to the ranks of their experts, and
+    unweighted results are returned.
     """
 
     num_experts: int
-    """Of the layer, on all ranks."""
+    """Number of experts of the layer, on all ranks."""
     exchange: ExpertExchange | None = None
 
     @property
@@ -36,15 +37,15 @@ class RoutedExperts(Announcing):
         raise NotImplementedError
 
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """The results [n, H] of `tokens` [n, H], which are by expert; `counts` says how many each expert has."""
+        """The results [n, H] of `tokens` [n, H], sorted by expert. `counts`: number of tokens of each expert."""
         raise NotImplementedError
 
     def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
-        """Parameters of idle pieces that get a gradient of zeros, as they do in transformers' own module."""
+        """Parameters of idle pieces that get a gradient of zeros, as in transformers' own module."""
         raise NotImplementedError
 
     def route(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """[N, H], numbers [N, K] and weights [N, K] to [N, H]. A number from E on is no expert and adds nothing."""
+        """Compute [N, H] from tokens [N, H], expert numbers [N, K] and weights [N, K]. Numbers >= E add nothing."""
         count, choices = self.num_experts, experts.shape[1]
         numbers, order = experts.flatten().sort(stable=True)
         counts = numbers.clamp(max=count).bincount(minlength=count + 1).tolist()[:count]
@@ -55,7 +56,7 @@ class RoutedExperts(Announcing):
         return combined.view(len(hidden), choices, -1).sum(1).to(hidden.dtype)
 
     def _through_ranks(self, tokens: Tensor, counts: list[int]) -> Tensor:
-        """The results [n, H] for the tokens [n, H] of this rank, which are by expert."""
+        """The results [n, H] for this rank's tokens [n, H], which are sorted by expert."""
         if self.exchange is None:
             return self._run(tokens, counts)
         received, by_rank = self.exchange.to_experts(tokens, counts)
@@ -67,7 +68,7 @@ class RoutedExperts(Announcing):
         return self.exchange.from_experts(results[back], counts, by_rank)
 
     def _run(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """The results [n, H] for the tokens [n, H] of the experts here, which are by expert."""
+        """The results [n, H] of this rank's experts for their tokens [n, H], which are sorted by expert."""
         pieces = self.pieces()
         ends = [*accumulate((experts for _, experts in pieces), initial=0)]
         of_pieces = [counts[start:stop] for start, stop in pairwise(ends)]
@@ -80,18 +81,18 @@ class RoutedExperts(Announcing):
         params = self.idle_params(idle)
         if self.coming is not None:
             self.coming([piece for piece, _, _ in runs], idle if params else ())
-        results = torch.cat([self.run_piece(*run) for run in runs]) if runs else tokens  # still in the graph
+        results = torch.cat([self.run_piece(*run) for run in runs]) if runs else tokens  # keeps the graph connected
         return _with_zero_gradients(results, params)
 
 
 class ExpertStack(Tiled, RoutedExperts):
-    """A stack of experts in tiles, each a stack of the same class with some of them; its name is its first expert's
-    number. An expert without tokens gets a gradient of zeros, as it does in the whole stack."""
+    """A stack of experts in tiles. Each tile is a stack of the same class with some of the experts, named by the number
+    of its first one. An expert without tokens gets a gradient of zeros, as in the whole stack."""
 
     def __init__(
         self, tiles: Mapping[int, nn.Module], stack: nn.Module, exchange: ExpertExchange | None = None
     ) -> None:
-        """`tiles`: number of the first expert -> the tile; all of the stack's, or this rank's part of them."""
+        """`tiles`: number of the first expert -> tile, for the whole stack or for this rank's part."""
         shapes = {name: tuple(param.shape) for name, param in stack.named_parameters()}
         named = {str(first): tile for first, tile in tiles.items()}
         super().__init__(named, shapes, first_row=next(iter(tiles)))
@@ -113,12 +114,12 @@ class ExpertStack(Tiled, RoutedExperts):
         return [param for tile in idle for param in tile.parameters()]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[N, H], [N, K] and [N, K] to [N, H]."""
+        """Compute [N, H] from hidden states [N, H], expert numbers [N, K] and weights [N, K]."""
         return self.route(hidden_states, top_k_index, top_k_weights)
 
 
 class SwitchExperts(RoutedExperts):
-    """The experts of a Switch Transformer, under their own names. One without tokens gets no gradient."""
+    """The experts of a Switch Transformer, under their own names. An expert without tokens gets no gradient."""
 
     def __init__(self, experts: Mapping[str, nn.Module], count: int, exchange: ExpertExchange | None = None) -> None:
         """`experts`: all `count` experts of the layer, or this rank's part of them."""
@@ -142,24 +143,27 @@ class SwitchExperts(RoutedExperts):
         return []
 
     def forward(self, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
-        """[N, H], a one-hot choice [N, 1, E], zero where an expert had no room, and weights [N, 1] to [N, H]."""
+        """Compute [N, H] from hidden states [N, H], a one-hot choice [N, 1, E] and weights [N, 1].
+
+        The choice is all zeros for a token whose expert had no room.
+        """
         numbers = selected_experts.argmax(-1).masked_fill(selected_experts.sum(-1) == 0, self.num_experts)
         return self.route(hidden_states, numbers, routing_weights)
 
 
 class SwitchRouter(nn.Linear):
     """The linear layer of a Switch Transformer's router. transformers casts the layer itself to the router's dtype in
-    every forward, which a paged weight cannot be; here each product casts the weight."""
+    every forward, which is impossible for a paged weight. This class casts the weight in each product instead."""
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "SwitchRouter":
-        """The same layer, on the same parameters."""
+        """The same layer with the same parameters."""
         made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         made.weight, made.bias = linear.weight, linear.bias
         return made.train(linear.training)
 
     def to(self, *_dtype: Any, **_others: Any) -> "SwitchRouter":
-        """Itself."""
+        """Returns the layer unchanged."""
         return self
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -168,9 +172,12 @@ class SwitchRouter(nn.Linear):
 
 
 def is_expert_stack(module: nn.Module) -> bool:
-    """Whether a module is as transformers' stacks are: it is called with tokens [N, H], their experts [N, K] and the
-    weights of these [N, K], and all its parameters have experts as their first dimension."""
-    if not hasattr(module, "is_transposed"):  # set by their decorator, `use_experts_implementation`
+    """Whether a module is like transformers' stacks of experts.
+
+    A stack is called with tokens [N, H], their experts [N, K] and the weights of these [N, K]. The first dimension of
+    each of its parameters indexes the experts.
+    """
+    if not hasattr(module, "is_transposed"):  # set by the decorator `use_experts_implementation` of transformers
         return False
     own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
     return (
@@ -182,12 +189,12 @@ def is_expert_stack(module: nn.Module) -> bool:
 
 
 def experts_of_stack(stack: nn.Module) -> int:
-    """How many experts a stack or a tile of one has."""
+    """Number of experts in a stack or in a tile of a stack."""
     return len(next(stack.parameters(recurse=False)))
 
 
 def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A stack of the same class with `params`, those of some of its experts."""
+    """A stack of the same class with `params`, the parameters of some of its experts."""
     tile: nn.Module = object.__new__(type(stack))
     nn.Module.__init__(tile)
     tile.__dict__.update({key: value for key, value in vars(stack).items() if key not in vars(tile)})
@@ -200,14 +207,14 @@ def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter]) -> nn.Mod
 
 
 def _by_expert(by_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 [n]: the order that brings rows that lie by rank, then by expert, to lie by expert, then by rank."""
+    """int64 [n]: the indices that reorder rows from sorted by rank, then expert, to sorted by expert, then rank."""
     experts = torch.arange(len(by_rank[0])).repeat(len(by_rank))
     counts = torch.tensor(list(chain.from_iterable(by_rank)), dtype=torch.int64)
     return experts.repeat_interleave(counts).argsort(stable=True).to(device)
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """A tensor as it is, which gives parameters that it does not depend on gradients of zeros. Reads none of them."""
+    """Returns a tensor unchanged, and gives zero gradients to parameters it does not depend on. Reads no parameter."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *params: Tensor) -> Tensor:
@@ -217,7 +224,7 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
-        # One element each: they become tensors of their own one by one, when each is accumulated.
+        # Each has one element. It becomes a full tensor only when it is accumulated, one parameter at a time.
         zeros = [
             torch.zeros((), dtype=dtype, device=device).expand(shape) if wanted else None
             for wanted, (shape, dtype, device) in zip(needed, ctx.like, strict=True)

@@ -1,8 +1,8 @@
-"""Expert parallelism: tokens travel to the ranks that have their experts, and results back (GShard, arXiv 2006.16668).
+"""Expert parallelism: sends tokens to the ranks that have their experts, and results back (GShard, arXiv 2006.16668).
 
-Each rank's loss is the mean over its own tokens, and all ranks' losses are averaged. An expert's gradient on one rank
-holds what all ranks that send it tokens have for it. So its mean is the sum over the ranks that have the expert, by the
-number of all ranks.
+Each rank's loss is the mean over its own tokens, and the losses of all ranks are averaged. An expert's gradient on one
+rank includes the contributions of all ranks that send it tokens. So its mean is the sum over the ranks that have the
+expert, divided by the number of all ranks.
 """
 
 from collections.abc import Sequence
@@ -16,44 +16,48 @@ from pagoda.distributed.mesh import Mesh
 
 
 class ExpertExchange:
-    """Sends tokens to experts that other ranks of a group have, and results back.
+    """Sends tokens to experts on other ranks of a group, and results back.
 
-    Every rank calls every method as often and in the same order, whatever its tokens.
+    Every rank must call every method equally often and in the same order, whatever its tokens are.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Over the ranks of a mesh that divide the experts of a layer in equal parts, in the order of their numbers;
-        every rank has to make it at the same point."""
+        """Use the ranks of a mesh that divide the experts of a layer into equal parts, in the order of their numbers.
+        Every rank must create it at the same point."""
         self._mesh = mesh
         self._group = mesh.expert_group
         self.ranks = self._group.size()
         self.rank = self._group.rank()
 
     def to_experts(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Send tokens to the ranks that have their experts, and receive those for the experts of this rank.
+        """Send tokens to the ranks that have their experts, and receive tokens for the experts of this rank.
 
-        `tokens` is [n, H], by expert; `counts` says how many each expert of all ranks gets. Returns tokens by sending
-        rank, then by expert, and how many of them each rank sends for each expert here.
+        `tokens` [n, H] is sorted by expert. `counts`: number of tokens for each expert of all ranks. Returns tokens
+        sorted by sending rank, then by expert, and the number of tokens that each rank sends to each expert of this
+        rank.
         """
         mine = torch.tensor(counts, dtype=torch.int64).view(self.ranks, -1)
         here = torch.empty_like(mine)
         self._all_to_all("numbers of tokens", here, mine)
         if torch.is_grad_enabled() and not tokens.requires_grad:
-            tokens = tokens.detach().requires_grad_()  # backward of an exchange is every rank's, whatever is frozen
+            tokens = tokens.detach().requires_grad_()  # every rank must run its backward, even if all is frozen
         rows: Tensor = _Exchanged.apply(tokens, mine.sum(1).tolist(), here.sum(1).tolist(), self)  # type: ignore[no-untyped-call]
         return rows, here.tolist()
 
     def from_experts(self, results: Tensor, sent: Sequence[int], counts: Sequence[Sequence[int]]) -> Tensor:
-        """Send results back to the ranks of their tokens, and receive those for this rank's tokens, each in the order
-        in which the tokens came; `sent` and `counts` are what `to_experts` took and gave."""
+        """Send results back to the ranks of their tokens, and receive the results for this rank's tokens.
+
+        Both are in the order of the tokens. `sent` is the `counts` argument of `to_experts`, and `counts` is its second
+        result.
+        """
         back = torch.tensor(sent).view(self.ranks, -1).sum(1).tolist()
         rows: Tensor = _Exchanged.apply(results, [sum(row) for row in counts], back, self)  # type: ignore[no-untyped-call]
         return rows
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows [n, H] to the ranks in order, `sent` of them to each; returns those that come, `received` from each."""
+        """Send rows [n, H] to the ranks in order, `sent` rows to each. Returns the `received` rows from each rank."""
         out = rows.new_empty(sum(received), rows.shape[1])
-        # As bytes: what moves is then independent of the dtypes that a backend knows.
+        # Sent as bytes, so that it does not depend on the dtypes that a backend supports.
         taken, given = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
         through_ram = rows.is_cuda and dist.get_backend(self._group) == dist.Backend.GLOO
         landing, given = (taken.cpu(), given.cpu()) if through_ram else (taken, given)
@@ -67,7 +71,7 @@ class ExpertExchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows that changed ranks; gradients go back the same way."""
+    """Rows that are exchanged between ranks. Gradients return by the same path."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], exchange: ExpertExchange) -> Tensor:

@@ -91,7 +91,7 @@ def test_a_damaged_page_table_is_kept_when_its_checkpoint_is_deleted(tmp_path: P
 def test_a_checkpoint_that_holds_something_of_the_users_is_kept_with_its_pages(tmp_path: Path, ssd: Path) -> None:
     reference = save(tmp_path / "run" / "step-1", ssd)
     (tmp_path / "run" / "step-1" / "notes.txt").write_text("the best one")
-    with pytest.raises(CheckpointError, match=r"step-1 is kept: notes\.txt in it is not of the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"step-1 is kept: notes\.txt in it is not part of the checkpoint"):
         remove(tmp_path / "run" / "step-1", [ssd])
     assert (tmp_path / "run" / "step-1" / "notes.txt").exists()
     open_commit(reference).close()

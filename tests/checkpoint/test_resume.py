@@ -356,7 +356,7 @@ def test_weights_of_another_dtype_are_refused(saved: Path, tmp_path: Path) -> No
     shutil.copytree(saved, copy)
     weights = safetensors.torch.load_file(copy / "weight.safetensors")
     safetensors.torch.save_file({name: w.float() for name, w in weights.items()}, copy / "weight.safetensors")
-    message = r"among its weight is torch\.float32 of shape .*, and torch\.bfloat16 of shape .* in the model"
+    message = r"among its weight is torch\.float32 of shape .*, but torch\.bfloat16 of shape .* in the model"
     assert_refused_untouched(Run(LLAMA, RESIDENT), copy, message)
 
 

@@ -92,7 +92,7 @@ def test_a_state_of_another_model_is_refused_untouched(tmp_path: Path) -> None:
         with pytest.raises(pagoda.CheckpointError, match="does not belong to this model"):
             mine.load_state_dict(its.state_dict())
     wrong = {**before["model"], "model.norm.weight": torch.zeros(3)}
-    with pytest.raises(pagoda.CheckpointError, match=r"'model\.norm\.weight' has shape \(3,\), and \(32,\)"):
+    with pytest.raises(pagoda.CheckpointError, match=r"'model\.norm\.weight' has shape \(3,\), but \(32,\)"):
         pagoda.ModelState(model).load_state_dict(wrong)
     groups = [{**before["optim"]["param_groups"][0], "params": []}]
     with pytest.raises(pagoda.CheckpointError, match="only one of the two has 'model"):
