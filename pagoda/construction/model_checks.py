@@ -1,4 +1,4 @@
-"""What a model must be for `wrap` to train it."""
+"""Checks that `wrap` can train a model."""
 
 import warnings
 from collections.abc import Container
@@ -16,7 +16,7 @@ from pagoda.runtime.quantized import is_quantized
 
 
 def check_model(model: object) -> None:
-    """Raises as `wrap` does for a model that cannot be trained, whatever the settings."""
+    """Raises the errors of `wrap` for a model that no settings can train."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"wrap() takes a torch.nn.Module, and {model!r} is none.")
     if any(is_paged(param) for param in model.parameters()):
@@ -47,10 +47,11 @@ def check_model(model: object) -> None:
 
 
 def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Compute has one dtype for all weights, so a model that mixes them would not be the one that was given.
+    """Check that all weights have one dtype. Compute uses one dtype for all, so it would change a model that mixes
+    dtypes.
 
-    Adapters in fp32 over frozen weights of 16 bits are the exception: what is trained has an fp32 master in any case.
-    That all of it computes in `dtype` is a warning there, and ConfigError for any other mixture.
+    Adapters in fp32 over frozen 16-bit weights are an exception, because trained parameters have an fp32 master anyway:
+    that everything computes in `dtype` is then only a warning. Any other mixture raises ConfigError.
     """
     names: dict[tuple[bool, torch.dtype], str] = {}
     for name, param in model.named_parameters():
@@ -75,7 +76,8 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str]) -> None:
-    """Raises ConfigError for a quantized parameter that cannot be in pages, or not compute with weights of `dtype`."""
+    """Raises ConfigError for a quantized parameter that cannot be in pages, or cannot compute with weights of
+    `dtype`."""
     for name, param in model.named_parameters():
         if not is_quantized(param):
             continue
@@ -96,7 +98,10 @@ def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str
 
 
 def _check_memory_is_apart(model: nn.Module) -> None:
-    """Parameters that share memory move together under any optimizer of torch, but in pages each has its own."""
+    """Raises ConfigError for trained parameters that share memory.
+
+    With torch's optimizers they change together, but in pages each has its own memory.
+    """
     plain = ((name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta)
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name, p) for name, p in plain if p.is_contiguous())
     for (_, end, name, param), (start, _, other, beside) in pairwise(spans):
@@ -108,7 +113,7 @@ def _check_memory_is_apart(model: nn.Module) -> None:
 
 
 def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
-    """Raises UsageError where a step would train nothing, or not all that requires a gradient.
+    """Raises UsageError if a step would train nothing, or would miss parameters that require a gradient.
 
     `stepped`: the parameters in the optimizer's groups.
     """
@@ -133,8 +138,8 @@ def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
 def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
     """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
 
-    `model.bfloat16()` would cast the statistics too, and they would stop moving once a step changes less than a
-    rounding: with momentum 0.01, far from where they should be. So they keep their dtype, as all buffers do.
+    `model.bfloat16()` would also cast the running statistics. These would stop changing once an update is smaller than
+    the rounding: with momentum 0.01, far from the correct values. So they keep their dtype, as all buffers do.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or module.weight is None or module.running_mean is None:

@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes, whose weights must keep the format in which `wrap` finds them."""
+"""Support for bitsandbytes layers, whose weights must keep the format that `wrap` finds."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch import nn
 from pagoda.errors import ConfigError
 
 _REPACKS = "support_avx512bf16_for_cpu"
-"""Attribute of a layer that repacks its weights in place when it is first evaluated on a CPU with bf16 kernels."""
+"""Attribute of layers that repack their weights in place in their first evaluation on a CPU with bf16 kernels."""
 
 
 def keep_packing(model: nn.Module) -> None:
-    """Let no layer repack its weights. Raises ConfigError where one has done so already."""
+    """Prevent layers from repacking their weights. Raises ConfigError if one has done so already."""
     for name, module in model.named_modules():
         if not hasattr(module, _REPACKS):
             continue
