@@ -314,7 +314,7 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
 
 def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
     if model_class is not None:
-        raise ConfigError(f"{directory} is a checkpoint, which says the class of its model: leave out model_class")
+        raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
     with ExitStack() as opened:
         tensors, config, generation_config = exported_by_reference(opened.enter_context(Checkpoint(directory)))
         with init():
@@ -340,10 +340,10 @@ def _check_moved(arguments: Mapping[str, object]) -> None:
         for argument, group in _GROUPS.items():
             if any(field.name == name for field in fields(group)):
                 raise UsageError(
-                    f"{name} is no argument of wrap: give wrap({argument}=pagoda.{group.__name__}({name}=...))."
+                    f"{name} is not an argument of wrap: use wrap({argument}=pagoda.{group.__name__}({name}=...))."
                 )
         if name == "keep_checkpoints":
-            raise UsageError(f"{name} is no argument of wrap: give wrap(memory=pagoda.Memory(ssd_checkpoints=...)).")
+            raise UsageError(f"{name} is not an argument of wrap: use wrap(memory=pagoda.Memory(ssd_checkpoints=...)).")
         raise TypeError(f"wrap() got an unexpected keyword argument {name!r}")
 
 
@@ -352,7 +352,7 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
     UsageError for a model with gradient checkpointing of its own."""
     if training.partition_activations and mesh.ranks.tensor_parallel == 1:
         raise ConfigError(
-            "partition_activations divides activations over tensor-parallel ranks, and there are none: leave it out, "
+            "partition_activations divides activations over tensor-parallel ranks, but there are none: leave it out, "
             "or use pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
         )
     if training.activations == "keep":
@@ -360,8 +360,8 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
     refuse_own_checkpointing(model)
     if training.activations.endswith("offload") and memory.device is None and memory.ssd is None:
         raise ConfigError(
-            f"activations is {training.activations!r}, but there is nowhere to offload to: compute is the CPU, and "
-            "activations are in its RAM. Give memory.ssd, or use 'recompute'."
+            f"activations is {training.activations!r}, but there is nowhere to offload to: the CPU computes, so "
+            "activations are in RAM already. Give memory.ssd, or use 'recompute'."
         )
 
 

@@ -221,8 +221,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         for state in self._members():
             if self._engine.stepper.queued != queued:
                 raise UsageError(
-                    "The parameters were updated while optimizer.named_states() was being read, so its states would be "
-                    "those of different steps: read all of it before the next step."
+                    "The parameters were updated during the iteration over optimizer.named_states(), so the states "
+                    "would be from different steps: finish the iteration before the next step."
                 )
             self._engine.settle()  # whoever reads may have done anything since
             if entry := _entry(state):
@@ -237,8 +237,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if any(isinstance(form, Form) for unit in self._engine.units for form in unit.forms):
             raise UsageError(
-                "Tensor-parallel ranks have a part of each state: use save_checkpoint, or torch.distributed.checkpoint "
-                "with pagoda.OptimizerState."
+                "Each tensor-parallel rank has only a part of each state: use save_checkpoint, or "
+                "torch.distributed.checkpoint with pagoda.OptimizerState."
             )
         shapes = {state.name: blank for state in self._members() if (blank := _entry(state, blank=True))}
         blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
@@ -349,8 +349,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Raises UsageError if the lists of parameters in `param_groups` have been edited."""
         if self._member_ids != [id(param) for group in self.param_groups for param in group["params"]]:
             raise UsageError(
-                "The parameters in optimizer.param_groups are others than wrap() and add_param_group() put there. To "
-                "add some, use wrap(reserve=...) and add_param_group(); to stop training some, use "
+                "The parameters in optimizer.param_groups have been changed since wrap() or add_param_group(). To add "
+                "parameters, use wrap(reserve=...) and add_param_group(); to stop training some, use "
                 "requires_grad_(False)."
             )
 
@@ -375,9 +375,9 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: 
             if state is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() was called with {state.name!r}, a parameter of a model "
-                    "that pagoda.wrap() wrapped: its weights and gradients are in pages, where only the optimizer that "
-                    "wrap() returned can step them. Pass the optimizer you want to wrap(model, pagoda.AdamW(...)); "
-                    "pagoda.Optim takes classes of torch and others."
+                    "that pagoda.wrap() wrapped: its weights and gradients are in pages, so only the optimizer that "
+                    "wrap() returned can step them. Choose the optimizer in wrap(model, pagoda.AdamW(...)); "
+                    "pagoda.Optim takes optimizer classes of torch and other libraries."
                 )
 
 

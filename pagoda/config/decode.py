@@ -22,7 +22,9 @@ def decoded(kind: type[_T], settings: Any, prefix: str = "", of: str = "the conf
     assert is_dataclass(kind)
     if not isinstance(settings, dict):
         where = f" as {prefix.rstrip('.')}" if prefix else ""
-        raise ConfigError(f"{of} has{where} {short(settings)}, where {kind.__name__} has settings by name")
+        raise ConfigError(
+            f"{of} has{where} {short(settings)}, which is not an object with the settings of {kind.__name__}"
+        )
     hints = get_type_hints(kind)
     if unknown := sorted(settings.keys() - hints.keys()):
         raise ConfigError(f"{of} has unknown settings: {', '.join(unknown)[:200]}")

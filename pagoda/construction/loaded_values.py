@@ -32,8 +32,9 @@ class KeepCopiedValues(TorchFunctionMode):
                     raise UsageError(
                         f"Values were written to a part or a view, of shape {tuple(target.shape)}, of a parameter that "
                         "waits on the meta device inside pagoda.init(), where they would be lost. Copy to the whole "
-                        "parameter, by load_state_dict or param.copy_(values) under torch.no_grad(); write them in "
-                        "_init_weights(module) or reset_parameters(); or build the model outside pagoda.init()."
+                        "parameter with load_state_dict, or with param.copy_(values) under torch.no_grad(); write the "
+                        "values in _init_weights(module) or reset_parameters(); or build the model outside "
+                        "pagoda.init()."
                     )
                 _make_real(target)
         return func(*args, **(kwargs or {}))

@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, mixed_precision="no", **kwargs)
         if self.state.dynamo_plugin.backend.value.lower() not in ("no", "none"):
             raise ConfigError(
-                "Accelerate compiles the whole model: leave out dynamo, and compile blocks before prepare."
+                "Accelerate would compile the whole model: leave out dynamo, and compile blocks before prepare."
             )
         self.paging.check_device(self.device)
         self.register_load_state_pre_hook(self._load_paged)
@@ -86,7 +86,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
             models = [m for m in args if isinstance(m, nn.Module) and stepped <= {id(p) for p in m.parameters()}]
             if len(models) != 1:
-                raise ConfigError("prepare takes each optimizer together with the one model whose parameters it has.")
+                raise ConfigError("Pass each optimizer to prepare together with the one model whose parameters it has.")
             args_now[at] = self._page(models[0], optimizer)
             for scheduler in args:
                 if getattr(scheduler, "optimizer", None) is optimizer:
@@ -96,7 +96,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
         paged = self.paging.take_over(model, optimizer, self._precision)
         if paged.scales_loss and self._paged:
-            raise ConfigError("An accelerator scales the loss of one model alone: with several, use bf16.")
+            raise ConfigError("An accelerator can scale the loss of only one model: with several models, use bf16.")
         adopt(self, model, paged)
         prepared = AcceleratedOptimizer(paged, device_placement=False)
         prepared._is_accelerate_prepared = True
@@ -127,7 +127,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
         if not safe_serialization:
-            raise ConfigError("A model in pages is written as safetensors alone: leave out safe_serialization=False.")
+            raise ConfigError(
+                "A model in pages can be written only as safetensors: leave out safe_serialization=False."
+            )
         limit = convert_file_size_to_int(max_shard_size)
         with exported_into(Path(save_directory), model, max_shard_bytes=limit, own_names=True):
             pass

@@ -278,7 +278,7 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Clip by the 2-norm. Returns the norm before clipping."""
         if norm_type != 2:
-            raise ConfigError(f"norm_type is {norm_type}; only the 2-norm of gradients in pages is known.")
+            raise ConfigError(f"norm_type is {norm_type}; gradients in pages can be clipped only by the 2-norm.")
         return torch.tensor(self.optimizer_in_pages.clip_grad_norm_(max_norm))
 
     def save_checkpoint(

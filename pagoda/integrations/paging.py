@@ -90,7 +90,7 @@ class Paging:
         if isinstance(optimizer, PagedOptimizer):
             return optimizer
         if optimizer.state:
-            raise ConfigError("The optimizer has taken steps already: hand it over before the first one.")
+            raise ConfigError("The optimizer has taken steps already: pass it before its first step.")
         rule = rule_of(type(optimizer), optimizer.defaults)
         return self.wrap(model, rule, precision=precision, param_groups=optimizer.param_groups)
 
@@ -101,9 +101,9 @@ class Paging:
             return
         if here == "cpu":
             raise ConfigError(
-                f"Batches are moved to {device}, but memory.device is not given, so compute is the CPU. Give "
-                "Paging(memory=pagoda.Memory(device='20GiB', ...)), with what weights in use may take of the GPU; or "
-                "tell the framework to use the CPU."
+                f"Batches are moved to {device}, but memory.device is not given, so the CPU computes. Give "
+                "Paging(memory=pagoda.Memory(device='20GiB', ...)), with the GPU memory for weights in use; or make "
+                "the framework use the CPU."
             )
         raise ConfigError(
             f"memory.device is {self.memory.device!r}, a GPU's memory, but batches are moved to {device}: leave "

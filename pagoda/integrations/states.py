@@ -37,7 +37,7 @@ class States:
         """The last checkpoint. Raises CheckpointError if there is none."""
         numbers = self._numbers()
         if not numbers:
-            raise CheckpointError(f"{self._directory} has no state of Pagoda: it was saved without paging.")
+            raise CheckpointError(f"{self._directory} has no Pagoda checkpoint: it was saved without paging.")
         return self._directory / self._new.format(max(numbers))
 
     def keep_newest(self) -> None:

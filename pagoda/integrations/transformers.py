@@ -99,7 +99,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         args = self.args
         kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)
         if self.paging.optimizer is None and not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise ConfigError(f"optim={args.optim} makes no torch.optim.Optimizer: give Paging(optimizer=...).")
+            raise ConfigError(f"optim={args.optim} does not make a torch.optim.Optimizer: give Paging(optimizer=...).")
         for block in find_blocks(model) if args.torch_compile else ():
             block.module.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         decayed = set(self.get_decay_parameter_names(model))
@@ -227,7 +227,7 @@ def _last_checkpoint(run: Path) -> Path:
     for path in reversed(found):
         if (path / _TRAINER_STATE).is_file() and (path / STATE).is_dir():
             return path
-        warnings.warn(f"{path} is not complete: the run resumes from the one before.", stacklevel=3)
+        warnings.warn(f"{path} is not complete: the run resumes from the checkpoint before it.", stacklevel=3)
     raise CheckpointError(f"{run} has no checkpoint to resume from: leave out resume_from_checkpoint to begin.")
 
 

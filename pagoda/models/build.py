@@ -179,10 +179,10 @@ def _read_configuration(directory: Path) -> Any:
     except Exception as error:  # transformers validates a bad file with many exception types
         raise ConfigError(f"transformers {transformers.__version__} cannot read {path}: {error}") from error
     if not isinstance(text, transformers.PretrainedConfig):
-        raise ConfigError(f"{path} has a text_config that is no configuration: {text!r:.80}")
+        raise ConfigError(f"{path} has a text_config that is not a configuration: {text!r:.80}")
     layers = getattr(text, "num_hidden_layers", 1)
     if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
-        raise ConfigError(f"{path} says {layers:.3g} layers, and a model has 1 to {_MOST_LAYERS}: correct it")
+        raise ConfigError(f"{path} has {layers:.3g} layers, but a model has 1 to {_MOST_LAYERS}: correct it")
     return config
 
 

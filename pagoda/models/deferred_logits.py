@@ -136,8 +136,8 @@ class DeferredLogits(torch.Tensor):
         """Call the head with a function to apply to its weight."""
         if self.call.step != _steps[0]:
             raise UsageError(
-                "Logits of a model with pagoda.chunked_loss were read after an optimizer.step(): they are made when "
-                "they are read, and the weights have changed. Read or .detach() them before."
+                "Logits of a model with pagoda.chunked_loss were read after an optimizer.step(). They are computed "
+                "when they are read, but the weights have changed. Read or .detach() them before the step."
             )
         with torch.autocast(self.hidden.device.type, enabled=False):
             self.call.head(self.hidden, rows)
@@ -157,9 +157,9 @@ def _late(hidden: torch.Tensor, dtype: torch.dtype, maps: tuple[Map, ...], call:
 
 def _lost(_grad: torch.Tensor) -> None:
     raise UsageError(
-        "A gradient arrived at logits of a model with pagoda.chunked_loss that were never made: what computes the loss "
-        "takes them past torch's functions, as a torch.autograd.Function does. Use torch.nn.functional.cross_entropy, "
-        "or leave out pagoda.chunked_loss."
+        "Logits of a model with pagoda.chunked_loss got a gradient, but were never computed: the loss, such as a "
+        "torch.autograd.Function, does not read them with torch's functions. Use torch.nn.functional.cross_entropy, or "
+        "leave out pagoda.chunked_loss."
     )
 
 

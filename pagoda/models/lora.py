@@ -82,8 +82,8 @@ def _of_mixtures(adapted: "nn.Module", settings: Any) -> str | None:
         )
     if any(is_switch(module, "Top1Router") and hasattr(module.classifier, "lora_A") for module in adapted.modules()):
         return (
-            "transformers casts the linear layer of a router in place, so it takes no adapter. Name others, such as "
-            "q k v o wi wo"
+            "transformers casts the linear layer of a router in place, so it cannot have an adapter. Name other "
+            "layers, such as q k v o wi wo"
         )
     return None
 

@@ -41,9 +41,9 @@ def adapter_initialiser(name: str, around: Sequence[tuple[str, nn.Module]]) -> t
     asked = getattr(configs.get(adapter), "init_lora_weights", None)
     if not part.startswith(("lora_A", "lora_B", "lora_embedding_")) or asked not in _REPEATABLE:
         raise ConfigError(
-            f"The first values of {name!r} (init_lora_weights={asked!r}) follow from the base weights, which wait on "
-            "meta, where peft has moved it and lost them: use init_lora_weights=True or 'gaussian', or build the base "
-            "model outside pagoda.init() and pagoda.load()."
+            f"The initial values of {name!r} (init_lora_weights={asked!r}) depend on the base weights, which are still "
+            "on meta, so peft has lost them: use init_lora_weights=True or 'gaussian', or build the base model outside "
+            "pagoda.init() and pagoda.load()."
         )
     return layer, partial(getattr(layer, _INITIALISER), adapter, asked)
 
@@ -68,8 +68,8 @@ def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *ar
             )
         if state is not None and state.slot not in state.unit.gathered:
             raise UsageError(
-                f"{name}() needs weights that are not in memory. Call what merges (merge_and_unload, merge_adapter, "
-                "merge) inside `with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "
+                f"{name}() needs weights that are not in memory. Call merge_and_unload, merge_adapter or merge inside "
+                "`with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "
                 "`with pagoda.gathered(layer, modify=True):`, which takes less RAM."
             )
     return merge(*args, **kwargs)

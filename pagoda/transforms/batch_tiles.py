@@ -34,7 +34,7 @@ def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
     if not blocks:
         raise ConfigError(
             "batch_tiles needs a model with repeated layers, an nn.ModuleList or nn.Sequential of at least two modules "
-            f"of one class with parts; {type(model).__name__} has none. Leave it out."
+            f"of one class with submodules; {type(model).__name__} has none. Leave it out."
         )
     for block in blocks:
         reason = _batch_norm(block)
@@ -93,8 +93,8 @@ class TiledBlocks:
         if dropped and not self._cache_dropped:
             self._cache_dropped = True
             warnings.warn(
-                "With batch_tiles, layers keep no key-value cache while they are trained: set "
-                "model.config.use_cache = False, which is the same and leaves out this warning.",
+                "With batch_tiles, layers keep no key-value cache in training: set model.config.use_cache = False, "
+                "which has the same effect without this warning.",
                 stacklevel=2,
             )
         return changed
@@ -134,7 +134,9 @@ class _Call:
     def cannot_be_cut(self) -> str | None:
         """The reason why the arguments cannot be split for micro-batches, or None."""
         if self._first is None:
-            return "none of its arguments is a floating-point tensor of at least two dimensions, so which is the batch?"
+            return (
+                "none of its arguments is a floating-point tensor of at least two dimensions, so the batch is unknown"
+            )
         for leaf in self.leaves:
             if not isinstance(leaf, (torch.Tensor, *_SHARED)) and not callable(leaf):
                 return f"an argument is a {type(leaf).__name__}, which micro-batches cannot share"
@@ -185,8 +187,8 @@ def _batch_norm(block: Block) -> str | None:
     for name, module in block.module.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             return (
-                f"the batch norm {name!r} takes its statistics from the whole batch (module.eval() makes it use those "
-                "that it has)"
+                f"the batch norm {name!r} takes its statistics from the whole batch (module.eval() makes it use its "
+                "running statistics)"
             )
     return None
 

@@ -110,8 +110,9 @@ class Tiling:
         if self._exchange is not None and (kept or not found):
             why = f"those of {kept[0]!r} cannot be divided" if kept else "the model has no experts to divide"
             raise ConfigError(
-                f"expert_parallel is {self._exchange.ranks}, but {why}: it takes a mixture of experts of transformers, "
-                "without hooks, adapters or torch.compile on them, and a rule that does not take parameters whole."
+                f"expert_parallel is {self._exchange.ranks}, but {why}: it needs a transformers mixture of experts "
+                "without hooks, adapters or torch.compile on the experts, and an optimizer that does not need whole "
+                "parameters."
             )
 
     def _replace_large(self, model: nn.Module, most_elements: int) -> None:

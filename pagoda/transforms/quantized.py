@@ -18,7 +18,7 @@ def keep_packing(model: nn.Module) -> None:
         state: Any = getattr(module, "quant_state", None) or getattr(module.weight, "quant_state", None)
         if getattr(state, "packing_format_for_cpu", False):
             raise ConfigError(
-                f"{name!r} has been evaluated, and bitsandbytes has packed its weights for that: call "
-                "model.state_dict(), which unpacks them, before wrap."
+                f"{name!r} has been evaluated, so bitsandbytes has packed its weights. Call model.state_dict(), which "
+                "unpacks them, before wrap."
             )
         setattr(module, _REPACKS, False)
