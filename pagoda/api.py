@@ -1,4 +1,4 @@
-"""What the user touches: `wrap`, `load`, `plan_of`."""
+"""The main entry points: `wrap`, `load` and `plan_of`."""
 
 import os
 import warnings
@@ -91,54 +91,54 @@ def wrap(
     mesh: Mesh | DeviceMesh | None = None,
     **moved: Never,
 ) -> tuple[Model, PagedOptimizer]:
-    """Move a model's training state into pages and return the model with the optimizer that steps it.
+    """Move a model's training state into pages. Returns the model and the optimizer that steps it.
 
-    The model is changed in place and used as before: forward, backward, `optimizer.step()`. Its parameters take
-    the compute dtype of `precision`: "bf16" (weights that are the high half of an fp32 master), "fp16" (weights beside
-    which 16 bits keep the master) or "fp32". Buffers keep their dtype and move to the device. With "fp16", call
-    `optimizer.scale(loss).backward()`. `MixedPrecision` says too what gradients are accumulated in, and how the loss is
-    scaled.
+    The model is changed in place and used as before: forward, backward, `optimizer.step()`. `precision` is the compute
+    dtype of its parameters: "bf16" (weights are the high half of an fp32 master), "fp16" (weights and 16 more bits make
+    up the master) or "fp32". `MixedPrecision` also sets the dtype of accumulated gradients and the loss scaling.
+    Buffers keep their dtype and move to the device. With "fp16", call `optimizer.scale(loss).backward()`.
 
-    `param_groups` is what torch's optimizers take first: parameters, or dictionaries of `params` and what differs for
-    them (`lr`, `weight_decay`, `betas`, ...; see `no_decay_groups`). Left out, all trainable parameters are one group.
-    Frozen ones in a group may be unfrozen at any time, and any parameter may be frozen: while it is, it gets no
-    gradient and no update, and keeps its state. `reserve` names parameters (modules mean all of theirs) that are in no
-    group yet, for `optimizer.add_param_group`. Only these and those in groups take memory for gradients and optimizer
-    state; all others cost their weights alone, and stay frozen.
+    `param_groups` has the format of the first argument of torch's optimizers: parameters, or dictionaries of `params`
+    and their own settings (`lr`, `weight_decay`, `betas`, ...; see `no_decay_groups`). By default, all trainable
+    parameters are one group. Frozen parameters in a group may be unfrozen at any time, and any parameter may be frozen.
+    A frozen parameter gets no gradient and no update, and keeps its state. `reserve` lists parameters, or modules for
+    all of their parameters, that are in no group yet, for a later `optimizer.add_param_group`. Only parameters in
+    groups or in `reserve` take memory for gradients and optimizer state. All others take memory only for their weights,
+    and stay frozen.
 
-    `clip_grad_norm` clips the global gradient norm, exactly, wherever the gradients live. If something else clips too
-    (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. `accumulation_steps` announces
-    how many backward passes precede each `step()`: then, without clipping, units are updated while backward still runs.
-    Left out, any number of passes may precede a step.
+    `clip_grad_norm` clips the exact global norm of the gradients in all tiers. If something else clips too
+    (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. `accumulation_steps` is the
+    number of backward passes before each `step()`. If it is given and nothing clips, units are updated during backward.
+    By default, any number of passes may precede a step.
 
-    `update="async"` changes the algorithm: weights lag behind gradients by a step, or by at most as many as
-    `Updates("async", max_staleness=...)` says. By how many, depends on the step's number alone, so the same run has the
-    same bits. Each gradient is still applied as its own step, clipped by its own norm.
-    `optimizer.drain()` applies everything; `state_dict`, `gathered`, checkpoints, `close` and, between steps, a forward
-    without gradients drain first. `optimizer.stats.staleness` has what was observed. `Updates(speculate=...)` is about
-    updates during backward before the norm is known; `optimizer.stats` counts those kept and undone.
+    `update="async"` changes the algorithm: weights lag behind gradients by one step, or by at most `Updates("async",
+    max_staleness=...)` steps. The lag depends only on the number of the step, so equal runs give equal bits. Each
+    gradient is still applied as its own step and clipped by its own norm. `optimizer.drain()` applies all updates.
+    `state_dict`, `gathered`, checkpoints, `close` and, between steps, a forward without gradients drain first.
+    `optimizer.stats.staleness` is the observed lag. `Updates(speculate=...)` allows updates during backward before the
+    norm is known. `optimizer.stats` counts how many were kept and how many were undone.
 
-    `activations` and `tiles` say what becomes of activations, and what is computed in pieces: see `Activations` and
-    `Tiles`. Compile blocks before `wrap`, if at all.
+    `activations` and `tiles` choose how activations are kept and which operators run in pieces: see `Activations` and
+    `Tiles`. Call `torch.compile` on blocks before `wrap`.
 
-    Experts of transformers' mixtures are units of their own, fetched when a router has chosen them. A mesh with
-    `expert_parallel` divides the experts of every layer over ranks: build the whole model on each.
+    Each expert of a transformers mixture of experts is a unit, which is fetched after a router has chosen it. A mesh
+    with `expert_parallel` divides the experts of every layer over ranks: build the whole model on each rank.
 
-    Under torchrun, the ranks train one model, each with batches of its own and budgets of its own; gradients are the
-    mean over ranks, and weights at the start are those of rank 0. `mesh` says what the ranks share out
-    (`pagoda.open_mesh`, or a torch mesh with dimensions replicate, shard and tensor); left out, all of the state is
-    divided over all of them (ZeRO stage 3). A model that torch's `parallelize_module` has divided stays so: each rank's
-    pages have its parts of the tensors, which ranks with other batches share out, and the norm and checkpoints are
-    those of the whole model. `step`, `clip_grad_norm_`, `gathered`, `state_dict` and checkpoints need every rank, at
-    the same point of the program.
+    Under torchrun, the ranks train one model. Each rank has its own batches and its own budgets. Gradients are the mean
+    over ranks, and the initial weights are those of rank 0. `mesh` says what the ranks divide (`pagoda.open_mesh`, or a
+    torch mesh with dimensions replicate, shard and tensor). By default, all state is divided over all ranks (ZeRO stage
+    3). A model that torch's `parallelize_module` has divided stays divided: each rank's pages have its parts of the
+    tensors, and ranks with different batches divide these parts. The norm and checkpoints are those of the whole model.
+    Every rank must call `step`, `clip_grad_norm_`, `gathered`, `state_dict` and the checkpoint methods at the same
+    point of the program.
 
-    With `pagoda.open_mesh(pipeline_parallel=N)`, each rank wraps the layers of its stage, under the names that they
-    have in the whole model, and torch's `torch.distributed.pipelining` runs them. All of the above is about the ranks
-    of a stage; only the norm, clipping and checkpoints are those of the whole model.
+    With `pagoda.open_mesh(pipeline_parallel=N)`, each rank wraps the layers of its stage, under their names in the
+    whole model, and torch's `torch.distributed.pipelining` runs them. All of the above then applies to the ranks of one
+    stage, but the norm, clipping and checkpoints are those of the whole model.
 
-    Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
-    SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
-    them, UsageError for a model wrapped already and for an argument that has moved.
+    Raises BudgetError if the state does not fit `memory` (before any of it is allocated), StorageError if an SSD
+    directory is missing or full, ConfigError for other invalid settings and for a model that cannot be trained with
+    them, and UsageError for a model that is wrapped already and for an argument that has moved.
     """
     _check_moved(moved)
     training = training_of(
@@ -159,7 +159,7 @@ def wrap(
 
 
 class _Wrapping:
-    """One call of `wrap`: a model, and all that says how it is trained."""
+    """One call of `wrap`: a model and its training settings."""
 
     def __init__(self, model: nn.Module, rule: Rule, training: Training, memory: Memory, mesh: Mesh) -> None:
         self._model = model
@@ -175,7 +175,7 @@ class _Wrapping:
         self._memory = memory if mesh.everyone.size == 1 else memory_of_rank(memory, mesh.everyone)
 
     def wrapped(self, param_groups: ParamGroups | None, reserve: Reserve) -> PagedOptimizer:
-        """The optimizer of the model, which is in pages then."""
+        """Move the model into pages. Returns its optimizer."""
         model, rule, training, dtype = self._model, self._rule, self._training, self._states[0].dtype
         groups = named_groups(model, param_groups)
         trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
@@ -216,7 +216,7 @@ class _Wrapping:
         return paged
 
     def _engine(self, trained: set[str], device: Device) -> Engine:
-        """What runs the plan. Raises BudgetError."""
+        """Make the engine that runs the plan. Raises BudgetError."""
         plan = self._plan_of_all(trained, device.torch_device)
         return Engine(
             plan,
@@ -232,7 +232,7 @@ class _Wrapping:
         )
 
     def _check_stages(self, groups: int) -> None:
-        """Raises ConfigError where the stages of a pipeline are not parts of one model with one optimizer."""
+        """Raises ConfigError if the stages of a pipeline are not parts of one model with one optimizer."""
         stages = self._links.stages
         if stages is None:
             return
@@ -242,12 +242,12 @@ class _Wrapping:
         stages.check_names(self._model.state_dict(keep_vars=True).keys())
 
     def _plan_of_all(self, trained: set[str], device: torch.device) -> Plan:
-        """Where everything of this stage goes, once all stages know. Raises BudgetError, on all."""
+        """The plan of this stage, made together with all other stages. If one fails, all raise BudgetError."""
         stages = self._links.stages
         return self._plan(trained, device) if stages is None else stages.agree(lambda: self._plan(trained, device))
 
     def _plan(self, trained: set[str], device: torch.device) -> Plan:
-        """Where everything goes, which all ranks agree on. Raises BudgetError."""
+        """The plan that all ranks agree on. Raises BudgetError."""
         states, budgets = self._states, budgets_of(self._memory)
         root = describe(self._model, trained, states[0].dtype)
         mesh, transport, options = self._mesh, self._links.ranks, Options.of(self._training, self._memory)
@@ -276,7 +276,8 @@ class _Wrapping:
         return replace(plan, options=options)
 
     def _move_in(self, engine: Engine, tiling: Tiling) -> None:
-        """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
+        """Write the values of every state to its home, and move buffers. With several ranks, the values are those of
+        rank 0."""
         from_first = FromFirst(self._links.ranks) if self._links.ranks is not None else None
         with tiling.undone():
             Builder(self._model, engine, tiling, from_first).build(engine.units)
@@ -286,20 +287,20 @@ class _Wrapping:
 
 
 def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
-    """A transformers model with the weights of a local Hugging Face directory, or of a checkpoint, for `wrap` to place.
+    """Load a transformers model from a local Hugging Face directory or a checkpoint, for `wrap` to place.
 
-    As `from_pretrained`, by the same rules for the names in the files, but the weights stay in their files until `wrap`
-    streams them to their tier in pieces: until then the model cannot be used, and the files must stay. Of a checkpoint
-    these are the weights that `export` would write, adapters merged; its optimizer states are not read. The model is in
-    training mode. fp32, fp16 and bf16 values become the fp32 master as they are. Nothing is downloaded, and no code
-    from the directory runs.
+    It works like `from_pretrained`, with the same rules for the names in the files. But the weights stay in their files
+    until `wrap` streams them to their tier in pieces: until then the model cannot be used, and the files must stay.
+    From a checkpoint, it loads the weights that `export` would write, with adapters merged, but no optimizer state. The
+    model is in training mode. Values in fp32, fp16 and bf16 become the fp32 master unchanged. Nothing is downloaded,
+    and no code from the directory runs.
 
-    `model_class` is a class of transformers, an Auto class or a model's own; by default the one that the directory's
-    config.json names. What the files lack is initialised as in a new model, with a warning; what they have too many is
-    left, with a warning.
+    `model_class` is a class of transformers: an Auto class or a model class. By default it is the class that the
+    directory's config.json names. Parameters that the files lack are initialised as in a new model, with a warning.
+    Extra tensors in the files are ignored, with a warning.
 
-    Raises ConfigError for a directory without config.json or weights, for weights that do not fit the model, and for
-    quantized ones; CheckpointError for a damaged file, and for a checkpoint that is not of a model of transformers.
+    Raises ConfigError for a directory without config.json or weights, for weights that do not fit the model and for
+    quantized weights, and CheckpointError for a damaged file and for a checkpoint whose model is not from transformers.
     """
     directory = Path(directory)
     if (directory / MANIFEST).is_file():
@@ -313,7 +314,7 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
 
 def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
     if model_class is not None:
-        raise ConfigError(f"{directory} is a checkpoint, which says the class of its model: leave out model_class")
+        raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
     with ExitStack() as opened:
         tensors, config, generation_config = exported_by_reference(opened.enter_context(Checkpoint(directory)))
         with init():
@@ -333,24 +334,25 @@ _GROUPS: Mapping[str, type] = {
 
 
 def _check_moved(arguments: Mapping[str, object]) -> None:
-    """Raises UsageError, naming where it belongs, for a setting of a group; TypeError for what is none."""
+    """Raises UsageError for a setting that belongs to a group, and says which; raises TypeError for unknown
+    arguments."""
     for name in arguments:
         for argument, group in _GROUPS.items():
             if any(field.name == name for field in fields(group)):
                 raise UsageError(
-                    f"{name} is no argument of wrap: give wrap({argument}=pagoda.{group.__name__}({name}=...))."
+                    f"{name} is not an argument of wrap: use wrap({argument}=pagoda.{group.__name__}({name}=...))."
                 )
         if name == "keep_checkpoints":
-            raise UsageError(f"{name} is no argument of wrap: give wrap(memory=pagoda.Memory(ssd_checkpoints=...)).")
+            raise UsageError(f"{name} is not an argument of wrap: use wrap(memory=pagoda.Memory(ssd_checkpoints=...)).")
         raise TypeError(f"wrap() got an unexpected keyword argument {name!r}")
 
 
 def _check_activations(training: Training, memory: Memory, model: nn.Module, mesh: Mesh) -> None:
-    """Raises ConfigError for a policy that has nowhere to offload to, or divides where nothing is divided; UsageError
-    for a model that checkpoints by itself."""
+    """Raises ConfigError for a policy that has no tier to offload to or no ranks to divide activations over, and
+    UsageError for a model with gradient checkpointing of its own."""
     if training.partition_activations and mesh.ranks.tensor_parallel == 1:
         raise ConfigError(
-            "partition_activations divides activations over tensor-parallel ranks, and there are none: leave it out, "
+            "partition_activations divides activations over tensor-parallel ranks, but there are none: leave it out, "
             "or use pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
         )
     if training.activations == "keep":
@@ -358,15 +360,15 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
     refuse_own_checkpointing(model)
     if training.activations.endswith("offload") and memory.device is None and memory.ssd is None:
         raise ConfigError(
-            f"activations is {training.activations!r}, but there is nowhere to offload to: compute is the CPU, and "
-            "activations are in its RAM. Give memory.ssd, or use 'recompute'."
+            f"activations is {training.activations!r}, but there is nowhere to offload to: the CPU computes, so "
+            "activations are in RAM already. Give memory.ssd, or use 'recompute'."
         )
 
 
 def _check_extents(rule: Rule, plan: Plan) -> None:
-    """Raises ConfigError where parameters that are taken whole would share pages of the weights' two extents on SSD.
+    """Raises ConfigError if whole-parameter updates would share pages of the weights' two extents on SSD.
 
-    One would take the other's new values back.
+    An update would overwrite the new values of another parameter.
     """
     if plan.options.max_staleness is not None and isinstance(rule, TensorRule) and plan.placement.pages(SSD, WEIGHT):
         raise ConfigError(
@@ -375,7 +377,7 @@ def _check_extents(rule: Rule, plan: Plan) -> None:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan a wrapped model runs by now. Raises UsageError for a model that is not wrapped."""
+    """The current plan of a wrapped model. Raises UsageError for a model that is not wrapped."""
     engine = getattr(model, _ENGINE, None)
     if not isinstance(engine, Engine):
         raise UsageError("This model is not wrapped: call pagoda.wrap(model, ...) first.")
@@ -390,8 +392,8 @@ _ENGINE, _TILED = "_pagoda_engine", "_pagoda_tiled"
 
 
 def _free_beside(plan: Plan, device: torch.device, ranks: int) -> int:
-    """Bytes that activations may take where compute runs, beside all pages of a plan that are about to be taken; RAM is
-    shared by the `ranks` of this node."""
+    """Bytes that activations may take on the compute device, after all pages of a new plan are allocated. The `ranks`
+    of this node share its RAM."""
     if device.type == "cuda":
         free, pages = torch.cuda.mem_get_info(device)[0], plan.peak_bytes.get("device", 0)
     else:

@@ -1,4 +1,4 @@
-"""The optimizer the user holds: a real `torch.optim.Optimizer` whose state lives in pages."""
+"""`PagedOptimizer`: a `torch.optim.Optimizer` whose state lives in pages."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -31,13 +31,13 @@ from pagoda.transforms.adapters import guard_merging
 
 
 class PagedOptimizer(torch.optim.Optimizer):
-    """Steps a wrapped model; made by `pagoda.wrap`.
+    """The optimizer of a wrapped model. `pagoda.wrap` makes it.
 
-    LR schedulers, `param_groups`, closures and `state_dict` work as with any torch optimizer. Two things differ:
-    `step()` consumes the gradients (`zero_grad()` after it does nothing more), and it returns before the weights
-    are updated: each unit is updated just before something next needs it.
+    LR schedulers, `param_groups`, closures and `state_dict` work as with any torch optimizer, with two differences.
+    `step()` consumes the gradients, so `zero_grad()` after it does nothing. And it returns before the weights are
+    updated: each unit is updated just before its next use.
 
-    As a context manager, it is closed at the end of the block.
+    As a context manager, it closes at the end of the block.
     """
 
     def __init__(self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup]) -> None:
@@ -66,43 +66,44 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def stats(self) -> StepStats:
-        """Figures of the last step."""
+        """Statistics of the last step."""
         return self._engine.stats
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing since a gradient was not finite, with fp16. Accelerate asks for it."""
+        """Whether the last step changed nothing because an fp16 gradient was not finite. Accelerate reads it."""
         return self.stats.skipped
 
     @property
     def scales_loss(self) -> bool:
-        """Whether `backward` needs `scale(loss)`: with fp16."""
+        """Whether `backward` must be called on `scale(loss)`, as with fp16."""
         return self._engine.stepper.scaler.active
 
     def trace_next_step(self) -> None:
         """Record what compute and every lane do from now until the end of the next `step()`; see `timeline`.
 
-        Call it right after a `step()`. Of the steps of a run, the third is the first in steady state: the first one
-        shows the order in which units are used, and the second is planned for it.
+        Call it right after a `step()`. The third step of a run is the first in steady state: the first step shows the
+        order in which units are used, and the second is planned for that order.
         """
         self._engine.trace_next_step()
 
     @property
     def timeline(self) -> Timeline | None:
-        """The step that `trace_next_step` recorded, once it has ended; `forecast.chrome_trace` writes it to a file."""
+        """The step that `trace_next_step` recorded, after it has ended. `forecast.chrome_trace` writes it to a file."""
         return self._engine.timeline
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient.
 
-        Without any gradient it changes nothing, as in torch, and warns the first time.
+        If there is no gradient, it changes nothing, as in torch, and warns the first time.
 
-        Raises UsageError for trainable parameters that came into the model after `wrap`, and where all that it could
-        update are frozen.
+        Raises UsageError if the model got trainable parameters after `wrap`, or if all parameters of the optimizer are
+        frozen.
 
-        Raises NonFiniteGradientError, with weights unchanged and gradients dropped, when a gradient is NaN or
-        infinite (with updates during backward, units updated before it was found keep their update).
+        Raises NonFiniteGradientError if a gradient is NaN or infinite. Weights are then unchanged and gradients are
+        dropped, but with updates during backward, units that were updated before the gradient was found keep their
+        update.
         """
         loss = None
         if closure is not None:
@@ -123,13 +124,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward()` on: with `precision="fp16"` multiplied by the loss scale, else as it is."""
+        """Return the loss to call `backward()` on. With `precision="fp16"` it is multiplied by the loss scale,
+        otherwise it is unchanged."""
         scaler = self._engine.stepper.scaler
         scaler.used = True
         return loss.float() * scaler.scale if scaler.active else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted and always true."""
+        """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true."""
         self._engine.check_open()
         self._engine.stepper.zero_grad()
         with as_plain():
@@ -138,19 +140,19 @@ class PagedOptimizer(torch.optim.Optimizer):
                     param.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the global 2-norm of this step's gradients; returns the norm before, as torch's function does.
+        """Clip the global 2-norm of this step's gradients. Returns the norm before clipping, as torch's function does.
 
-        `torch.nn.utils.clip_grad_norm_` does the same where all ranks have gradients of the same parameters. With
-        `wrap(clip_grad_norm=...)` the smaller of the two limits holds. Raises UsageError where units are updated under
-        backward (`accumulation_steps` announced, no clipping): pass `wrap(clip_grad_norm=...)` then.
+        `torch.nn.utils.clip_grad_norm_` does the same if all ranks have gradients of the same parameters. With
+        `wrap(clip_grad_norm=...)`, the smaller of the two limits holds. Raises UsageError if units are updated during
+        backward (with `accumulation_steps` and without clipping): pass `wrap(clip_grad_norm=...)` instead.
         """
         self._engine.check_open()
         return self._engine.stepper.clip(max_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters that `wrap(reserve=...)` placed; from their next gradient on they are updated.
+        """Add parameters that were passed to `wrap(reserve=...)`. They are updated from their next gradient on.
 
-        Raises UsageError for others: only `wrap` makes room for optimizer state.
+        Raises UsageError for other parameters, because only `wrap` allocates optimizer state.
         """
         if not hasattr(self, "_engine"):  # torch's constructor adds the groups that `wrap` was given
             super().add_param_group(param_group)
@@ -172,9 +174,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._mark_grouped()
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's own format, with every state in RAM: AdamW's takes 8 bytes a parameter. See `save_state_dict`.
+        """Return the state in torch's own format, all of it in RAM: 8 bytes a parameter with AdamW. See
+        `save_state_dict`.
 
-        Raises UsageError between backward and `step()` where units are updated during backward.
+        Raises UsageError between backward and `step()` if units are updated during backward.
         """
         self._engine.settle()
         plain = super().state_dict()
@@ -182,14 +185,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         return {**plain, "state": {index: entry for index, entry in entries if entry}, **self._loss_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or the state of torch's class for the rule over the same parameters in order.
+        """Load the result of `state_dict`, or a state dict of the corresponding torch optimizer over the same
+        parameters in the same order.
 
-        AdamW's moments are fp32 there, so they may come from a run that keeps them otherwise. What this one gave comes
-        back without a changed bit. Parameters may go by name, as in what `save_state_dict` wrote: `torch.load(path,
-        mmap=True)` then takes no RAM beyond one parameter's.
+        AdamW's moments are fp32 in a state dict, so they may come from a run with another format of moments. A state
+        dict from this optimizer restores the same bits. Parameters may be identified by name, as `save_state_dict`
+        writes them: `torch.load(path, mmap=True)` then takes no more RAM than one parameter's state.
 
-        Raises CheckpointError, with nothing changed, for groups of other parameters and states of other shapes. An
-        error after the first change leaves a state that can be neither used nor saved until a checkpoint is loaded.
+        Raises CheckpointError, with nothing changed, if groups have other parameters or states have other shapes. After
+        an error during the changes, the state can be neither used nor saved until a checkpoint is loaded.
         """
         states, groups = state_dict["state"], state_dict["param_groups"]
         if any(isinstance(name, str) for group in groups for name in group["params"]):
@@ -209,32 +213,32 @@ class PagedOptimizer(torch.optim.Optimizer):
                 write_entry(state, states.get(index, {}))
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and state, as torch has it, of each parameter that has been updated, one in RAM at a time.
+        """Iterate over the name and torch state of each parameter that has been updated, with one in RAM at a time.
 
-        Raises UsageError where a step was taken, or a backward updated units, before it has ended.
+        Raises UsageError if a step was taken, or a backward updated units, before the iteration has ended.
         """
         queued = self._engine.stepper.queued
         for state in self._members():
             if self._engine.stepper.queued != queued:
                 raise UsageError(
-                    "The parameters were updated while optimizer.named_states() was being read, so its states would be "
-                    "those of different steps: read all of it before the next step."
+                    "The parameters were updated during the iteration over optimizer.named_states(), so the states "
+                    "would be from different steps: finish the iteration before the next step."
                 )
             self._engine.settle()  # whoever reads may have done anything since
             if entry := _entry(state):
                 yield state.name, entry
 
     def save_state_dict(self, path: str | Path) -> None:
-        """Write `state` and `param_groups` by parameter name, as torch's `get_optimizer_state_dict` gives them, to a
-        file for `torch.load`.
+        """Write `state` and `param_groups` to a file for `torch.load`, by parameter name, as torch's
+        `get_optimizer_state_dict` does.
 
-        One parameter's states are in RAM at a time. The file appears, or is replaced, whole. Raises StorageError;
-        UsageError where tensor-parallel ranks divide parameters.
+        One parameter's states are in RAM at a time. The file appears, or is replaced, only when it is complete. Raises
+        StorageError, and UsageError if tensor-parallel ranks divide parameters.
         """
         if any(isinstance(form, Form) for unit in self._engine.units for form in unit.forms):
             raise UsageError(
-                "Tensor-parallel ranks have a part of each state: use save_checkpoint, or torch.distributed.checkpoint "
-                "with pagoda.OptimizerState."
+                "Each tensor-parallel rank has only a part of each state: use save_checkpoint, or "
+                "torch.distributed.checkpoint with pagoda.OptimizerState."
             )
         shapes = {state.name: blank for state in self._members() if (blank := _entry(state, blank=True))}
         blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
@@ -254,19 +258,20 @@ class PagedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
 
-        Atomic: `directory` appears complete or not at all. RAM used does not depend on the model's size. `extra`
-        must be JSON-able; `load_checkpoint` returns it.
+        The write is atomic: `directory` appears complete or not at all. The RAM it takes does not depend on the size of
+        the model. `extra` must be JSON-able; `load_checkpoint` returns it.
 
-        Raises UsageError between backward and `step()` where units are updated during backward (`accumulation_steps`
-        announced, no clipping): some have had this step's update by then, and others have not.
+        Raises UsageError between backward and `step()` if units are updated during backward (with `accumulation_steps`
+        and without clipping), because some units have this step's update and others do not.
 
-        With `wait` False it returns at once, training goes on while the state of now is written, and an error of that
-        is raised by the next `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()`. One checkpoint is
-        written at a time: the next waits for it.
+        With `wait=False` it returns at once. Training continues while the current state is written, and the next
+        `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()` raises an error of the write. One checkpoint
+        is written at a time: the next waits for it.
 
-        State on SSD stays where it is, and later updates go elsewhere, as long as no more checkpoints keep pages than
-        `Memory(ssd_checkpoints=...)` says; else it is copied. `replaces` are checkpoints to delete once this one is
-        complete; one that is a symbolic link, cannot be read or holds other files is kept, with a warning.
+        State on SSD is not copied while at most `Memory(ssd_checkpoints=...)` checkpoints keep their pages: it stays in
+        place, and later updates go to other pages. Otherwise it is copied. `replaces` lists checkpoints to delete after
+        this one is complete. A checkpoint that is a symbolic link, cannot be read or contains other files is kept, with
+        a warning.
         """
         groups = named(self.param_groups)
         self._snapshot.save(Path(directory), groups, extra or {}, [Path(old) for old in replaces])
@@ -279,14 +284,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self._engine.saver.pending
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is on disk; raises its error."""
+        """Wait until the last checkpoint is on disk. Raises the error of its write."""
         self._engine.saver.wait()
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote, into whatever tiers this optimizer was wrapped with.
+        """Restore what `save_checkpoint` wrote, whatever tiers this optimizer uses. Returns `extra`.
 
-        Raises CheckpointError when the directory is incomplete or holds another model; UsageError between backward
-        and `step()` where units are updated during backward, as `save_checkpoint`. Gradients that no `step()` has
+        Raises CheckpointError if the directory is incomplete or has another model, and, like `save_checkpoint`,
+        UsageError between backward and `step()` if units are updated during backward. Gradients that no `step()` has
         consumed are dropped.
         """
         groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
@@ -295,15 +300,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         return extra
 
     def drain(self) -> None:
-        """Wait until every queued update is done and written home."""
+        """Wait until all queued updates are done and written to their homes."""
         self._engine.drain()
 
     def close(self) -> None:
-        """Drain, finish a checkpoint, join the threads, give memory and SSD space back.
+        """Drain, finish a checkpoint, stop the threads and free memory and SSD space.
 
-        The model holds no weights then: its forward, `state_dict`, and all else that would read them are a UsageError.
+        The model has no weights afterwards: its forward, `state_dict` and everything else that reads weights raise
+        UsageError.
 
-        Raises the error of a checkpoint in the background that failed, with everything closed.
+        Raises the error of a failed background checkpoint after everything is closed.
         """
         try:
             self._engine.close()
@@ -326,7 +332,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 yield self._states[id(param)]
 
     def _loss_scale(self) -> dict[str, Any]:
-        """What a state dict has beside torch's entries: nothing where the loss is not scaled by what changes."""
+        """The entry of a state dict in addition to torch's own. Empty without dynamic loss scaling."""
         scale = self._engine.stepper.scaler.state_dict()
         return {"loss_scale": scale} if scale else {}
 
@@ -340,11 +346,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._member_ids = [id(param) for group in self.param_groups for param in group["params"]]
 
     def _check_members(self) -> None:
-        """Raises UsageError where somebody has edited the lists of parameters in `param_groups`."""
+        """Raises UsageError if the lists of parameters in `param_groups` have been edited."""
         if self._member_ids != [id(param) for group in self.param_groups for param in group["params"]]:
             raise UsageError(
-                "The parameters in optimizer.param_groups are others than wrap() and add_param_group() put there. To "
-                "add some, use wrap(reserve=...) and add_param_group(); to stop training some, use "
+                "The parameters in optimizer.param_groups have been changed since wrap() or add_param_group(). To add "
+                "parameters, use wrap(reserve=...) and add_param_group(); to stop training some, use "
                 "requires_grad_(False)."
             )
 
@@ -356,7 +362,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
 
 def _entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
-    """What torch's class would have of a parameter, which is nothing before its first update."""
+    """The torch optimizer's state of a parameter. Empty before the parameter's first update."""
     return read_entry(state, blank) if state.unit.steps[state.slot] else {}
 
 
@@ -369,13 +375,13 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: 
             if state is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() was called with {state.name!r}, a parameter of a model "
-                    "that pagoda.wrap() wrapped: its weights and gradients are in pages, where only the optimizer that "
-                    "wrap() returned can step them. Pass the optimizer you want to wrap(model, pagoda.AdamW(...)); "
-                    "pagoda.Optim takes classes of torch and others."
+                    "that pagoda.wrap() wrapped: its weights and gradients are in pages, so only the optimizer that "
+                    "wrap() returned can step them. Choose the optimizer in wrap(model, pagoda.AdamW(...)); "
+                    "pagoda.Optim takes optimizer classes of torch and other libraries."
                 )
 
 
 @cache
 def _refuse_other_optimizers() -> None:
-    """From the first wrapped model on, no other optimizer may step parameters that are in pages."""
+    """After the first call of `wrap`, no other optimizer may step parameters in pages."""
     register_optimizer_step_pre_hook(_refuse_foreign_step)

@@ -1,1 +1,2 @@
-"""Every setting, defined once: `pagoda.wrap`, the command line, run files and the documentation read these classes."""
+"""All settings, each defined once: `pagoda.wrap`, the command line, run files and the documentation use these
+classes."""

@@ -1,4 +1,4 @@
-"""The flags of `pagoda export`, `generate`, `report`, `calibrate`, `inspect` and `gc`."""
+"""The settings of `pagoda export`, `generate`, `report`, `calibrate`, `inspect` and `gc`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,35 +17,35 @@ class ExportConfig:
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|CHECKPOINT")]
     """Directory of a run, or of a checkpoint."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Directory to write; must not exist. It appears complete or not at all."""
+    """Directory to write. It must not exist, and it appears complete or not at all."""
     checkpoint: str = "last"
-    """Of a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
+    """For a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
     dtype: Literal["bf16", "fp32"] | None = None
     """bf16, or fp32 for the master weights. By default the precision in which the model computed."""
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GiB"
-    """Largest safetensors file."""
+    """Size of the largest safetensors file."""
     merge: bool = False
     """For a run with adapters: add the adapter's changes to the weights, and write the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Print what a trained model writes. The weights are in pages."""
+    """Generate text with a trained model and print it. The weights are in pages."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|MODEL_DIR")]
     """Directory of a run, or a Hugging Face directory, such as `pagoda export` writes."""
     prompt: str
-    """Text to continue, or for a chat, what the user says."""
+    """Text to continue, or the user's message in a chat."""
     checkpoint: str = "last"
-    """Of a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
+    """For a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
     tokens: int = 128
-    """Most tokens to write."""
+    """Most tokens to generate."""
     draw: bool = False
     """Sample tokens at temperature 0.8, instead of taking the most likely ones."""
     seed: int = 0
     """Seed of --draw."""
     chat: bool | None = None
-    """Write the prompt with the tokenizer's chat template. By default if it has one."""
+    """Format the prompt with the tokenizer's chat template. By default it is used if there is one."""
     memory: Memory = field(default_factory=Memory)
     """Where the weights may live."""
 
@@ -57,32 +57,32 @@ class ReportConfig:
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN")]
     """Directory of a run, finished or not, or a file that `pagoda plan --json` wrote."""
     out: Path | None = None
-    """File to write. By default report.html in the run's directory, or next to the plan, with its name."""
+    """File to write. By default report.html in the run's directory, or a file next to the plan with the plan's name."""
     live: bool = False
-    """Serve the page on this machine instead, up to date with the run, until Ctrl-C."""
+    """Serve the page on this machine instead, and update it with the run, until Ctrl-C."""
     port: int = 8787
-    """Port of --live."""
+    """Port for --live."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
     """Measure this machine, in about a minute, for `pagoda plan` and for the search of `pagoda train`. Under torchrun,
-    measure communication between the ranks too."""
+    also measure communication between the ranks."""
 
     ssd: Path | None = None
-    """Existing directory on the SSD to measure. 4 GiB are written there, and deleted again."""
+    """Existing directory on the SSD to measure. 4 GiB are written there and deleted afterwards."""
     out: Path | None = None
     """File to write. By default hardware.json in the user's cache directory, where `--hardware auto` looks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """List what is in a run, in a checkpoint, or in a directory that --memory.ssd named."""
+    """List the contents of a run, of a checkpoint, or of a directory that was given as --memory.ssd."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Directory that --memory.ssd named, a run's directory, or a checkpoint."""
+    """A run's directory, a checkpoint, or a directory that was given as --memory.ssd."""
     verify: bool = False
-    """Read everything, and report what is damaged. Then the exit code is 1."""
+    """Read everything and report what is damaged. The exit code is 1 if something is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ class GcConfig:
     checkpoints. Ask, then delete them."""
 
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Directories that --memory.ssd named; those of ranks below them are included. Name all the drives of a run."""
+    """Directories that were given as --memory.ssd. Directories of ranks below them are included. Name all the drives of
+    a run."""
     keep: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
     """New place of checkpoints or runs that you moved. The pages of every checkpoint at or below it are kept."""
     yes: bool = False

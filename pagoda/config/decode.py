@@ -1,4 +1,4 @@
-"""Dataclasses of settings from decoded JSON, every value checked against the type of its field."""
+"""Makes dataclasses of settings from decoded JSON, and checks every value against the type of its field."""
 
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -10,18 +10,21 @@ from pagoda.errors import ConfigError
 
 _T = TypeVar("_T")
 _MOST = 1 << 63
-"""Above any number that is a setting."""
+"""Exclusive limit on the absolute value of numbers. No valid setting reaches it."""
 
 
 def decoded(kind: type[_T], settings: Any, prefix: str = "", of: str = "the configuration") -> _T:
-    """A dataclass of type `kind` from the settings that a JSON object has for it.
+    """Make a dataclass of type `kind` from the settings in a JSON object.
 
-    Raises ConfigError, naming what it is `of`, where a setting is unknown, missing, of another type, or out of range.
+    Raises ConfigError if a setting is unknown, missing, of another type, or out of range. The message names `of`, the
+    source of the settings.
     """
     assert is_dataclass(kind)
     if not isinstance(settings, dict):
         where = f" as {prefix.rstrip('.')}" if prefix else ""
-        raise ConfigError(f"{of} has{where} {short(settings)}, where {kind.__name__} has settings by name")
+        raise ConfigError(
+            f"{of} has{where} {short(settings)}, which is not an object with the settings of {kind.__name__}"
+        )
     hints = get_type_hints(kind)
     if unknown := sorted(settings.keys() - hints.keys()):
         raise ConfigError(f"{of} has unknown settings: {', '.join(unknown)[:200]}")
@@ -32,7 +35,7 @@ def decoded(kind: type[_T], settings: Any, prefix: str = "", of: str = "the conf
 
 
 def _value(hint: Any, value: Any, name: str, of: str) -> Any:
-    """A value as its field has it. Raises ConfigError where it is of another type."""
+    """Convert a value to its field's type. Raises ConfigError if it is of another type."""
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         if is_dataclass(kind) and (kind is hint or isinstance(value, dict)):
             return decoded(kind, value, f"{name}.", of)  # type: ignore[arg-type]
@@ -62,7 +65,7 @@ def _is_of(kind: Any, value: Any) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Whether the system takes it as an argument or a path."""
+    """Whether the operating system accepts the value as an argument or a path."""
     try:
         value.encode()
     except UnicodeEncodeError:

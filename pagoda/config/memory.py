@@ -1,4 +1,4 @@
-"""What a run may use of each tier: `Memory`, and how host RAM is divided: `Split`."""
+"""`Memory`: how much of each tier a run may use. `Split`: how memory is divided."""
 
 import os
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import directory_and_size, parse_bytes
 
 Size = Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")]
-"""Bytes, or text such as "20GiB" (1024s) or "20GB" (1000s)."""
+"""Bytes, or text such as "20GiB" (multiples of 1024) or "20GB" (multiples of 1000)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How memory is divided if not everything fits in RAM. The defaults are a good guess; `pagoda train --plan search`
+    """How memory is divided if not everything fits in RAM. The defaults are a good guess. `pagoda train --plan search`
     tries others.
 
     Raises ConfigError for a share or a number that is out of range.
@@ -30,27 +30,30 @@ class Split:
     grad_share: float = 1.0
     """Largest share of the gradients with their home in RAM."""
     leases_ahead: int = 2
-    """Leases of the size of the largest unit, in addition to those in use at once; fewer if the budget is tight."""
+    """Number of leases, each of the size of the largest unit, in addition to those in use at once. Fewer if the budget
+    is tight."""
     device_update_share: float = 0.0
-    """Largest share of the parameters that the GPU updates: their states pass through it, block by block, while the CPU
-    updates the others. Only units without states on SSD are updated there. An optimizer that takes whole parameters
-    needs 0 or 1."""
+    """Largest share of the parameters that the GPU updates. Their states pass through it, block by block, while the CPU
+    updates the others. The GPU updates only units without states on SSD. An optimizer that takes whole parameters needs
+    0 or 1."""
     device_home_share: float = 0.0
-    """Largest share of the GPU's memory, without what leases and the update ring need, that is home to states and
-    gradients, which are updated there. It is home to whole units; with `device_update_share`, if RAM holds the rest, to
-    weights first, then gradients, then moments of what the GPU updates."""
+    """Largest share of the GPU's memory that is home to states and gradients, which are updated there. The memory that
+    leases and the update ring need does not count. It is home to whole units. With `device_update_share`, if RAM holds
+    the rest, it is home to weights first, then gradients, then moments of the parameters that the GPU updates."""
     undo_first: bool = False
-    """With speculative updates: copies of the weights get RAM before moments do. Two bytes a parameter in RAM, with
-    bf16 weights, then let the update of moments on SSD run during backward."""
+    """With speculative updates: copies of the weights get RAM before moments do. With bf16 weights, two bytes of RAM a
+    parameter then let the update of moments on SSD run during backward."""
     undo_in_ram: bool = False
-    """With speculative updates: units with all their states in RAM are updated so too, if copies of these fit in what
-    is left of it. A copy takes about as long as the update itself, so the CPU must have time during backward."""
+    """With speculative updates: units with all their states in RAM are updated speculatively too, if copies of these
+    states fit in the remaining RAM. A copy takes about as long as the update itself, so the CPU must have time during
+    backward."""
 
     two_part_share: float = 0.0
     """With clipping: largest share of the parameters with moments on SSD and gradients in RAM whose updates have two
     parts, unless they are speculative. The first part computes the new weights for the next forward. The second part
-    reads the moments again and writes them, while forward and backward go on. The SSD then moves up to 40% more bytes,
-    but over the whole step. Only with AdamW, its moments in fp32 or bf16, or Lion; on one rank."""
+    reads the moments again and writes them during the next forward and backward. The SSD then moves up to 40% more
+    bytes, but over the whole step. This works only with Lion and with AdamW with moments in fp32 or bf16, on one rank.
+    """
 
     def __post_init__(self) -> None:
         for name in ("weight_share", "grad_share", "device_update_share", "device_home_share", "two_part_share"):
@@ -71,10 +74,11 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Settings):
-    """Where training state may live, and how much of it. Sizes are bytes, or text: 20GiB (1024s) or 20GB (1000s).
+    """Where training state may live, and how much of it. Sizes are bytes, or text: 20GiB (multiples of 1024) or 20GB
+    (multiples of 1000).
 
-    Budgets cover pages: weights, gradients, optimizer state and the buffers they stream through. Activations and
-    what torch allocates for them come on top.
+    Budgets cover pages: weights, gradients, optimizer state and the buffers through which they stream. Activations and
+    torch's own memory for them are additional.
 
     Raises ConfigError for a size, a page size or a device that cannot be used.
     """
@@ -83,11 +87,11 @@ class Memory(Settings):
     """SIZE: compute on the current CUDA GPU, and use that much of its memory for pages. cpu:SIZE: compute on the CPU,
     from separate RAM that stands in for a GPU's memory. By default the CPU computes, with weights in host RAM."""
     host: Size = None
-    """RAM for pages. By default 80% of the free RAM; in a container, 80% of what its limit leaves."""
+    """RAM for pages. By default 80% of the free RAM, or in a container, 80% of what its limit leaves free."""
     ssd: Annotated[str | Path | None, tyro.conf.arg(metavar="DIR[:SIZE][,DIR[:SIZE]...]")] = None
-    """Existing directory on an SSD for the state that does not fit RAM, and how much space to use (by default all that
-    is free). Pages are spread over several directories, on several drives, if you name them with commas between: give
-    each a size, or the last one the size of all. One optimizer at a time can use a directory."""
+    """Existing directory on an SSD for the state that does not fit in RAM, and how much space to use (by default all
+    free space). To spread pages over several drives, name a directory on each, separated by commas: give each a size,
+    or give only the last one a size, which is the total of all. One optimizer at a time can use a directory."""
     page_size: Size = None
     """Size of a page: a power of two and a multiple of 4096. By default the largest that wastes little in padding, up
     to 4MiB."""
@@ -100,8 +104,8 @@ class Memory(Settings):
     free."""
     ssd_checkpoints: Annotated[int | None, tyro.conf.Suppress] = None
     """Number of checkpoints that keep their pages on SSD instead of copying them. Training then writes to other pages,
-    so each takes as much of the SSD as the weights and moments there. 0: checkpoints copy what is on SSD. By default 1
-    if that fits, else 0."""
+    so each of these checkpoints takes as much SSD space as the weights and moments there. 0: checkpoints copy the state
+    on SSD. By default 1 if that fits, otherwise 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,7 +152,7 @@ class Memory(Settings):
 
     @property
     def ssd_directories(self) -> Mapping[Path, int | None]:
-        """Directories of the SSD tier, with the most bytes of each, None for no limit; empty when there are none."""
+        """Directories of the SSD tier -> most bytes, or None for no limit. Empty without an SSD tier."""
         if self.ssd is None:
             return {}
         parts = [directory_and_size(part) for part in os.fspath(self.ssd).split(",")]
@@ -164,7 +168,7 @@ class Memory(Settings):
             raise ConfigError(
                 f"memory.ssd is {self.ssd!r}: give every directory a size, or the last one the size of all, or none."
             )
-        # Whole pages on every drive, so that what all hold is the sum of what each holds.
+        # Each drive holds whole pages, so that the total is the sum over drives.
         page = self.page_bytes or PAGE_BYTES
         return {path: None if size is None else size // page * page for path, size in zip(paths, sizes, strict=True)}
 

@@ -1,4 +1,4 @@
-"""What `pagoda train` runs and `pagoda plan` forecasts: the settings that both commands have."""
+"""The settings that `pagoda train` and `pagoda plan` have in common."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +9,12 @@ from pagoda.config.settings import Settings, require, require_count
 from pagoda.config.training import Training
 
 PlanMode = Literal["usual", "search"]
-"""Whether a run takes the planner's first choice, or the fastest of several plans by simulation."""
+"""Whether a run takes the planner's first choice, or simulates several plans and takes the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatesConfig(Settings):
-    """Settings of an optimizer on which its states may depend."""
+    """Settings of an optimizer that may affect its states."""
 
     options: tuple[str, ...] = ()
     """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
@@ -31,7 +31,7 @@ class Workload(Settings):
     batch_size: int
     """Sequences per forward pass, on each rank."""
     seq_len: int
-    """Tokens per sequence. In a T5, of the encoder's input and of the decoder's output each."""
+    """Tokens per sequence. For a T5, of the encoder's input and of the decoder's output each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,9 +44,9 @@ class Sharding(Settings):
     """What several ranks divide."""
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What several ranks divide: the optimizer's state (1), gradients too (2), weights too (3)."""
+    """What ranks divide: the optimizer's state (1), gradients too (2), weights too (3)."""
     replicas: int = 1
-    """Whole copies of the state. Each is divided over ranks / replicas consecutive ranks."""
+    """Number of whole copies of the state. Each is divided over ranks / replicas consecutive ranks."""
     expert_parallel: int = 1
     """In a mixture of experts: number of ranks over which the experts of each layer are divided. Tokens are sent to the
     ranks of their experts."""
@@ -64,8 +64,8 @@ class Checkpoints(Settings):
     checkpoint_every: int = 0
     """Steps from one checkpoint to the next. 0: save only at the end, and when the run is interrupted."""
     keep_checkpoints: int = 2
-    """Number of checkpoints to keep. Older ones are deleted once a new one is complete. With --checkpoint-every, a
-    checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more room there. 0:
+    """Number of checkpoints to keep. Older ones are deleted after a new one is complete. With --checkpoint-every, a
+    checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more space there. 0:
     delete none, and copy."""
 
     def __post_init__(self) -> None:
@@ -74,30 +74,31 @@ class Checkpoints(Settings):
         require_count("keep_checkpoints", self.keep_checkpoints, 0)
 
     def kept_on_ssd(self, nodes: int) -> int:
-        """Checkpoints that state on SSD has spare pages for: none where a run saves only when it ends, which copies,
-        and none on several nodes, whose drives nobody else may see."""
+        """Number of checkpoints for which state on SSD has spare pages. None if a run saves only at its end, because
+        that checkpoint copies, and none on several nodes, because other nodes may not see this node's drives."""
         return self.keep_checkpoints if self.checkpoint_every and nodes == 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Checkpoints, Sharding, Training, Workload):
-    """The settings that decide what a run takes, and how long."""
+    """The settings that decide how much memory and time a run takes."""
 
     accumulation_steps: int  # its default is inherited: a run always announces its passes
     optimizer: str = "adamw"
-    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other.
+    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other class.
     `pagoda plan` assumes that updates are as fast as those of AdamW with fp32 moments."""
     optim: StatesConfig = field(default_factory=StatesConfig)
     memory: Memory = field(default_factory=Memory)
-    """Where training state may live, and how much of it. `pagoda plan` takes what is left out from the hardware. There,
-    memory.ssd may be a size alone if the hardware is not this machine."""
+    """Where training state may live, and how much of it. `pagoda plan` takes missing values from the hardware. There,
+    memory.ssd may be only a size if the hardware is not this machine."""
     chunked_loss: bool | None = None
     """Compute the loss in blocks, without ever holding all logits. This takes one more matrix product with the output
-    layer, and rounds the loss in another order. By default if all logits would be the peak of activations."""
+    layer, and rounds the loss in another order. By default it is used if all logits would be the peak of activations.
+    """
     plan: PlanMode | None = None
-    """search: simulate several plans, on the machine as `pagoda calibrate` measured it, and take the fastest. usual:
-    take the planner's first choice. The bits are the same. By default search; but `pagoda train` takes usual on several
-    ranks, and if the machine has not been measured."""
+    """search: simulate several plans, with the machine's speeds from `pagoda calibrate`, and take the fastest. usual:
+    take the planner's first choice. The bits are the same. By default search, but `pagoda train` takes usual on several
+    ranks and on a machine that has not been measured."""
     trace: Path | None = None
-    """File to write: what compute and every lane (transfers, updates) do in one step, as JSON for Perfetto or
+    """File for a trace of one step: what compute and every lane (transfers, updates) do, as JSON for Perfetto or
     chrome://tracing. `pagoda plan` writes the predicted step, `pagoda train` the step --trace-step."""

@@ -1,4 +1,4 @@
-"""What all settings have in common: how they are checked, and how a concern is taken out of a whole configuration."""
+"""The base class of all settings, and helpers that check values."""
 
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -9,16 +9,16 @@ T = TypeVar("T", bound="Settings")
 
 
 class Settings:
-    """Base of each frozen dataclass of settings. A configuration inherits the concerns that it consists of."""
+    """Base of all frozen dataclasses of settings. A configuration inherits from the classes of its concerns."""
 
     def __post_init__(self) -> None:
-        """Checks the values. Each concern checks its own fields, then calls the next.
+        """Check the values. Each concern checks its own fields, then calls the next.
 
-        Raises ConfigError: a value is out of range, or two of them exclude each other.
+        Raises ConfigError if a value is out of range, or if two values exclude each other.
         """
 
     def part(self: Any, kind: type[T]) -> T:
-        """The settings of one concern that this configuration inherits."""
+        """The settings of one of the concerns that this configuration inherits."""
         return kind(**self.shared(kind))
 
     def shared(self: Any, kind: type["Settings"]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ class Settings:
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:
-    """Raises ConfigError, naming the setting, unless `holds`."""
+    """Raises ConfigError with the setting's name unless `holds`."""
     if not holds:
         raise ConfigError(f"{name} is {value!r}; it must be {rule}.")
 

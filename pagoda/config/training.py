@@ -1,4 +1,4 @@
-"""How a model is trained: precision, updates, activations, tiles, and what one step consists of."""
+"""How a model is trained: precision, updates, activations, tiles, and the contents of a step."""
 
 import math
 from dataclasses import dataclass
@@ -22,11 +22,12 @@ BatchTiles = int | Literal["auto"]
 class LossScale:
     """Dynamic loss scaling, with the defaults of `torch.amp.GradScaler`.
 
-    A step whose gradients are not finite is skipped, with every state unchanged, and the scale backs off; after
-    `growth_interval` steps in a row that were not, it grows. Scale and factors are powers of two: multiplying by one
-    and dividing again changes no bit, but for gradients too small or large for fp16.
+    A step whose gradients are not finite is skipped: every state stays unchanged, and the scale is reduced. After
+    `growth_interval` consecutive steps that were not skipped, the scale grows. Scale and factors are powers of two, so
+    multiplying by the scale and dividing again changes no bit, except for gradients that are too small or large for
+    fp16.
 
-    Raises ConfigError, naming the field, for other values.
+    Raises ConfigError with the field's name for other values.
     """
 
     initial: float = 65536.0
@@ -34,7 +35,7 @@ class LossScale:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    """Steps."""
+    """Steps without a skip before the scale grows."""
 
     def __post_init__(self) -> None:
         for name in ("initial", "growth_factor", "backoff_factor"):
@@ -53,9 +54,9 @@ class MixedPrecision(Settings):
     fp32. fp16 scales the loss, and skips steps whose gradients are not finite. `pagoda plan` assumes that fp16 is as
     fast as bf16."""
     gradients: Gradients | None = None
-    """Precision in which gradients are accumulated. By default that of the weights."""
+    """Precision in which gradients are accumulated. By default the precision of the weights."""
     loss_scale: Annotated[LossScale | float | Literal["dynamic"] | None, tyro.conf.Suppress] = None
-    """With fp16: "dynamic" (the default; a `LossScale` changes its settings), or a power of two that stays the same."""
+    """With fp16: "dynamic" (the default; a `LossScale` changes its settings), or a power of two as a constant scale."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,14 +76,14 @@ class MixedPrecision(Settings):
 
     @property
     def scaling(self) -> LossScale | float | None:
-        """How the loss is scaled: dynamically, by a number, or not at all."""
+        """The loss scaling: a `LossScale` if it is dynamic, a number if it is constant, or None."""
         if self.precision != "fp16":
             return None
         return LossScale() if self.loss_scale is None or isinstance(self.loss_scale, str) else self.loss_scale
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step is skipped where a gradient is not finite."""
+        """Whether a step is skipped if a gradient is not finite."""
         return isinstance(self.scaling, LossScale)
 
 
@@ -94,17 +95,16 @@ class Updates(Settings):
     """
 
     update: UpdateMode = "sync"
-    """sync: the weights that a forward reads have all earlier updates. async: forward and backward do not wait for
-    updates, so weights lag by some steps. This is for state on an SSD that is slower than compute. It changes the
-    algorithm."""
+    """sync: forward reads weights with all earlier updates. async: forward and backward do not wait for updates, so
+    weights lag by some steps. This is for state on an SSD that is slower than compute. It changes the algorithm."""
     max_staleness: int = 1
     """With async: the most steps by which the weights lag. With N, a unit is updated after every N-th step, and the
-    update has a step of time. 0 gives the bits of sync."""
+    update may take one step of time. 0 gives the bits of sync."""
     speculate: bool | None = None
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
-    something does. The bits are the same. By default for units with state on SSD, if there is room to keep their old
-    state, and for units in RAM if --plan search finds that faster. True: for units in RAM too, even if other state then
-    leaves RAM. False: never."""
+    something does. The bits are the same. By default this applies to units with state on SSD, if there is room to keep
+    their old state, and to units in RAM if --plan search finds that faster. True: also to all units in RAM, even if
+    other state then leaves RAM. False: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,7 +113,7 @@ class Updates(Settings):
 
     @property
     def staleness(self) -> int | None:
-        """Bound of asynchronous updates, in steps; None where every update ends before its unit's next forward."""
+        """Most steps by which asynchronous updates lag. None if every update ends before its unit's next forward."""
         return self.max_staleness if self.update == "async" else None
 
 
@@ -124,12 +124,12 @@ class Activations(Settings):
     activations: ActivationMode = "recompute"
     """What happens to the activations of each block, a module that the model repeats, such as a decoder layer. keep:
     they stay in memory. recompute: only the block's inputs stay, and backward runs the block's forward again. offload:
-    large ones go to RAM (from a GPU) or to SSD, and come back before backward needs them. recompute+offload: the inputs
-    go too. auto: keep as many as memory has room for, offload as many as transfers can move in time, and recompute the
-    rest. The bits are the same."""
+    large ones go to RAM (from a GPU) or to SSD, and come back before backward needs them. recompute+offload: the
+    block's inputs are offloaded too. auto: keep as many as memory has room for, offload as many as transfers can move
+    in time, and recompute the rest. The bits are the same."""
     partition_activations: Annotated[bool, tyro.conf.Suppress] = False
-    """Of block inputs that all tensor-parallel ranks have, each rank keeps or offloads an equal part. They gather the
-    whole before they recompute. The bits are the same."""
+    """If all tensor-parallel ranks have the same block input, each rank keeps or offloads an equal part of it. They
+    gather the whole input before they recompute. The bits are the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,18 +143,18 @@ class Activations(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles(Settings):
-    """What is computed in pieces: each layer's batch, and large layers."""
+    """Which computations run in pieces: each layer's batch, and large layers."""
 
     batch_tiles: BatchTiles | None = None
-    """Run each layer in that many micro-batches ("auto" chooses the number), so that its weights are fetched once for
-    the whole batch. Use one large batch instead of accumulation. By setting it you state that layers treat the samples
-    of a batch independently in training. Gradients then have the bits of accumulation over the same micro-batches.
-    Layers that evidently do not are refused."""
+    """Number of micro-batches in which each layer runs its batch ("auto" chooses it), so that its weights are fetched
+    once for the whole batch. Use one large batch instead of accumulation. With this setting you state that layers treat
+    the samples of a batch independently in training. Gradients then have the bits of accumulation over the same
+    micro-batches. Layers that are found not to be independent are refused."""
     tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
     """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are cut into tiles, which
     are fetched, used and dropped one after another. The gradient of such a layer's input is a sum over tiles, so it is
-    rounded in another order. Of a layer with experts, as many experts are fetched at a time as fit the limit; without a
-    limit, one. If all of them fit, transformers' own kernel runs the layer."""
+    rounded in another order. In a layer with experts, the experts that fit the limit are fetched together. Without a
+    limit, they are fetched one at a time. If all of them fit, transformers' own kernel runs the layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,18 +170,18 @@ class Tiles(Settings):
 
     @property
     def tile_bytes(self) -> int | None:
-        """Most bytes of weights that are not in tiles; None where nothing is."""
+        """Most bytes of the weights of a layer without tiles. None if no layer is cut."""
         return None if self.tile_limit is None else parse_bytes(self.tile_limit, "tile_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Settings):
-    """What one optimizer step consists of."""
+    """The contents of one optimizer step."""
 
     accumulation_steps: int | None = 1
     """Forward and backward passes per optimizer step."""
     clip_grad_norm: float | None = 1.0
-    """Largest global norm of the gradient, or None for no clipping."""
+    """Largest global norm of the gradient. None: no clipping."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,7 +196,7 @@ class Step(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Tiles, Activations, Updates, MixedPrecision, Step):
-    """All that decides how a model is trained, apart from its optimizer, its memory and its ranks."""
+    """All settings of training, except optimizer, memory and ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,7 +217,7 @@ def training_of(
     activations: ActivationMode | Activations,
     tiles: Tiles | None,
 ) -> Training:
-    """The settings that the arguments of `wrap` give. Raises ConfigError for values that are not allowed."""
+    """The settings for the arguments of `wrap`. Raises ConfigError for values that are not allowed."""
     if not isinstance(tiles, Tiles | None):
         raise ConfigError(f"tiles is {tiles!r}; give a pagoda.Tiles, such as pagoda.Tiles(batch_tiles=4).")
     groups: tuple[Settings, ...] = (

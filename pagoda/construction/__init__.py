@@ -1,1 +1,1 @@
-"""Wrapping a model: its parameters are made, one at a time, where the plan has their homes."""
+"""Construction of a wrapped model: parameters are built one at a time, straight into their homes in the plan."""

@@ -1,4 +1,4 @@
-"""Construction: from an `nn.Module`, real or on meta, to units whose states are in their tiers."""
+"""Builds a model's units, with their states in their tiers, from an `nn.Module` in RAM or on meta."""
 
 import hashlib
 import sys
@@ -29,24 +29,25 @@ from pagoda.transforms.adapters import adapter_initialiser
 from pagoda.transforms.operator_tiles import Tiling
 
 _LARGE_ELEMENTS = 1 << 20
-"""Elements from which on a parameter of a transformers module waits on meta."""
+"""Parameters of transformers modules with at least this many elements wait on meta."""
 _MAKERS = WeakIdKeyDictionary()
 """Parameter that waits on meta -> the module whose constructor made it."""
 
 
 @contextmanager
 def init() -> Iterator[None]:
-    """Build a model inside without holding it in RAM: `wrap` initialises it unit by unit, straight into its tier.
+    """Build a model without holding it in RAM. `wrap` then initialises it unit by unit, straight into its tier.
 
-    Parameters of modules that can initialise themselves later go to the meta device, and so do large ones of
-    transformers' modules; buffers and all other parameters stay real. `wrap` runs the model's own
-    `_init_weights(module)` (as transformers' models and many others have), or the modules' `reset_parameters()`. What
-    a constructor draws or fills into the parameters of a child that has one of these is not repeated: put it in
+    Parameters go to the meta device if their modules can initialise themselves later, or if they are large and in
+    transformers' modules. Buffers and all other parameters stay real. `wrap` runs the model's own
+    `_init_weights(module)` (which transformers' models and many others have), or the modules' `reset_parameters()`. If
+    a module has one of these, what other constructors write into its parameters is not repeated: write it in
     `_init_weights`, or build the model outside `init()`.
 
-    Values that are loaded are kept, in RAM: what `from_pretrained`, `load_state_dict`, `copy_` and the assignment of a
-    parameter give. `pagoda.load` leaves those of a Hugging Face directory in its files. Raises UsageError for a `copy_`
-    into a view of a parameter that waits; `wrap` raises ConfigError for one that was written to after the block.
+    Loaded values are kept in RAM: those from `from_pretrained`, `load_state_dict`, `copy_` and assignment to a
+    parameter. `pagoda.load` leaves the values of a Hugging Face directory in its files. Raises UsageError for a `copy_`
+    into a view of a waiting parameter. `wrap` raises ConfigError for a waiting parameter that was written to after the
+    block.
     """
     waiting: list[nn.Parameter] = []
 
@@ -74,11 +75,12 @@ def init() -> Iterator[None]:
 def describe(
     model: nn.Module, trained: Container[str] | None = None, weight: torch.dtype = torch.float32
 ) -> ModuleSpec:
-    """The model as the planner sees it: every floating-point or quantized parameter once, under the first module that
-    reads it. A quantized one has as many elements of the dtype `weight` as its bytes take.
+    """Describe the model for the planner: every floating-point or quantized parameter once, under the first module that
+    reads it. A quantized parameter counts as many elements of the dtype `weight` as its bytes hold.
 
-    `trained` names the parameters with optimizer state, by default those that require a gradient. Of a parameter that
-    tensor-parallel ranks divide, it is this rank's part. Raises ConfigError for one that they divide unequally.
+    `trained` names the parameters with optimizer state, by default those that require a gradient. If tensor-parallel
+    ranks divide a parameter, the result has this rank's part. Raises ConfigError for a parameter that they divide
+    unequally.
     """
     first_names = {id(param): name for name, param in model.named_parameters()}
 
@@ -130,7 +132,7 @@ def describe(
 def live_units(
     model: nn.Module, specs: tuple[UnitSpec, ...], dtype: torch.dtype, device: torch.device
 ) -> list[LiveUnit]:
-    """The units of a model, on its own parameters (meta ones are still to be built)."""
+    """Make a model's units, which hold the model's own parameters. Those on meta are built later."""
     params = dict(model.named_parameters(remove_duplicate=False))
     owners = owners_of(model)
     units = []
@@ -141,7 +143,7 @@ def live_units(
 
 
 def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
-    """Identity of a parameter -> all who hold it."""
+    """Identity of a parameter -> all modules that hold it, with its names there."""
     owners: dict[int, list[Owner]] = {}
     for module in model.modules():
         for short, param in module._parameters.items():
@@ -151,9 +153,9 @@ def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put every buffer, and every parameter that is not in pages, where compute runs, each once: shared ones stay so.
+    """Move every buffer, and every parameter that is not in pages, to the compute device. Shared ones stay shared.
 
-    In pages are floating-point and quantized parameters.
+    Floating-point and quantized parameters are in pages.
     """
     moved: dict[int, torch.Tensor] = {}
     for param in model.parameters():
@@ -166,17 +168,17 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 _CHECKED_AT_ONCE = 1 << 24
-"""Elements: to look for NaN makes a copy of them, in bytes."""
+"""Elements to check for NaN at once: the check makes a copy of them."""
 
 
 class Builder:
-    """Brings the parameters of a model into pages: real ones, those still in files, and those to be initialised.
+    """Brings a model's parameters into pages: real ones, those still in files, and those to initialise.
 
-    What is in files is read in pieces; the others are in RAM one at a time.
+    Values in files are read in pieces. Other parameters are in RAM one at a time.
 
-    Random initialisation is seeded per parameter and initialiser, by one draw from torch's default generator and
-    their names, and every initialiser runs with that one parameter real and all others on meta, where it changes
-    and draws nothing. Values thus depend on the seed alone, not on units, budgets, tiers or order.
+    Random initialisation is seeded for each parameter and initialiser, by their names and one draw from torch's default
+    generator. Every initialiser runs with one real parameter and all others on meta, which it neither changes nor draws
+    values for. So values depend only on the seed, not on units, budgets, tiers or order.
     """
 
     def __init__(
@@ -186,8 +188,9 @@ class Builder:
         tiling: Tiling,
         from_first: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """`tiling`: what was replaced in `model`, which is untiled now and until all is built. `from_first` gives every
-        rank the first one's values of a tensor, or those of the first that has it; each keeps its slices of them."""
+        """`tiling`: the replacements in `model`, undone until everything is built. `from_first`: gives every rank the
+        first rank's values of a tensor, or the values of the first rank that has it. Each rank keeps its slices of
+        them."""
         self._engine = engine
         self._tiling = tiling
         self._from_first = from_first or (lambda mine, having=None: mine)
@@ -197,10 +200,10 @@ class Builder:
         self._values = values_by_name(model)
         self._seed: int | None = None
         self._initial: dict[int, nn.Parameter] = {}
-        """Identity of a parameter on meta that is being built in tiles -> its values."""
+        """Identity of a meta parameter that is being built in tiles -> its values."""
 
     def build(self, units: list[LiveUnit]) -> None:
-        """Write every unit's master weights to their home; its parameters are placeholders afterwards."""
+        """Write every unit's master weights to their home. The unit's parameters are placeholders afterwards."""
         wholes = [[self._tiling.whole(param)[0] for param in unit.params] for unit in units]
         if any(whole.is_meta and values_of(whole) is None for of_unit in wholes for whole in of_unit):
             self._seed = int(self._from_first(torch.randint(2**62, (1,))).item())
@@ -215,8 +218,8 @@ class Builder:
                     module._parameters[short] = param
 
     def _build(self, unit: LiveUnit, slot: int, param: nn.Parameter) -> nn.Parameter:
-        """Write one parameter's master; returns it, or what takes its place if it was on meta or is a DTensor, whose
-        dtype cannot be changed, as a placeholder."""
+        """Write one parameter's master. Returns the parameter as a placeholder, or a new one if it was on meta or is a
+        DTensor, whose dtype cannot be changed."""
         whole, first = self._tiling.whole(param)
         state = ParameterState(self._engine, unit, slot)
         spec = state.spec
@@ -240,7 +243,8 @@ class Builder:
         return param
 
     def _initialised(self, meta: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
-        """A real parameter in place of one on meta. Of one in tiles, the values stay until the last is built."""
+        """Make a real parameter from one on meta. The values of a parameter in tiles stay until its last tile is
+        built."""
         if spec.part is None:
             return self._initialise(meta, spec.name)
         real = self._initial.pop(id(meta), None)
@@ -251,17 +255,18 @@ class Builder:
         return real
 
     def _install(self, param: nn.Parameter, shown: nn.Parameter) -> None:
-        """Let the modules that hold `param` show another parameter in its place."""
+        """Replace `param` by another parameter in all modules that hold it."""
         for module, short in self._owners[id(param)]:
             module._parameters[short] = shown
 
     @torch.no_grad()
     def _initialise(self, meta: nn.Parameter, name: str) -> nn.Parameter:
-        """A real parameter in place of a meta one, filled by the initialisers that eager construction would run.
+        """Make a real parameter from one on meta, with the initialisers that eager construction would run.
 
-        The model's own `_init_weights` has the last word, so it goes first, and mostly alone; what it leaves open
-        is for the modules' `reset_parameters`. Ancestors run after their children, as in `nn.Module.apply`, because
-        some (T5's attention, MultiheadAttention) initialise what their children hold.
+        The model's own `_init_weights` decides the values, so it runs first, and mostly alone. If it leaves values
+        unset, the modules' `reset_parameters` run before it. Ancestors run after their children, as in
+        `nn.Module.apply`, because some of them (T5's attention, MultiheadAttention) initialise their children's
+        parameters.
         """
         real = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad)
         real.__dict__.update(meta.__dict__)
@@ -300,7 +305,7 @@ class Builder:
             yield self._modules[".".join(path[:length])]
 
     def _model_initialiser(self, module: nn.Module) -> Callable[[nn.Module], Any] | None:
-        """`_init_weights` of the nearest enclosing module that has one."""
+        """`_init_weights` of the nearest enclosing module that has it."""
         candidates = (getattr(ancestor, "_init_weights", None) for ancestor in self._upwards(module))
         return next((initialiser for initialiser in candidates if callable(initialiser)), None)
 
@@ -310,17 +315,17 @@ class Builder:
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    """A parameter itself if it is a plain one on meta, else a plain one there of its shape."""
+    """The parameter itself if it is a plain one on meta, otherwise a new meta parameter of the same shape."""
     if param.is_meta and as_dtensor(param) is None:
         return param
     return nn.Parameter(torch.empty(param.shape, device="meta"))
 
 
 def _can_wait(module: nn.Module, param: nn.Parameter) -> bool:
-    """True where something will initialise the parameter later.
+    """Whether an initialiser will set the parameter later.
 
-    Models of transformers have to initialise in `_init_weights` whatever their modules hold. Some leave out small
-    parameters that only a constructor knows (CLIP's logit scale), so those stay: they take next to no memory.
+    Transformers' models must initialise all parameters of their modules in `_init_weights`. Some leave out small
+    parameters that only a constructor sets (CLIP's logit scale), so small ones stay real: they take next to no memory.
     """
     if not param.is_floating_point():
         return False
@@ -334,13 +339,13 @@ def _own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
         initialiser = getattr(module, name, None)
         if callable(initialiser):
             return initialiser  # type: ignore[no-any-return]
-    # GPT's linear layer in transformers: torch's are not without `reset_parameters`, this one is.
+    # transformers' Conv1D, the linear layer of GPT-2, has no `reset_parameters`, unlike torch's layers.
     known = sys.modules.get("transformers.pytorch_utils")
     return partial(_reset_conv1d, module) if known is not None and isinstance(module, known.Conv1D) else None
 
 
 def _reset_conv1d(module: nn.Module) -> None:
-    """What its constructor does; not all of the models that use it do so in their `_init_weights`."""
+    """Initialise a Conv1D as its constructor does. Not all models that use it do this in `_init_weights`."""
     nn.init.normal_(module.get_parameter("weight"), std=0.02)
     nn.init.zeros_(module.get_parameter("bias"))
 

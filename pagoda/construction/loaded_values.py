@@ -1,4 +1,4 @@
-"""Values for parameters that wait on the meta device: writing them there would lose them, so they make them real."""
+"""Keeps values that are loaded into parameters on the meta device, by making these parameters real."""
 
 import sys
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from pagoda.checkpoint.pretrained import forget_values
 from pagoda.errors import UsageError
 
 _INITIALISERS = frozenset({"reset_parameters", "_reset_parameters", "_init_weights"})
-"""Functions that `wrap` runs again, so what they write may be lost now."""
+"""Functions that `wrap` runs again, so their writes may be lost now."""
 
 _VERSION = "_pagoda_version"
 
 
 class KeepCopiedValues(TorchFunctionMode):
-    """Inside, a `copy_` of real values into a parameter on meta makes it real first."""
+    """Context in which a `copy_` of real values into a parameter on meta first makes the parameter real."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -32,29 +32,30 @@ class KeepCopiedValues(TorchFunctionMode):
                     raise UsageError(
                         f"Values were written to a part or a view, of shape {tuple(target.shape)}, of a parameter that "
                         "waits on the meta device inside pagoda.init(), where they would be lost. Copy to the whole "
-                        "parameter, by load_state_dict or param.copy_(values) under torch.no_grad(); write them in "
-                        "_init_weights(module) or reset_parameters(); or build the model outside pagoda.init()."
+                        "parameter with load_state_dict, or with param.copy_(values) under torch.no_grad(); write the "
+                        "values in _init_weights(module) or reset_parameters(); or build the model outside "
+                        "pagoda.init()."
                     )
                 _make_real(target)
         return func(*args, **(kwargs or {}))
 
 
 def keep_loaded_values(module: nn.Module) -> None:
-    """Let `load_state_dict` make the parameters of a module real for which it has values."""
+    """Make `load_state_dict` turn a module's meta parameters into real ones if it has values for them."""
     hooks = module._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _before_loading for hook in hooks):
         module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
 
 
 def remember_versions(params: Iterable[nn.Parameter]) -> None:
-    """Let `is_overwritten` tell what is written to parameters on meta from now on."""
+    """Record the versions of meta parameters, so that `is_overwritten` detects later writes."""
     for param in params:
         if param.is_meta:
             setattr(param, _VERSION, param._version)
 
 
 def is_overwritten(param: nn.Parameter) -> bool:
-    """Whether values were written to a parameter while it waited on meta, after the block of `init`, and lost."""
+    """Whether values were written to a parameter on meta after the `init` block, and so were lost."""
     return param.is_meta and getattr(param, _VERSION, param._version) != param._version
 
 
@@ -68,7 +69,7 @@ def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 
 
 def _make_real(param: nn.Parameter) -> None:
-    """Give a parameter on meta memory, in place: others may be tied to it."""
+    """Give a parameter on meta memory, in place, because other modules may share it."""
     real = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
     real.__dict__.update(param.__dict__)
     forget_values(real)

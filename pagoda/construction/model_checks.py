@@ -1,4 +1,4 @@
-"""What a model must be for `wrap` to train it."""
+"""Checks that `wrap` can train a model."""
 
 import warnings
 from collections.abc import Container
@@ -16,19 +16,21 @@ from pagoda.runtime.quantized import is_quantized
 
 
 def check_model(model: object) -> None:
-    """Raises as `wrap` does for a model that cannot be trained, whatever the settings."""
+    """Raises the errors of `wrap` for a model that no settings can train."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"wrap() takes a torch.nn.Module, and {model!r} is none.")
+        raise ConfigError(f"wrap() takes a torch.nn.Module; {model!r} is not one.")
     if any(is_paged(param) for param in model.parameters()):
-        raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
+        raise UsageError(
+            "This model is wrapped already, or is a part of a wrapped model: build a new one and wrap all of it."
+        )
     if not any(True for _ in model.parameters()):
-        raise ConfigError("The model has no parameters: there is nothing to train.")
+        raise ConfigError("The model has no parameters to train.")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            what = f"{name!r} is a module" if name else "The model is one"
+            what = f"{name!r}" if name else "The model"
             raise ConfigError(
-                f"{what} of TorchScript (torch.jit.script or trace), whose code reads parameters past Python, where no "
-                "hook can put pages in their place: build the model without it; to compile, use torch.compile."
+                f"{what} is a TorchScript module (torch.jit.script or trace). It reads parameters outside Python, so "
+                "pages cannot take their place. Build the model without TorchScript; to compile, use torch.compile."
             )
     for name, param in model.named_parameters():
         if is_lazy(param):
@@ -37,9 +39,9 @@ def check_model(model: object) -> None:
             raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
         if is_overwritten(param):
             raise ConfigError(
-                f"{name!r} was written to while it was on the meta device, after pagoda.init(), where the values are "
-                "lost. Write inside _init_weights(module) or reset_parameters(), which wrap runs; use load_state_dict, "
-                "which keeps what it is given; or build the model outside pagoda.init()."
+                f"{name!r} was written to on the meta device, after pagoda.init(), so the values are lost. Write them "
+                "in _init_weights(module) or reset_parameters(), which wrap runs; use load_state_dict, which keeps the "
+                "values; or build the model outside pagoda.init()."
             )
         if param.is_inference():
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
@@ -47,10 +49,11 @@ def check_model(model: object) -> None:
 
 
 def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Compute has one dtype for all weights, so a model that mixes them would not be the one that was given.
+    """Check that all weights have one dtype. Compute uses one dtype for all, so it would change a model that mixes
+    dtypes.
 
-    Adapters in fp32 over frozen weights of 16 bits are the exception: what is trained has an fp32 master in any case.
-    That all of it computes in `dtype` is a warning there, and ConfigError for any other mixture.
+    Adapters in fp32 over frozen 16-bit weights are an exception, because trained parameters have an fp32 master anyway:
+    that everything computes in `dtype` is then only a warning. Any other mixture raises ConfigError.
     """
     names: dict[tuple[bool, torch.dtype], str] = {}
     for name, param in model.named_parameters():
@@ -62,20 +65,21 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     examples = " and ".join(f"{name!r} in {of}" for (_, of), name in names.items())
     if {of for trained, of in names if trained} == {torch.float32} and len(names) == 2:
         warnings.warn(
-            f"The model has {examples}; wrap computes with all of them in {dtype}, as precision says. What is trained "
-            "keeps its master in fp32.",
+            f"The model has {examples}. wrap computes with all of them in {dtype}, which precision sets. Trained "
+            "parameters keep a master in fp32.",
             stacklevel=3,
         )
         return
     raise ConfigError(
-        f"The model mixes dtypes: it has {examples}. wrap computes with all weights in {dtype}, as precision says, and "
-        "a part that is in another dtype may need that. To accept it, give all parameters one dtype first, by "
-        "model.float(), which loses nothing: what is trained has an fp32 master."
+        f"The model mixes dtypes: it has {examples}. wrap computes with all weights in {dtype}, which precision sets, "
+        "but a part in another dtype may need that dtype. To accept this, first give all parameters one dtype with "
+        "model.float(). This loses nothing, because trained parameters have an fp32 master."
     )
 
 
 def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str]) -> None:
-    """Raises ConfigError for a quantized parameter that cannot be in pages, or not compute with weights of `dtype`."""
+    """Raises ConfigError for a quantized parameter that cannot be in pages, or cannot compute with weights of
+    `dtype`."""
     for name, param in model.named_parameters():
         if not is_quantized(param):
             continue
@@ -85,30 +89,33 @@ def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str
             raise ConfigError(f"{name!r} is quantized, so it cannot be trained: leave it out of param_groups.")
         if type(param).__name__ == "Int8Params":
             raise ConfigError(
-                f"{name!r} is of bitsandbytes' Linear8bitLt, which holds its weights a second time, in its `state`. "
-                "Use its Linear4bit, or torchao's quantize_(model, Int8WeightOnlyConfig())."
+                f"{name!r} is in a Linear8bitLt of bitsandbytes, which holds its weights a second time, in its "
+                "`state`. Use Linear4bit of bitsandbytes, or torchao's quantize_(model, Int8WeightOnlyConfig())."
             )
         if param.is_floating_point() and param.dtype is not dtype:
             raise ConfigError(
-                f"{name!r} is a {type(param).__name__} that computes in {param.dtype}, and all other weights do in "
-                f"{dtype}: give precision that dtype, or quantize a model that you have cast to {dtype}."
+                f"{name!r} is a {type(param).__name__} that computes in {param.dtype}, but all other weights compute "
+                f"in {dtype}: set precision to that of {name!r}, or quantize a model that you have cast to {dtype}."
             )
 
 
 def _check_memory_is_apart(model: nn.Module) -> None:
-    """Parameters that share memory move together under any optimizer of torch, but in pages each has its own."""
+    """Raises ConfigError for trained parameters that share memory.
+
+    With torch's optimizers they change together, but in pages each has its own memory.
+    """
     plain = ((name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta)
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name, p) for name, p in plain if p.is_contiguous())
     for (_, end, name, param), (start, _, other, beside) in pairwise(spans):
         if start < end and (param.requires_grad or beside.requires_grad):
             raise ConfigError(
-                f"{name!r} and {other!r} are two parameters over the same memory, and would be trained apart. To tie "
-                "them, assign one parameter to both modules (a.weight = b.weight); else clone one."
+                f"{name!r} and {other!r} are two parameters in the same memory, which would be trained separately. To "
+                "tie them, assign one parameter to both modules (a.weight = b.weight); otherwise, clone one."
             )
 
 
 def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
-    """Raises UsageError where a step would train nothing, or not all that requires a gradient.
+    """Raises UsageError if a step would train nothing, or would miss parameters that require a gradient.
 
     `stepped`: the parameters in the optimizer's groups.
     """
@@ -118,23 +125,23 @@ def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
         unseen = [name for name, param in model.named_parameters() if param.requires_grad and not is_paged(param)]
         names = ", ".join(map(repr, unseen[:3])) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
         raise UsageError(
-            f"{names} came into the model after wrap(), so this optimizer does not train them, and its checkpoints do "
-            "not have them. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; or freeze "
-            "them by requires_grad_(False)."
+            f"{names} were added to the model after wrap(), so this optimizer does not train them, and they are not in "
+            "its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; or "
+            "freeze them with requires_grad_(False)."
         )
     if not any(param.requires_grad or param.grad is not None for param in stepped):
         raise UsageError(
             "Every parameter of the optimizer is frozen (requires_grad=False) and none has a gradient, so this step "
-            "trains nothing. If peft.get_peft_model or other code froze them after wrap(), call it before wrap(); else "
-            "call requires_grad_(True) on what is to be trained."
+            "trains nothing. If peft.get_peft_model or other code froze them after wrap(), call it before wrap(); "
+            "otherwise, call requires_grad_(True) on the parameters to train."
         )
 
 
 def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
     """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
 
-    `model.bfloat16()` would cast the statistics too, and they would stop moving once a step changes less than a
-    rounding: with momentum 0.01, far from where they should be. So they keep their dtype, as all buffers do.
+    `model.bfloat16()` would also cast the running statistics. These would stop changing once an update is smaller than
+    the rounding: with momentum 0.01, far from the correct values. So they keep their dtype, as all buffers do.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or module.weight is None or module.running_mean is None:
@@ -142,6 +149,6 @@ def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
         if module.running_mean.dtype is torch.float32 and dtype is not torch.float32:
             raise ConfigError(
                 f"{name!r} is a {type(module).__name__} with running statistics in fp32, which torch's CPU kernels do "
-                f"not take beside {dtype} weights. Wrap with precision='fp32', or use a norm without running "
+                f"not support with {dtype} weights. Wrap with precision='fp32', or use a norm without running "
                 "statistics (GroupNorm, or track_running_stats=False)."
             )

@@ -1,6 +1,6 @@
-"""Pagoda inside other people's training loops. Nothing here is imported before a user does.
+"""Pagoda in the training loops of other libraries. None of these modules is imported before it is used.
 
-`pagoda.integrations.transformers`, `.accelerate` and `.lightning` each import the package they are named after.
+`pagoda.integrations.transformers`, `.accelerate` and `.lightning` each import the package of the same name.
 """
 
 from pagoda.integrations.paging import Paging as Paging

@@ -1,4 +1,4 @@
-"""Accelerate with training state in pages: an `Accelerator` that wraps what it prepares."""
+"""Accelerate with training state in pages: its `Accelerator` wraps the models that it prepares."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,44 +22,44 @@ _PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": 
 
 
 class LossScaling:
-    """Stands in for Accelerate's `GradScaler`: it scales the loss, and Pagoda's step does everything else."""
+    """Replaces Accelerate's `GradScaler`. It scales the loss, and Pagoda's step does everything else."""
 
     def __init__(self, optimizer: PagedOptimizer) -> None:
         self._optimizer = optimizer
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` on."""
+        """Return the loss to call `backward` on."""
         return self._optimizer.scale(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the scale is in Pagoda's checkpoints."""
+        """Empty: the scale is in Pagoda's checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: the scale is in Pagoda's checkpoints."""
+        """Do nothing: the scale is in Pagoda's checkpoints."""
 
 
 def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None:
-    """Let an accelerator take a wrapped model as it is, without moving it, DDP or autocast."""
+    """Make an accelerator use a wrapped model as it is, without moving it and without DDP and autocast."""
     model._is_accelerate_prepared = True  # type: ignore[assignment]
     if optimizer.scales_loss:
         accelerator.scaler = LossScaling(optimizer)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """`accelerate.Accelerator` whose `prepare` puts models and their optimizers in pages::
+    """An `accelerate.Accelerator` whose `prepare` puts models and their optimizers in pages::
 
         accelerator = Accelerator(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme")))
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    The optimizer is one of torch, or any other class that steps each parameter alone; nothing of its state may exist
-    yet. `mixed_precision` is the dtype of weights in forward and backward, behind a master in fp32; there is no
-    autocast. On several ranks Pagoda divides the state; there is no DDP.
+    The optimizer is from torch, or of any other class that steps each parameter separately. It must not have any state
+    yet. `mixed_precision` is the dtype of weights in forward and backward, with a master in fp32; autocast is not used.
+    On several ranks, Pagoda divides the state; DDP is not used.
 
-    `save_state` and `load_state` write and read the state of models in pieces, bit for bit, in a directory beside
+    `save_state` and `load_state` write and read the exact state of models in pieces, in a directory next to
     Accelerate's own files.
 
-    Raises ConfigError for settings that cannot be combined with it, BudgetError as `wrap`.
+    Raises ConfigError for settings that cannot be combined with paging, and BudgetError like `wrap`.
     """
 
     def __init__(self, *args: Any, paging: Paging | None = None, mixed_precision: Any = None, **kwargs: Any) -> None:
@@ -72,13 +72,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, mixed_precision="no", **kwargs)
         if self.state.dynamo_plugin.backend.value.lower() not in ("no", "none"):
             raise ConfigError(
-                "Accelerate compiles the whole model: leave out dynamo, and compile blocks before prepare."
+                "Accelerate would compile the whole model: leave out dynamo, and compile blocks before prepare."
             )
         self.paging.check_device(self.device)
         self.register_load_state_pre_hook(self._load_paged)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As Accelerate's; a model is wrapped with the optimizer whose parameters are its own."""
+        """Like Accelerate's `prepare`, but each model is wrapped with the optimizer that has its parameters."""
         args_now: list[Any] = list(args)
         for at, optimizer in enumerate(args):
             if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, AcceleratedOptimizer):
@@ -86,7 +86,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
             models = [m for m in args if isinstance(m, nn.Module) and stepped <= {id(p) for p in m.parameters()}]
             if len(models) != 1:
-                raise ConfigError("prepare takes each optimizer together with the one model whose parameters it has.")
+                raise ConfigError("Pass each optimizer to prepare together with the one model whose parameters it has.")
             args_now[at] = self._page(models[0], optimizer)
             for scheduler in args:
                 if getattr(scheduler, "optimizer", None) is optimizer:
@@ -96,7 +96,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
         paged = self.paging.take_over(model, optimizer, self._precision)
         if paged.scales_loss and self._paged:
-            raise ConfigError("An accelerator scales the loss of one model alone: with several, use bf16.")
+            raise ConfigError("An accelerator can scale the loss of only one model: with several models, use bf16.")
         adopt(self, model, paged)
         prepared = AcceleratedOptimizer(paged, device_placement=False)
         prepared._is_accelerate_prepared = True
@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As Accelerate's. If these are all parameters of a paged model, the norm is that of all ranks."""
+        """Like Accelerate's. If `parameters` are all parameters of a paged model, the norm is that of all ranks."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         of_models = {id(param) for param in params if is_paged(param)}
         for _, optimizer in self._paged:
@@ -121,18 +121,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """As Accelerate's, but a paged model is written in pieces. Raises ConfigError unless to safetensors."""
+        """Like Accelerate's, but a paged model is written in pieces, and only as safetensors: otherwise ConfigError is
+        raised."""
         if not any(model is paged for paged, _ in self._paged):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
         if not safe_serialization:
-            raise ConfigError("A model in pages is written as safetensors alone: leave out safe_serialization=False.")
+            raise ConfigError(
+                "A model in pages can be written only as safetensors: leave out safe_serialization=False."
+            )
         limit = convert_file_size_to_int(max_shard_size)
         with exported_into(Path(save_directory), model, max_shard_bytes=limit, own_names=True):
             pass
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """As Accelerate's, but the state of paged models is written in pieces."""
+        """Like Accelerate's, but the state of paged models is written in pieces."""
         with self._without_paged():
             directory: str = super().save_state(*args, **kwargs)
         self.wait_for_everyone()
@@ -144,7 +147,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return directory
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's, but the state of paged models is read in pieces."""
+        """Like Accelerate's, but the state of paged models is read in pieces."""
         with self._without_paged():
             super().load_state(*args, **kwargs)
 
@@ -157,7 +160,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_paged(self) -> Iterator[None]:
-        """Let Accelerate save and load everything that is not in pages."""
+        """Context in which Accelerate saves and loads everything that is not in pages."""
         mine: Any = self
         models, optimizers = mine._models, mine._optimizers
         paged = [thing for pair in self._paged for thing in pair]

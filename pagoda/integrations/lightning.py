@@ -29,17 +29,17 @@ _PRECISIONS: dict[str, Precision | None] = {
     "16-mixed": "fp16",
 }
 _REST = "rest.ckpt"
-"""In the directory of a checkpoint: what Lightning saves beside the model and its optimizer."""
+"""File in a checkpoint's directory: what Lightning saves in addition to the model and its optimizer."""
 _STATE = "pagoda"
-"""In that file: the name of the directory with these two."""
+"""Key in that file: the name of the directory with the model and its optimizer."""
 
 
 _Base: Any = object
-"""For mypy: what both kinds of classes share finds the attributes of Lightning's classes in `self`."""
+"""For mypy: base of classes that use attributes of Lightning's classes."""
 
 
 class _Pages(_Base):  # type: ignore[misc]
-    """Base of both precision plugins: inputs in the dtype of the weights, and a scaled loss."""
+    """Base of both precision plugins. It casts inputs to the dtype of the weights and scales the loss."""
 
     def __init__(self, strategy: "PagodaStrategy | PagodaFabricStrategy", said: str) -> None:
         if said not in _PRECISIONS:
@@ -48,12 +48,12 @@ class _Pages(_Base):  # type: ignore[misc]
         self.said = _PRECISIONS[said]
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point inputs in the dtype that weights compute in."""
+        """Cast floating-point inputs to the dtype in which weights compute."""
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.said]
         return data if dtype is None else tree_map(lambda each: _cast(each, dtype), data)
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
-        """The loss to call `backward` on."""
+        """Return the loss to call `backward` on."""
         loss = super().pre_backward(tensor, module)
         return self._strategy.optimizer_in_pages.scale(tensor if loss is None else loss)
 
@@ -65,12 +65,12 @@ class _TrainerPages(_Pages, TrainerPrecision):  # type: ignore[misc]
 
 class _FabricPages(_Pages, FabricPrecision):  # type: ignore[misc]
     def convert_output(self, data: Any) -> Any:
-        """Floating-point outputs in torch's default dtype, as Fabric's own 16-bit plugins give them."""
+        """Cast floating-point outputs to torch's default dtype, as Fabric's own 16-bit plugins do."""
         return data if self.said is None else tree_map(lambda each: _cast(each, torch.get_default_dtype()), data)
 
 
 class _Strategy(_Base):  # type: ignore[misc]
-    """Base of both strategies: their settings, and the optimizer and how it is saved."""
+    """Base of both strategies. It holds the settings and the optimizer, and saves the state."""
 
     def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
@@ -86,8 +86,8 @@ class _Strategy(_Base):  # type: ignore[misc]
 
     @contextmanager
     def _saved(self, directory: Path) -> Iterator[str]:
-        """Save all state in a directory, and give its name there. Once the block has written the rest, older state is
-        deleted."""
+        """Save all state in a directory, and yield its name there. After the block, which writes the other files, older
+        state is deleted."""
         if directory.is_file():
             raise CheckpointError(
                 f"{directory} is a file, and a checkpoint in pages is a directory: save to another path."
@@ -100,17 +100,18 @@ class _Strategy(_Base):  # type: ignore[misc]
 
 
 class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
-    """Keeps the training state of a LightningModule in pages::
+    """A strategy that keeps the training state of a LightningModule in pages::
 
         Trainer(strategy=PagodaStrategy(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme"))), ...)
 
-    `strategy="pagoda"` has the default settings. `configure_optimizers` gives one optimizer, of torch or of any class
-    that steps each parameter alone. `precision` is the dtype of weights in forward and backward, behind a master in
-    fp32; there is no autocast. Clipping by norm is exact, on any number of ranks; there is no DDP.
+    `strategy="pagoda"` has the default settings. `configure_optimizers` must return one optimizer, from torch or of any
+    class that steps each parameter separately. `precision` is the dtype of weights in forward and backward, with a
+    master in fp32; autocast is not used. Clipping by norm is exact, on any number of ranks; DDP is not used.
 
-    Inside `trainer.init_module()` and `configure_model`, parameters take no memory. A checkpoint is a directory; one
-    with `save_weights_only=True` is a file of Lightning's own, with all weights in RAM while it is written. State stays
-    in pages after `fit`, for `test` and more `fit`, until `trainer.strategy.optimizer_in_pages.close()`.
+    Inside `trainer.init_module()` and `configure_model`, parameters take no memory. A checkpoint is a directory. With
+    `save_weights_only=True` it is a file in Lightning's own format, and all weights are in RAM while it is written.
+    State stays in pages after `fit`, for `test` and further calls of `fit`, until
+    `trainer.strategy.optimizer_in_pages.close()`.
     """
 
     strategy_name = "pagoda"
@@ -121,7 +122,7 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
 
     @property
     def precision_plugin(self) -> Any:
-        """Pagoda's own, for the precision that the Trainer was given."""
+        """Pagoda's plugin for the Trainer's precision."""
         return TrainerPrecision() if self._precision_plugin is None else self._precision_plugin
 
     @precision_plugin.setter
@@ -131,7 +132,7 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
     # --- the model and its optimizer -----------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Wrap the model with the optimizer that it configures."""
+        """Wrap the model with the optimizer from its `configure_optimizers`."""
         self.accelerator.setup(trainer)
         self.paging.check_device(self.root_device)
         self.setup_optimizers(trainer)
@@ -148,10 +149,10 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
             self._reset_optimizers_and_schedulers()
 
     def model_to_device(self) -> None:
-        """Nothing: `wrap` has placed the model."""
+        """Do nothing: `wrap` has placed the model."""
 
     def _forward_of(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """The module's own method, as a forward of the module, within which all of its parameters can be used."""
+        """Call a method of the module as its forward, so that it can use all of the module's parameters."""
         module = self.lightning_module
         return self._forward_redirection(module, module, method, *args, **kwargs)
 
@@ -161,13 +162,13 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
     predict_step = partialmethod(_forward_of, "predict_step")
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Parameters are made by `wrap`, where they will live."""
+        """Context in which parameters take no memory. `wrap` makes them in their homes."""
         return init()
 
     model_sharded_context = tensor_init_context
 
     def teardown(self) -> None:
-        """Leave the state where it is."""
+        """Tear down everything but the training state."""
         mine: Any = self
         module, optimizers = mine._lightning_module, mine._optimizers
         mine._lightning_module, mine._optimizers = None, []
@@ -180,19 +181,20 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """State is loaded into pages."""
+        """True: state is loaded into pages."""
         return True
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes it."""
+        """Empty: `save_checkpoint` writes the optimizer's state."""
         return {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes it."""
+        """Empty: `save_checkpoint` writes the model's state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a directory: the state of the model and its optimizer in pieces, and Lightning's file for the rest."""
+        """Write a checkpoint directory: the state of the model and its optimizer in pieces, and Lightning's file for
+        the rest. Without optimizer states, write one file of Lightning's."""
         if "optimizer_states" not in checkpoint:
             checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -201,13 +203,13 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
             super().save_checkpoint({**checkpoint, _STATE: name}, Path(filepath, _REST), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's part of a checkpoint."""
+        """Load Lightning's part of a checkpoint."""
         path = self._restored = Path(checkpoint_path)
         found: dict[str, Any] = super().load_checkpoint(path / _REST if path.is_dir() else path, weights_only)
         return found
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Load all state, or the weights alone where the checkpoint has no more."""
+        """Load all state, or only the weights if the checkpoint has nothing else."""
         if _STATE in checkpoint:
             assert self._restored is not None, "Lightning loads a checkpoint before it restores from it"
             self.optimizer_in_pages.load_checkpoint(self._restored / checkpoint[_STATE])
@@ -215,16 +217,16 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Nothing: `load_model_state_dict` has loaded it."""
+        """Do nothing: `load_model_state_dict` has loaded the optimizer."""
 
 
 class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
-    """Keeps the training state of what `fabric.setup(model, optimizer)` is given in pages::
+    """A strategy that keeps the training state of `fabric.setup(model, optimizer)` in pages::
 
         fabric = Fabric(strategy=PagodaFabricStrategy(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme"))))
 
-    As `PagodaStrategy`. `fabric.save` makes a directory where its state has the optimizer: model and optimizer are
-    written in pieces. `fabric.init_module()` makes parameters that take no memory.
+    It works like `PagodaStrategy`. If the state for `fabric.save` has the optimizer, the checkpoint is a directory, and
+    model and optimizer are written in pieces. Inside `fabric.init_module()`, parameters take no memory.
     """
 
     _model: nn.Module | None = None
@@ -235,7 +237,7 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
 
     @property
     def precision(self) -> Any:
-        """Pagoda's own, for the precision that Fabric was given."""
+        """Pagoda's plugin for Fabric's precision."""
         return FabricPrecision() if self._precision is None else self._precision
 
     @precision.setter
@@ -256,14 +258,14 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
         return module, [self._paged], scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Refused: a model is wrapped with its optimizer."""
+        """Raises ConfigError, because a model is wrapped together with its optimizer."""
         raise ConfigError("Pagoda wraps a model with its optimizer: fabric.setup(model, optimizer).")
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: `wrap` places the model."""
+        """Do nothing: `wrap` places the model."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Parameters are made by `wrap`, where they will live."""
+        """Context in which parameters take no memory. `wrap` makes them in their homes."""
         return init()
 
     def clip_gradients_norm(
@@ -274,15 +276,15 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip by the 2-norm; the norm before."""
+        """Clip by the 2-norm. Returns the norm before clipping."""
         if norm_type != 2:
-            raise ConfigError(f"norm_type is {norm_type}; only the 2-norm of gradients in pages is known.")
+            raise ConfigError(f"norm_type is {norm_type}; gradients in pages can be clipped only by the 2-norm.")
         return torch.tensor(self.optimizer_in_pages.clip_grad_norm_(max_norm))
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
     ) -> None:
-        """Write a directory, where the optimizer is to be saved; else a file, with all weights in RAM."""
+        """Write a directory if the state has the optimizer, otherwise a file, with all weights in RAM."""
         rest = self._rest(state)
         if len(rest) == len(state):
             super().save_checkpoint(path, state, storage_options, filter)
@@ -295,7 +297,7 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
-        """Load what `save_checkpoint` has written."""
+        """Load a checkpoint that `save_checkpoint` wrote."""
         if not Path(path).is_dir() or not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only=weights_only)
         rest = {**self._rest(state), _STATE: ""}
@@ -305,7 +307,7 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
         return remainder
 
     def _rest(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state without the optimizer and its model, if it has the optimizer."""
+        """The entries of a state without optimizer and model. If the optimizer is not in it, the state itself."""
         paged = (self._paged, self._model)
         if not any(each is self._paged for each in state.values()):
             return state

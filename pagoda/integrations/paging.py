@@ -21,14 +21,14 @@ from pagoda.optimizer import PagedOptimizer
 
 _OF_DTYPE: Mapping[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ONLY_FASTER = ("fused", "foreach", "capturable", "differentiable")
-"""Settings of torch's optimizers that say how they compute, not what."""
+"""Settings of torch's optimizers that change how they compute, but not the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paging:
-    """The settings of `pagoda.wrap` that a framework's own configuration has no place for.
+    """The settings of `pagoda.wrap` that have no place in a framework's own configuration.
 
-    What that configuration does have, such as the clipping norm, comes from there.
+    All others, such as the clipping norm, come from the framework's configuration.
     """
 
     memory: Memory = field(default_factory=Memory)
@@ -37,17 +37,17 @@ class Paging:
     optimizer: Rule | None = None
     """By default, the optimizer that the framework's configuration names."""
     precision: Precision | MixedPrecision | None = None
-    """By default, the precision in the framework's configuration, else the dtype of the model."""
+    """By default, the precision in the framework's configuration, or the dtype of the model if there is none."""
     update: UpdateMode | Updates = "sync"
     activations: ActivationMode | Activations = "keep"
     tiles: Tiles | None = None
     mesh: Mesh | DeviceMesh | None = None
     reference: Memory | None = None
-    """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. One model at
-    a time uses an SSD directory, so give another one than in `memory`."""
+    """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. Only one
+    model at a time can use an SSD directory, so give another directory than in `memory`."""
 
     def wrap_frozen(self, model: nn.Module) -> None:
-        """Wrap a model that only computes. Raises as `pagoda.wrap`."""
+        """Freeze a model and wrap it. Raises the errors of `pagoda.wrap`."""
         wrap(model.requires_grad_(False), AdamW(), memory=self.reference, precision=precision_of(model), mesh=self.mesh)
 
     def wrap(
@@ -60,7 +60,8 @@ class Paging:
         clip_grad_norm: float | None = None,
         accumulation_steps: int | None = None,
     ) -> PagedOptimizer:
-        """Wrap a model with the framework's settings. The settings here take precedence. Raises as `pagoda.wrap`."""
+        """Wrap a model with the framework's settings. The settings here take precedence. Raises the errors of
+        `pagoda.wrap`."""
         memory = self.memory
         if memory.ssd_checkpoints is None:
             memory = replace(memory, ssd_checkpoints=0)
@@ -82,27 +83,27 @@ class Paging:
     def take_over(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision | None
     ) -> PagedOptimizer:
-        """Wrap a model with the rule of an optimizer in RAM, made for it; one of Pagoda's stays as it is.
+        """Wrap a model with the update rule of an optimizer in RAM. An optimizer of Pagoda is returned as it is.
 
-        Raises ConfigError for an optimizer that has state already, else as `pagoda.wrap`.
+        Raises ConfigError if the optimizer already has state, and the errors of `pagoda.wrap`.
         """
         if isinstance(optimizer, PagedOptimizer):
             return optimizer
         if optimizer.state:
-            raise ConfigError("The optimizer has taken steps already: hand it over before the first one.")
+            raise ConfigError("The optimizer has taken steps already: pass it before its first step.")
         rule = rule_of(type(optimizer), optimizer.defaults)
         return self.wrap(model, rule, precision=precision, param_groups=optimizer.param_groups)
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ConfigError where batches would be on a GPU while compute is on the CPU, or the other way round."""
+        """Raises ConfigError if batches are on a GPU and compute is on the CPU, or vice versa."""
         here = "cpu" if self.memory.device is None or self.memory.arena_for_device else "cuda"
         if device.type == here:
             return
         if here == "cpu":
             raise ConfigError(
-                f"Batches are moved to {device}, but memory.device is not given, so compute is the CPU. Give "
-                "Paging(memory=pagoda.Memory(device='20GiB', ...)), with what weights in use may take of the GPU; or "
-                "tell the framework to use the CPU."
+                f"Batches are moved to {device}, but memory.device is not given, so the CPU computes. Give "
+                "Paging(memory=pagoda.Memory(device='20GiB', ...)), with the GPU memory for weights in use; or make "
+                "the framework use the CPU."
             )
         raise ConfigError(
             f"memory.device is {self.memory.device!r}, a GPU's memory, but batches are moved to {device}: leave "
@@ -111,7 +112,7 @@ class Paging:
 
 
 def precision_of(model: nn.Module) -> Precision:
-    """The precision that a model computes in by itself. Raises ConfigError for a dtype that cannot be trained alone."""
+    """The precision of the model's dtype. Raises ConfigError for a dtype that needs an explicit precision."""
     dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
     if dtype not in _OF_DTYPE:
         raise ConfigError(f"The model is in {dtype}: set fp16 or bf16 in the framework, or Paging(precision=...).")
@@ -119,9 +120,9 @@ def precision_of(model: nn.Module) -> Precision:
 
 
 def rule_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> Rule:
-    """The update rule of an optimizer class, of torch or any other library, with these settings.
+    """The update rule of an optimizer class, from torch or any other library, with these settings.
 
-    Raises ConfigError, as `pagoda.Optim`, for a class that cannot step one parameter at a time.
+    Raises ConfigError, like `pagoda.Optim`, for a class that cannot step one parameter at a time.
     """
     meant = {name: plain_setting(value, None) for name, value in settings.items() if name not in _ONLY_FASTER}
     if kind is torch.optim.AdamW and not any(meant.get(name) for name in ("amsgrad", "maximize")):
@@ -131,9 +132,10 @@ def rule_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> R
 
 
 def hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
-    """Let a scheduler, made for the optimizer that was taken over, drive this one, whose groups have the same settings.
+    """Make the scheduler of the original optimizer control this one, whose groups have the same settings.
 
-    Schedulers warn of an optimizer whose steps are not counted, and only the constructor of one has them counted.
+    Schedulers warn if an optimizer's steps are not counted, and only a scheduler's constructor makes an optimizer count
+    them.
     """
     torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
     scheduler.optimizer = optimizer

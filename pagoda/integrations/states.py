@@ -17,7 +17,8 @@ from pagoda.optimizer import PagedOptimizer
 
 
 class States:
-    """Numbered checkpoints in a directory, `NAME-1` and so on: the new one is complete before the old one goes."""
+    """Numbered checkpoints in a directory: `NAME-1` and so on. The new one is complete before the old one is
+    deleted."""
 
     def __init__(self, directory: Path, name: str = "pagoda") -> None:
         self._directory = directory
@@ -25,8 +26,8 @@ class States:
         self._new = f"{name}-{{}}"
 
     def save(self, optimizer: PagedOptimizer, agree: Callable[[str], str] = lambda name: name) -> str:
-        """Save all state of an optimizer, and return the checkpoint's name. Every rank calls it, and `agree` gives all
-        of them the first rank's name. Raises as `save_checkpoint`."""
+        """Save all state of an optimizer, and return the checkpoint's name. Every rank must call it. `agree` gives all
+        ranks the first rank's name. Raises the errors of `save_checkpoint`."""
         self._directory.mkdir(parents=True, exist_ok=True)
         name = agree(self._new.format(max(self._numbers(), default=0) + 1))
         optimizer.save_checkpoint(self._directory / name)
@@ -36,11 +37,11 @@ class States:
         """The last checkpoint. Raises CheckpointError if there is none."""
         numbers = self._numbers()
         if not numbers:
-            raise CheckpointError(f"{self._directory} has no state of Pagoda: it was saved without paging.")
+            raise CheckpointError(f"{self._directory} has no Pagoda checkpoint: it was saved without paging.")
         return self._directory / self._new.format(max(numbers))
 
     def keep_newest(self) -> None:
-        """Delete all but the last one."""
+        """Delete all checkpoints except the last one."""
         for number in self._numbers()[:-1]:
             remove(self._directory / self._new.format(number))
 
@@ -51,8 +52,8 @@ class States:
 
 @contextmanager
 def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterator[None]:
-    """Write a model's files in pieces. They replace older ones in a directory after the block, which may write others
-    there. Every rank calls it. Raises as `export`, which has these settings."""
+    """Write a model's files in pieces. After the block, which may write other files in the directory, they replace
+    older ones there. Every rank must call it. The settings and errors are those of `export`."""
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".pagoda-", dir=directory) as folder:
         export(model, Path(folder, "model"), **settings)

@@ -1,4 +1,4 @@
-"""Trainers of transformers, and of libraries built on them such as TRL, whose training state is in pages."""
+"""Trainers from transformers, and from libraries built on it such as TRL, with training state in pages."""
 
 import os
 import warnings
@@ -20,7 +20,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.activations.blocks import find_blocks
 
 STATE = "pagoda"
-"""In a checkpoint's directory: Pagoda's own checkpoint, from which a run resumes."""
+"""Directory inside a checkpoint: Pagoda's own checkpoint, from which a run resumes."""
 _SCHEDULER, _TRAINER_STATE = "scheduler.pt", "trainer_state.json"
 _REFUSED = {
     "auto_find_batch_size": "a step that ran out of memory cannot be repeated: choose the batch size",
@@ -31,32 +31,32 @@ _REFUSED = {
     "use_vllm": "TRL would copy all weights into vLLM: the model generates from its pages",
     "sync_ref_model": "a reference model in pages does not change",
 }
-"""Arguments that a paged trainer refuses, and what to do instead."""
+"""Arguments that a paged trainer refuses, with the reason or the alternative."""
 
 
 _Trainer: Any = object
-"""For mypy: the mixin finds the attributes of a trainer in `self`."""
+"""For mypy: base of a mixin that uses attributes of trainers."""
 
 
 class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Put before a trainer class, it keeps the training state in pages::
+    """A mixin, listed before a trainer class, that keeps the training state in pages::
 
         class PagedSFTTrainer(PagedTrainerMixin, trl.SFTTrainer): pass
         trainer = PagedSFTTrainer(model, args, ..., paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme")))
 
     The model is wrapped when training or evaluation begins. Optimizer, learning rate, weight decay, clipping,
-    accumulation, bf16 and fp16 are those of `TrainingArguments`. With bf16 or fp16, weights are in that dtype in
-    forward and backward, behind a master in fp32, and autocast is off; without either, the dtype is the model's.
+    accumulation, bf16 and fp16 are those of `TrainingArguments`. With bf16 or fp16, weights have that dtype in forward
+    and backward, with a master in fp32, and autocast is off. Without either, the dtype is the model's.
 
-    Checkpoints have the model's files, for `from_pretrained`, and in `pagoda` all state, for
-    `train(resume_from_checkpoint=...)`, which goes on with the same bits. Both are written in pieces. The best model
-    comes back with the optimizer's state of that step. A reference model is paged with `Paging(reference=...)`.
+    Checkpoints have the model's files, for `from_pretrained`, and a directory `pagoda` with all state, for
+    `train(resume_from_checkpoint=...)`, which continues with the same bits. Both are written in pieces. The best model
+    is loaded together with the optimizer's state of that step. `Paging(reference=...)` puts a reference model in pages.
 
-    With `torch_compile` each of the model's layers is compiled.
+    With `torch_compile`, each of the model's layers is compiled.
 
-    Under torchrun, Pagoda divides the state over the ranks; there is no DDP.
+    Under torchrun, Pagoda divides the state over the ranks; DDP is not used.
 
-    Raises ConfigError for arguments that cannot be combined with it, BudgetError as `wrap`.
+    Raises ConfigError for arguments that cannot be combined with paging, and BudgetError like `wrap`.
     """
 
     optimizer: Any
@@ -83,7 +83,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     # --- the model and its optimizer -----------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Wrap the model; the optimizer is the one that steps it."""
+        """Wrap the model. Returns the optimizer that steps it."""
         if self.optimizer is None:
             if self._paged is not None:  # of a model that `model_init` has replaced
                 self._paged.close()
@@ -99,7 +99,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         args = self.args
         kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)
         if self.paging.optimizer is None and not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise ConfigError(f"optim={args.optim} makes no torch.optim.Optimizer: give Paging(optimizer=...).")
+            raise ConfigError(f"optim={args.optim} does not make a torch.optim.Optimizer: give Paging(optimizer=...).")
         for block in find_blocks(model) if args.torch_compile else ():
             block.module.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         decayed = set(self.get_decay_parameter_names(model))
@@ -119,11 +119,12 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         )
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """No autocast and no loss scaling by Accelerate: the weights have their dtype, and Pagoda scales the loss."""
+        """Turn off Accelerate's autocast and loss scaling: the weights have their dtype, and Pagoda scales the loss."""
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; a model that it gets for evaluation is the reference model of DPO and others."""
+        """Create the accelerator. It wraps a model that is prepared for evaluation: the reference model of DPO and
+        others."""
         super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare_model
 
@@ -136,26 +137,26 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         self.accelerator.prepare_model = prepare_model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: `wrap` places the model."""
+        """Do nothing: `wrap` places the model."""
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Clip, where a user has wrapped the model. Else `step` does, as `wrap` was told to."""
+        """Clip if the user wrapped the model. Otherwise `step` clips, with the norm given to `wrap`."""
         if self._was_given and self._paged is not None:
             self._paged.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Nothing: the norm is known once `step` has been called; `log` adds it."""
+        """Return None: the norm is known only after `step`, and `log` adds it."""
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the norm of the last step's gradient beside the loss of training."""
+        """Log, and add the last step's gradient norm to the training loss."""
         if self._paged is not None and "loss" in logs and self._paged.stats.grad_norm is not None:
             logs = {"loss": logs["loss"], "grad_norm": self._paged.stats.grad_norm, **logs}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict, on the wrapped model even if nothing has been trained yet."""
+        """Evaluate or predict with the wrapped model. Wrap it first if nothing has been trained yet."""
         if self._paged is None:
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
@@ -172,7 +173,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             super()._save(str(out), state_dict={})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write all state and the scheduler's. Replaces what an interrupted run has left there."""
+        """Write all state, and the scheduler's. Replaces the remains of an interrupted run."""
         directory = Path(output_dir, STATE)
         if self.args.should_save and directory.exists():
             remove(directory)
@@ -182,18 +183,18 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: the loss scale is in Pagoda's checkpoint."""
+        """Do nothing: the loss scale is in Pagoda's checkpoint."""
 
     # --- resuming ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train. `resume_from_checkpoint=True` takes the last checkpoint that is complete."""
+        """Train. `resume_from_checkpoint=True` uses the last complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(_last_checkpoint(Path(self.args.output_dir)))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Check that there is state to resume from. It is loaded once the model is wrapped."""
+        """Check that there is state to resume from. It is loaded after the model is wrapped."""
         try:
             read_manifest(Path(resume_from_checkpoint, STATE))
         except CheckpointError as error:
@@ -210,7 +211,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing: the loss scale is in Pagoda's checkpoint."""
+        """Do nothing: the loss scale is in Pagoda's checkpoint."""
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -221,17 +222,17 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
 
 def _last_checkpoint(run: Path) -> Path:
-    """The last checkpoint of a run from which it can resume. Raises CheckpointError where there is none."""
+    """The last checkpoint from which a run can resume. Raises CheckpointError if there is none."""
     found = sorted(run.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     for path in reversed(found):
         if (path / _TRAINER_STATE).is_file() and (path / STATE).is_dir():
             return path
-        warnings.warn(f"{path} is not complete: the run resumes from the one before.", stacklevel=3)
+        warnings.warn(f"{path} is not complete: the run resumes from the checkpoint before it.", stacklevel=3)
     raise CheckpointError(f"{run} has no checkpoint to resume from: leave out resume_from_checkpoint to begin.")
 
 
 def _given(optimizer: object) -> PagedOptimizer:
-    """The optimizer that a user has passed. Raises ConfigError where it is not Pagoda's."""
+    """Check the optimizer that a user has passed. Raises ConfigError if it is not Pagoda's."""
     if isinstance(optimizer, PagedOptimizer):
         return optimizer
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""Built-in model shapes and the builder that turns a name or a directory into a model."""
+"""Built-in model shapes, and builders that make a model from a name or a directory."""
 
 from pagoda.models.build import build_model, layer_count
 from pagoda.models.shapes import SHAPES, Shape

@@ -1,4 +1,4 @@
-"""Builds a language model from a built-in name or a local Hugging Face directory."""
+"""Builds language models from built-in names or local Hugging Face directories."""
 
 from collections.abc import Callable
 from math import ceil
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 _CAPACITY_FACTOR = 1.25
-"""Of its even share, what an expert takes at most, as in Switch Transformer (arXiv 2101.03961)."""
+"""Most tokens of an expert, relative to an equal share, as in Switch Transformer (arXiv 2101.03961)."""
 _MOST_LAYERS = 10_000
-"""More than any model has: a configuration that says more is broken, and would be built for hours."""
+"""More layers than any model has. A configuration with more is wrong, and its model would take hours to build."""
 
 
 def build_model(
@@ -25,23 +25,23 @@ def build_model(
     gradient_checkpointing: bool = False,
     layers: int | None = None,
 ) -> "nn.Module":
-    """Builds a language model of transformers in training mode, its parameters fp32.
+    """Build a language model of transformers, with fp32 parameters, in training mode.
 
-    Call it inside `pagoda.init()` to keep parameters on the meta device. Nothing is downloaded and no code
-    from the directory runs. The key-value cache is off.
+    Call it inside `pagoda.init()` to keep parameters on the meta device. Nothing is downloaded and no code from the
+    directory runs. The key-value cache is off.
 
     Args:
-        name_or_dir: a name in `SHAPES`, a paper's shape with experts, `gpt-<layers>x<hidden>`, or a directory that
-            holds a Hugging Face `config.json`.
-        seq_len: tokens per sequence the model must accept; the positions of `gpt-<layers>x<hidden>` grow with it, and
-            an expert of a built-in T5-MoE takes 1.25 times its even share of so many.
-        gradient_checkpointing: let the model itself recompute each layer in backward (non-reentrant) instead of
-            saving its activations, for plain PyTorch; under `wrap`, that is `activations`.
-        layers: layers of the decoder, instead of the model's own; the kinds of its first ones, over again if
-            need be, where it mixes kinds.
+        name_or_dir: a name in `SHAPES`, a paper's shape with experts, `gpt-<layers>x<hidden>`, or a directory with a
+            Hugging Face `config.json`.
+        seq_len: tokens per sequence that the model must accept. It sets a minimum for the positions of
+            `gpt-<layers>x<hidden>`, and an expert of a built-in T5-MoE takes at most 1.25 times its share of them.
+        gradient_checkpointing: recompute each layer in backward with the model's own (non-reentrant) checkpointing
+            instead of saving its activations. This is for plain PyTorch; with `wrap`, use `activations`.
+        layers: number of decoder layers, instead of the model's own. If layers are of several kinds, the kinds are
+            those of the first layers, repeated as necessary.
 
-    Raises ConfigError: unknown name, unusable `config.json`, `seq_len` above the model's positions, a model without
-    gradient checkpointing, or transformers is not installed.
+    Raises ConfigError for an unknown name, an unusable `config.json`, a `seq_len` above the model's positions or a
+    model without gradient checkpointing, and if transformers is not installed.
     """
     config = _configuration(name_or_dir)
     text = config.get_text_config()
@@ -71,12 +71,12 @@ def build_model(
 
 
 def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module":
-    """Builds the model of a directory with a config.json as that says itself, in training mode, its parameters fp32.
+    """Build the model that a directory's config.json describes, with fp32 parameters, in training mode.
 
-    `model_class` is a class of transformers, an Auto class or a model's own; by default the first of the config.json's
-    `architectures`, or else `AutoModelForCausalLM`.
+    `model_class` is a class of transformers: an Auto class or a model class. By default it is the first of the
+    config.json's `architectures`, or `AutoModelForCausalLM` if there is none.
 
-    Raises ConfigError: unusable `config.json`, or transformers is not installed.
+    Raises ConfigError for an unusable `config.json`, and if transformers is not installed.
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
@@ -84,9 +84,10 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
 
 
 def build_from_settings(directory: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> "nn.Module":
-    """As `build_from_directory`, from what config.json and generation_config.json would have; errors name `directory`.
+    """Build a model like `build_from_directory`, from the contents of config.json and generation_config.json. Error
+    messages name `directory`.
 
-    Raises ConfigError: this transformers cannot build it, or is not installed.
+    Raises ConfigError if this transformers cannot build it or is not installed.
     """
     transformers = import_transformers()
     try:
@@ -109,17 +110,17 @@ def _build_as_said(directory: Path, config: Any, model_class: Any) -> "nn.Module
 
 
 def is_encoder_decoder(name_or_dir: str) -> bool:
-    """Whether a name is that of a model whose decoder continues what its encoder has read.
+    """Whether a model is an encoder-decoder.
 
-    Raises ConfigError as `build_model`.
+    Raises ConfigError like `build_model`.
     """
     return bool(getattr(_configuration(name_or_dir), "is_encoder_decoder", False))
 
 
 def positions_of(name_or_dir: str) -> int | None:
-    """The most tokens of a sequence, or None where the model does not say.
+    """Most tokens of a sequence, or None if the model does not say.
 
-    Raises ConfigError as `build_model`.
+    Raises ConfigError like `build_model`.
     """
     if is_sized_gpt(name_or_dir):
         return None
@@ -127,9 +128,9 @@ def positions_of(name_or_dir: str) -> int | None:
 
 
 def layer_count(name_or_dir: str) -> int:
-    """Layers of the decoder of a transformers model.
+    """Number of decoder layers of a transformers model.
 
-    Raises ConfigError: as `build_model`, or the configuration does not say.
+    Raises ConfigError like `build_model`, and if the configuration does not give the number.
     """
     return _layers(name_or_dir, _configuration(name_or_dir))
 
@@ -144,9 +145,9 @@ def _layers(name_or_dir: str, config: Any) -> int:
 
 
 def model_directory(name_or_dir: str) -> Path | None:
-    """The Hugging Face directory that `name_or_dir` means, or None for a built-in name, which wins.
+    """The Hugging Face directory that `name_or_dir` names, or None for a built-in name, which takes precedence.
 
-    Raises ConfigError: neither a built-in name nor a directory with a config.json.
+    Raises ConfigError if it is neither a built-in name nor a directory with a config.json.
     """
     directory = Path(name_or_dir)
     if is_built_in(name_or_dir) or not directory.exists():
@@ -161,7 +162,7 @@ def model_directory(name_or_dir: str) -> Path | None:
 
 
 def _configuration(name_or_dir: str) -> Any:
-    """The transformers configuration: a built-in name wins over a directory of the same name."""
+    """The transformers configuration. A built-in name takes precedence over a directory of the same name."""
     directory = model_directory(name_or_dir)
     if directory is not None:
         return _read_configuration(directory)
@@ -178,15 +179,15 @@ def _read_configuration(directory: Path) -> Any:
     except Exception as error:  # transformers validates a bad file with many exception types
         raise ConfigError(f"transformers {transformers.__version__} cannot read {path}: {error}") from error
     if not isinstance(text, transformers.PretrainedConfig):
-        raise ConfigError(f"{path} has a text_config that is no configuration: {text!r:.80}")
+        raise ConfigError(f"{path} has a text_config that is not a configuration: {text!r:.80}")
     layers = getattr(text, "num_hidden_layers", 1)
     if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
-        raise ConfigError(f"{path} says {layers:.3g} layers, and a model has 1 to {_MOST_LAYERS}: correct it")
+        raise ConfigError(f"{path} has {layers:.3g} layers, but a model has 1 to {_MOST_LAYERS}: correct it")
     return config
 
 
 def _built(what: str, build: Callable[..., Any], config: Any) -> "nn.Module":
-    """What a class of transformers makes of a configuration, in training mode, in fp32."""
+    """Build a model of a transformers class from a configuration, in training mode, in fp32."""
     import torch
 
     try:
@@ -211,5 +212,5 @@ def _enable_checkpointing(name_or_dir: str, model: Any) -> None:
 
 
 def import_transformers() -> Any:
-    """The package. Raises ConfigError where it is not installed."""
+    """Import transformers. Raises ConfigError if it is not installed."""
     return needed("transformers", "the built-in models need transformers: pip install 'pagoda-train[transformers]'")

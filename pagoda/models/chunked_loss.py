@@ -1,4 +1,4 @@
-"""`chunked_loss`: the opt-in of a model whose logits are never whole."""
+"""`chunked_loss`: lets a model compute its loss without all logits in memory."""
 
 from typing import TypeVar
 
@@ -11,20 +11,21 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def chunked_loss(model: Model) -> Model:
-    """Let a Hugging Face language model compute its loss without ever holding all logits; returns the model.
+    """Let a Hugging Face language model compute its loss without holding all logits at once. Returns the model.
 
-    One line, before or after `wrap`:
+    Call it before or after `wrap`:
 
         model = pagoda.chunked_loss(model)
 
-    The model's output layer then gives logits that are made when they are read. Cross-entropy reads them in blocks,
-    and once more in backward, so the memory of the loss no longer grows with tokens times vocabulary; the price is one
-    more product with the output layer. This goes for the model's own loss and for
+    The model's output layer then returns logits that are computed when they are read. Cross-entropy reads them in
+    blocks, and once more in backward, so the memory of the loss no longer grows with tokens times vocabulary. The cost
+    is one more matrix product with the output layer. It applies to the model's own loss and to
     `torch.nn.functional.cross_entropy(logits, targets)`, with the shift of causal models, `ignore_index`,
-    `label_smoothing`, sums over several batches, soft caps and scales. Whatever else reads logits makes them whole.
+    `label_smoothing`, sums over several batches, soft caps and scales. Any other operation that reads logits computes
+    all of them.
 
-    The loss is that of fp32 logits, as transformers has it, with another order of summation: it is no less accurate,
-    but not the same to the last bit. Under `torch.compile` of the whole model the logits are made as ever.
+    The loss is that of fp32 logits, as in transformers, summed in another order: it is no less accurate, but not the
+    same to the last bit. With `torch.compile` of the whole model, logits are computed as usual.
 
     Raises ConfigError for a model without an output layer, or with one that is not a plain `nn.Linear`.
     """

@@ -1,4 +1,4 @@
-"""Logits that are made when somebody reads them; a loss over them is computed without their ever being whole."""
+"""Logits that are computed when they are read. A loss reads them in blocks, so they never exist all at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pagoda.models.tiles import TiledLinear, Visit
 
 
 def defer_logits(head: nn.Module) -> bool:
-    """Let the output of a linear layer, tiled or not, wait to be read; False for other layers.
+    """Defer the output of a linear layer, tiled or not, until it is read. Returns False for other layers.
 
-    The layer changes its class: its parameters, names and hooks stay as they are.
+    The layer changes its class. Its parameters, names and hooks stay the same.
     """
     if isinstance(head, LateHead | LateTiledHead):
         return True
@@ -33,10 +33,10 @@ def defer_logits(head: nn.Module) -> bool:
 
 
 class LateHead(nn.Linear):
-    """A linear layer whose output waits to be read.
+    """A linear layer whose output is computed when it is read.
 
-    A loss needs the weight after the layer's forward has ended, where a paged weight is no longer in memory. So it
-    calls the layer again, with what is to be done with the weight: hooks on the layer then see to it, as ever.
+    A loss needs the weight after the layer's forward has ended, when a paged weight is no longer in memory. So it calls
+    the layer again, with a function to apply to the weight, and hooks on the layer fetch the weight as usual.
     """
 
     def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
@@ -48,7 +48,7 @@ class LateHead(nn.Linear):
 
 
 class LateTiledHead(TiledLinear):
-    """The same of a linear layer in tiles: one after another is at hand."""
+    """A tiled linear layer whose output is computed when it is read. Its tiles are in memory one after another."""
 
     def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
         if visit is not None or torch.compiler.is_compiling():
@@ -57,21 +57,21 @@ class LateTiledHead(TiledLinear):
 
 
 class _Call(NamedTuple):
-    """A call of a head that is put off."""
+    """A deferred call of a head."""
 
     head: LateHead | LateTiledHead
     dtype: torch.dtype
-    """What it would have computed in."""
+    """The dtype in which the call would have computed."""
     with_grad: bool
     step: int
-    """Steps that optimizers had taken then."""
+    """Steps that optimizers had taken at the time of the call."""
 
 
 class DeferredLogits(torch.Tensor):
     """The output of a `LateHead`, shape [..., V].
 
-    Shape, dtype and device are known; `torch.nn.functional.cross_entropy` runs block by block; reshaping and picking
-    tokens, changes of dtype and products with numbers wait as well. Anything else makes the values, once.
+    Shape, dtype and device are known. `torch.nn.functional.cross_entropy` runs block by block. Reshaping, selection of
+    tokens, changes of dtype and products with numbers are deferred too. Any other operation computes the values, once.
     """
 
     hidden: torch.Tensor
@@ -81,7 +81,7 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def of(hidden: torch.Tensor, head: LateHead | LateTiledHead) -> DeferredLogits:
-        """Of `hidden` [..., H], in the dtype that the layer would compute in."""
+        """Deferred logits of `hidden` [..., H], in the dtype in which the layer would compute."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         return _late(hidden, dtype, (), _Call(head, dtype, torch.is_grad_enabled(), _steps[0]))
@@ -116,7 +116,7 @@ class DeferredLogits(torch.Tensor):
         return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
 
     def values(self) -> torch.Tensor:
-        """The logits, whole. Raises UsageError once an optimizer has changed the weights they are to be made with."""
+        """All logits. Raises UsageError if an optimizer has changed the weights since the call."""
         if self._made is None:
             rows: list[torch.Tensor] = []
 
@@ -133,11 +133,11 @@ class DeferredLogits(torch.Tensor):
         return self._made
 
     def visit(self, rows: Visit) -> None:
-        """Call the head for its weight."""
+        """Call the head with a function to apply to its weight."""
         if self.call.step != _steps[0]:
             raise UsageError(
-                "Logits of a model with pagoda.chunked_loss were read after an optimizer.step(): they are made when "
-                "they are read, and the weights have changed. Read or .detach() them before."
+                "Logits of a model with pagoda.chunked_loss were read after an optimizer.step(). They are computed "
+                "when they are read, but the weights have changed. Read or .detach() them before the step."
             )
         with torch.autocast(self.hidden.device.type, enabled=False):
             self.call.head(self.hidden, rows)
@@ -157,14 +157,15 @@ def _late(hidden: torch.Tensor, dtype: torch.dtype, maps: tuple[Map, ...], call:
 
 def _lost(_grad: torch.Tensor) -> None:
     raise UsageError(
-        "A gradient arrived at logits of a model with pagoda.chunked_loss that were never made: what computes the loss "
-        "takes them past torch's functions, as a torch.autograd.Function does. Use torch.nn.functional.cross_entropy, "
-        "or leave out pagoda.chunked_loss."
+        "Logits of a model with pagoda.chunked_loss got a gradient, but were never computed: the loss, such as a "
+        "torch.autograd.Function, does not read them with torch's functions. Use torch.nn.functional.cross_entropy, or "
+        "leave out pagoda.chunked_loss."
     )
 
 
 def _mapped(late: DeferredLogits, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DeferredLogits | None:
-    """The same with one more element-wise function, if nothing but numbers and dtypes goes into it."""
+    """The logits with one more element-wise function, if its other arguments are only numbers and dtypes; otherwise
+    None."""
     others = [*args[1:], *kwargs.values()]
     if not all(isinstance(other, int | float | torch.dtype) or other == late.device for other in others):
         return None
@@ -173,7 +174,7 @@ def _mapped(late: DeferredLogits, func: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def _only_widens(each: Map) -> bool:
-    """Whether one of `_mapped`'s functions changes no value."""
+    """Whether a function of `_mapped` changes no value."""
     assert isinstance(each, partial), "made by _mapped"
     func, others, _ = each.args
     return func in (_T.float, _T.contiguous, _T.clone) or (func is _T.to and others == (torch.float32,))
@@ -185,7 +186,8 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: tor
 
 
 def _reshaped(late: DeferredLogits, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DeferredLogits | None:
-    """The same in another shape, if tokens stay whole: elements keep their order, so the last dimension tells."""
+    """The logits in another shape, or None if it splits the logits of a token. Elements keep their order, so comparing
+    the last dimension suffices."""
     shape = func(torch.empty(late.shape, device="meta"), *args[1:], **kwargs).shape
     if not shape or shape[-1] != late.shape[-1]:
         return None
@@ -193,7 +195,7 @@ def _reshaped(late: DeferredLogits, func: Any, args: Sequence[Any], kwargs: dict
 
 
 def _picked(late: DeferredLogits, index: Any) -> DeferredLogits | None:
-    """Some of the tokens, if the index leaves the vocabulary alone."""
+    """The logits of some of the tokens, or None if the index selects from the vocabulary."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(isinstance(part, int | slice | torch.Tensor) or part is ... for part in parts):
         return None
@@ -220,7 +222,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """`torch.nn.functional.cross_entropy`; None for what it can do and we cannot."""
+    """`torch.nn.functional.cross_entropy`, or None for arguments that are not supported in blocks."""
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if not plain or late.dim() != 2 or target.dim() != 1 or target.is_floating_point() or len(target) != len(late):
         return None
@@ -273,7 +275,7 @@ _ELEMENTWISE = frozenset(
 _RESHAPING = frozenset({_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.unflatten, _T.unsqueeze})
 
 _steps = [0]
-"""Steps that any optimizer has taken since the first head became late."""
+"""Steps that all optimizers have taken since the first head became a late one."""
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear layer's output that is never whole.
+"""Cross-entropy of a linear layer's output that is never whole in memory.
 
-Logits are made in blocks of tokens and vocabulary, reduced to a few numbers per token, dropped, and made once more in
-backward (as in "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009).
+Logits are computed in blocks of tokens and vocabulary, reduced to a few numbers per token, dropped, and computed again
+in backward (as in "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009).
 
 Shapes: N tokens, H hidden, V rows of the weight.
 """
@@ -14,24 +14,25 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 BLOCK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 22}
-"""Type of device -> logits that exist at once. On the CPU a block and what is made of it stay in its caches."""
+"""Device type -> logits that exist at once. On the CPU, a block and its intermediate results stay in the CPU's
+caches."""
 KEPT_BYTES = {"cpu": 48 << 20}
-"""Type of device -> most bytes of blocks that forward keeps for backward, which makes all others again."""
+"""Device type -> most bytes of blocks that forward keeps for backward. Backward computes all others again."""
 BLOCK_TOKENS = 2048
-"""Tokens of a block, at most; the rest of its logits are vocabulary. Products of matrices are fast with both long."""
+"""Most tokens of a block. Its other dimension is vocabulary. Matrix products are fast if both are long."""
 
 Map = Callable[[torch.Tensor], torch.Tensor]
-"""What is done to each logit before the loss, such as a soft cap: element-wise, keeps the shape."""
+"""An element-wise function of logits before the loss, such as a soft cap. It keeps the shape."""
 
 
 class Reduced(NamedTuple):
-    """What the loss needs of the logits of some rows of the vocabulary: fp32, [N] each."""
+    """What the loss needs from the logits of some rows of the vocabulary: fp32, [N] each."""
 
     logsumexp: torch.Tensor
     target: torch.Tensor
-    """The target's logit, 0 where the target is another row."""
+    """The target's logit, or 0 if the target is not in these rows."""
     total: torch.Tensor | None
-    """Sum of the logits, if that was asked for."""
+    """Sum of the logits, if it was requested."""
 
 
 def reduce_logits(
@@ -43,10 +44,10 @@ def reduce_logits(
     *,
     label_smoothing: float = 0.0,
 ) -> Reduced:
-    """Reduce the logits `maps(hidden @ weight.T + bias)` of every token; differentiable in the first three.
+    """Reduce the logits `maps(hidden @ weight.T + bias)` of every token. Differentiable in the first three arguments.
 
-    `hidden` [N, H], `weight` [V, H], `bias` [V], `target` [N]: rows; those outside [0, V) are none of these rows.
-    A loss with `label_smoothing` needs the logits' sum too.
+    Shapes: `hidden` [N, H], `weight` [V, H], `bias` [V], `target` [N]. A target outside [0, V) is not in these rows. A
+    loss with `label_smoothing` also needs the sum of the logits.
     """
     parts = _Reduce.apply(hidden, weight, bias, target, tuple(maps), label_smoothing != 0)  # type: ignore[no-untyped-call]
     return Reduced(*parts)
@@ -61,8 +62,8 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy` of fp32 logits, from the parts of the vocabulary, which were reduced with the
-    same `label_smoothing`; `target` [N]."""
+    """`torch.nn.functional.cross_entropy` of fp32 logits from the reduced parts of the vocabulary. `target` [N]; the
+    parts must have been reduced with the same `label_smoothing`."""
     counted = target != ignore_index
     torch._assert_async(
         (((target >= 0) & (target < vocabulary)) | ~counted).all(), f"A target is not in [0, {vocabulary})."
@@ -83,11 +84,11 @@ def cross_entropy(
 
 
 class _Reduce(torch.autograd.Function):
-    """Goes over rows in the outer loop, so that a row's gradient is added up in fp32 and rounded once.
+    """Loops over rows outside and tokens inside, so that a row's gradient is added up in fp32 and rounded once.
 
-    What backward needs of a block are its logits' exponentials over the largest of each token, in the logits' dtype. It
-    makes them again, but for those of the first blocks, which are kept: the bits are the same. What differs from token
-    to token is then a factor of rows of `hidden`, which are fewer. Targets go by themselves, in fp32.
+    From each block, backward needs exp(logits - the token's largest logit), in the logits' dtype. Forward keeps the
+    first blocks, and backward computes the others again, with the same bits. Factors that differ between tokens are
+    then applied to the rows of `hidden`, which are fewer. Targets are handled separately, in fp32.
     """
 
     @staticmethod
@@ -194,21 +195,21 @@ def _mapped(logits: torch.Tensor, maps: Sequence[Map]) -> torch.Tensor:
 
 
 def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """The largest logit of each token, [n]; 0 where that is infinite."""
+    """The largest logit of each token, [n], or 0 if it is infinite."""
     largest = logits.amax(1)
     return largest.where(largest.isfinite(), 0.0)
 
 
 def _without(values: torch.Tensor, column: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """What a block has in the columns of targets, [n, 1]: 0 for those that are there."""
+    """The values of a block in the columns of the targets, [n, 1], with 0 for targets inside the block."""
     return values.gather(1, column).where(~inside[:, None], 0.0)
 
 
 def _at_target(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, maps: Sequence[Map], grad: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the logits of n targets before `maps`, of that behind them: fp32, [n]. `hidden` and `weight` are
-    [n, H], a row for each."""
+    """Gradients with respect to n target logits before `maps`, from those after `maps`: fp32, [n]. `hidden` and
+    `weight` are [n, H], with a row for each target."""
     if not maps:
         return grad
     made = torch.linalg.vecdot(hidden.float(), weight.float())
@@ -220,7 +221,7 @@ def _at_target(
 
 
 def _summed_by_row(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
-    """`values` [n, H] added up by their row, in an order that is always the same: [rows, H]."""
+    """Sum of `values` [n, H] by row: [rows, H]. The order of summation is always the same."""
     summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(values, row, rows, -1, False)
     return summed
 
@@ -230,7 +231,8 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _column(target: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's target's column in a block of `rows` ([n, 1]; any column if it has none), and if it has one."""
+    """Column of each token's target in a block of `rows`, [n, 1], and whether the target is in the block. If it is not,
+    the column has no meaning."""
     inside = (target >= rows.start) & (target < rows.stop)
     return (target - rows.start).where(inside, 0)[:, None], inside
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA), by peft: they train in place of a model's own weights, which stay frozen.
+"""Low-rank adapters (LoRA) with peft. They are trained instead of a model's own weights, which stay frozen.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022).
 """
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 ALL_LINEAR = "all-linear"
-"""As a target: every linear layer but the output's."""
+"""As a target: every linear layer except the output layer."""
 ADAPTER = "default"
-"""What peft calls the adapter of a model that has one."""
+"""peft's name for the only adapter of a model."""
 _NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
 
 
@@ -25,7 +25,7 @@ class LoraConfig:
     rank: int | None = None
     """Rank of the adapters. By default there are none, and the whole model is trained."""
     alpha: int | None = None
-    """What an adapter adds is multiplied by alpha / rank. By default alpha is twice the rank."""
+    """The output of an adapter is multiplied by alpha / rank. By default alpha is twice the rank."""
     dropout: float = 0.0
     """Share of an adapter's inputs that are dropped."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
@@ -48,10 +48,10 @@ class LoraConfig:
 
 
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
-    """`model`, of transformers, frozen and with adapters, in training mode. Its weights may wait on meta.
+    """Freeze a transformers model and add adapters, in training mode. Its weights may wait on meta.
 
-    Raises ConfigError where peft is not installed, finds none of the targets, or would adapt experts or routers as a
-    whole.
+    Raises ConfigError if peft is not installed, if it finds none of the targets, or if it would adapt whole experts or
+    routers.
     """
     assert lora.rank is not None
     peft = needed("peft", _NO_PEFT)
@@ -72,7 +72,7 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
 
 
 def _of_mixtures(adapted: "nn.Module", settings: Any) -> str | None:
-    """Why adapters in a mixture of experts cannot be trained; None where they can."""
+    """The reason why adapters in a mixture of experts cannot be trained, or None if they can."""
     from pagoda.models.switch import is_switch
 
     if settings.target_parameters:
@@ -82,14 +82,14 @@ def _of_mixtures(adapted: "nn.Module", settings: Any) -> str | None:
         )
     if any(is_switch(module, "Top1Router") and hasattr(module.classifier, "lora_A") for module in adapted.modules()):
         return (
-            "transformers casts the linear layer of a router in place, so it takes no adapter. Name others, such as "
-            "q k v o wi wo"
+            "transformers casts the linear layer of a router in place, so it cannot have an adapter. Name other "
+            "layers, such as q k v o wi wo"
         )
     return None
 
 
 def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
-    """peft's settings of the one adapter that a model has, as JSON has them; None for any other model."""
+    """peft's settings of a model's only adapter, with JSON types. None for any other model."""
     configs = getattr(model, "peft_config", None)
     if not callable(getattr(model, "get_base_model", None)) or not configs or list(configs) != [ADAPTER]:
         return None
@@ -97,7 +97,7 @@ def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
 
 
 def adapted_as(model: Any, settings: dict[str, Any]) -> Any:
-    """`model` with an adapter of these settings, as `adapter_settings` gave them."""
+    """Add an adapter to `model`, with settings from `adapter_settings`."""
     peft = needed("peft", _NO_PEFT)
     config = peft.PeftConfig.from_peft_type(**{**settings, "base_model_name_or_path": None})
     adapted = peft.get_peft_model(model, config)

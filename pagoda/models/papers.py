@@ -1,9 +1,9 @@
-"""The shapes of the papers that Pagoda follows, as data to plan with. Only those with experts are built, as
-Switch Transformers: see `shapes` for what else is.
+"""Model shapes from the papers that Pagoda follows, as data for plans. Only the shapes with experts can be built, as
+Switch Transformers; see `shapes` for other models that can be built.
 
-Two families. `gpt` is GPT-2's block: learned positions, biases everywhere, the head tied to the embedding. `t5` is
-T5 1.0: an encoder and a decoder, no biases, norms with a scale only, ReLU, relative positions, one embedding for
-encoder, decoder and head. With `experts`, every block's MLP is that many MLPs and a router in front of them.
+There are two families. `gpt` is GPT-2's block: learned positions, biases everywhere, the head tied to the embedding.
+`t5` is T5 1.0: an encoder and a decoder, no biases, norms with a scale only, ReLU, relative positions, one embedding
+for encoder, decoder and head. With `experts`, the MLP of every block is replaced by that many MLPs and a router.
 """
 
 from bisect import bisect_right
@@ -19,34 +19,34 @@ GPT_VOCAB = 50_304
 """GPT-2's 50,257 entries, rounded up to a multiple of 64."""
 T5_VOCAB = 32_128
 RELATIVE_BUCKETS = 32
-"""Distances that T5 tells apart; encoder and decoder each have one table of this many rows, `heads` wide."""
+"""Distances that T5 distinguishes. Encoder and decoder each have one table of this many rows, `heads` wide."""
 
 _STEPS = range(5, 100_000)
 
 
 @dataclass(frozen=True, slots=True)
 class PaperShape:
-    """A model as far as a plan needs it."""
+    """The dimensions of a model that a plan needs."""
 
     name: str
     family: PaperFamily
     nominal: float
-    """Parameters that the name promises."""
+    """Number of parameters according to the name."""
     layers: int
-    """Blocks; of the encoder, if there is a decoder."""
+    """Blocks, or blocks of the encoder if there is a decoder."""
     hidden: int
     heads: int
     ffn: int
     vocab: int
     seq_len: int
-    """Tokens of a sequence in the paper; the rows of `gpt`'s position table."""
+    """Tokens of a sequence in the paper, and rows of `gpt`'s position table."""
     source: str
-    """Where the shape is from, or how it was chosen where the paper gives none."""
+    """Where the shape is from, or how it was chosen if the paper gives none."""
     decoder_layers: int = 0
     experts: int = 0
-    """MLPs of each block from which a router chooses; 0 is one MLP without a router."""
+    """MLPs in each block among which a router chooses. 0: one MLP without a router."""
     top_k: int = 0
-    """Experts that see each token."""
+    """Experts for each token."""
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads or (self.family == "t5") != (self.decoder_layers > 0):
@@ -56,7 +56,7 @@ class PaperShape:
 
     @property
     def params(self) -> int:
-        """Parameters, tied ones counted once."""
+        """Number of parameters. Tied ones count once."""
         hidden, ffn, blocks = self.hidden, self.ffn, self.layers + self.decoder_layers
         bias = self.family == "gpt"
         norm = 2 * hidden if bias else hidden
@@ -132,13 +132,14 @@ PAPER_SHAPES: Mapping[str, PaperShape] = {shape.name: shape for shape in _OF_PAP
 
 
 def gpt_shape(params: float, seq_len: int = 1024) -> PaperShape:
-    """The largest shape of a family of GPTs with at most `params` parameters, for searching the largest that trains.
+    """The largest shape of a family of GPTs with at most `params` parameters, to search for the largest model that
+    trains.
 
-    The family is one chain: from each shape to the next, either one layer or 64 of hidden are added, two layers for
-    every three times 64, so that hidden is about 96 times the layers (64 to 128 in GPT-3's shapes, 36 to 328 in
-    PatrickStar's) and parameters always grow. Neighbours differ by about 6% at 1B, 3% at 10B, 1% at 100B.
+    The shapes of the family are a sequence. Each step adds either one layer or 64 to hidden, with two layers for every
+    three times 64, so hidden is about 96 times the layers (64 to 128 in GPT-3's shapes, 36 to 328 in PatrickStar's) and
+    the number of parameters always grows. Neighbours differ by about 6% at 1B, 3% at 10B and 1% at 100B.
 
-    Raises ConfigError below the smallest, which has two layers of 192.
+    Raises ConfigError below the smallest shape, which has two layers of 192.
     """
     step = bisect_right(_STEPS, params, key=lambda step: gpt_of_step(step - _STEPS[0], seq_len).params) - 1
     if step < 0:
@@ -148,7 +149,7 @@ def gpt_shape(params: float, seq_len: int = 1024) -> PaperShape:
 
 
 def gpt_of_step(step: int, seq_len: int = 1024) -> PaperShape:
-    """Number `step` of the family of `gpt_shape`, from the smallest, which is 0."""
+    """Shape number `step` of the family of `gpt_shape`. The smallest is number 0."""
     grown = step + _STEPS[0]
     units = 3 * grown // 5
     layers, hidden = grown - units, 64 * units

@@ -1,8 +1,8 @@
-"""Built-in shapes, as data: what each name means in the settings of a transformers configuration.
+"""Built-in shapes as data: a name and its settings in a transformers configuration.
 
-Every shape is one of transformers' own classes, so what trains here is what users load elsewhere. The small
-Llama shapes keep a 32,000-entry vocabulary and tie the output projection to the embedding; byte-level text
-uses the first 256 entries. Sizes are counted by building a shape, so none is written down here.
+Every shape is a class of transformers, so models trained here load elsewhere. The small Llama shapes keep a
+32,000-entry vocabulary and tie the output projection to the embedding. Byte-level text uses the first 256 entries.
+Sizes are counted by building a shape, so none is written down here.
 """
 
 import re
@@ -15,7 +15,8 @@ from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, T5_VOCAB
 
 Family = Literal["llama", "gpt2", "mixtral", "qwen3_moe", "switch_transformers"]
 _SMALL_VOCAB = 512
-"""Byte-level text uses 256 entries; of a larger table, small mixtures would mostly consist."""
+"""Byte-level text uses 256 entries. With a larger vocabulary, the embedding would be most of a small mixture of
+experts."""
 
 Setting = int | float | bool | str | dict[str, float | str]
 
@@ -59,7 +60,8 @@ def _mixture(
     experts: tuple[int, int, int],
     **others: Setting,
 ) -> Shape:
-    """A Mixtral or a Qwen3-MoE. `heads`: of queries, of keys; `experts`: how many, of a token, width."""
+    """A Mixtral or a Qwen3-MoE. `heads`: numbers of query heads and key heads. `experts`: number of experts, experts
+    for each token, width of an expert."""
     count, chosen, width = experts
     named = {
         "mixtral": {"num_local_experts": count, "intermediate_size": width},
@@ -82,7 +84,7 @@ def _mixture(
 def _switch(
     name: str, hidden: int, layers: int, heads: int, ffn: int, experts: int, vocab: int = _SMALL_VOCAB, every: int = 2
 ) -> Shape:
-    """A T5 with `layers` in the encoder and as many in the decoder, of which each `every`th one has experts."""
+    """A T5 with `layers` blocks in the encoder and as many in the decoder. Every `every`th block has experts."""
     settings: dict[str, Setting] = {
         "vocab_size": vocab,
         "d_model": hidden,
@@ -103,7 +105,7 @@ def _switch(
 
 
 def _untied(vocab: int, positions: int, rope_theta: float = 1e6) -> dict[str, Setting]:
-    """What published models have otherwise than the small ones."""
+    """The settings in which published models differ from the small ones."""
     return {
         "vocab_size": vocab,
         "max_position_embeddings": positions,
@@ -145,7 +147,7 @@ _HEAD_WIDTH = 64
 
 
 def is_built_in(name: str) -> bool:
-    """Whether `find_shape` has a shape of this name."""
+    """Whether `find_shape` knows this name."""
     paper = PAPER_SHAPES.get(name)
     return name in SHAPES or is_sized_gpt(name) or (paper is not None and paper.experts > 0)
 
@@ -156,12 +158,13 @@ def is_sized_gpt(name: str) -> bool:
 
 
 def find_shape(name: str) -> Shape:
-    """The built-in shape called `name`, a paper's with experts, or the GPT that `gpt-<layers>x<hidden>` describes.
+    """The shape with the built-in name `name`, a paper's shape with experts, or the GPT that `gpt-<layers>x<hidden>`
+    describes.
 
-    Such a GPT is a GPT-2 with heads of 64 and the vocabulary of `models.papers`, whose `gpt_shape` has the same
+    Such a GPT is a GPT-2 with heads of 64 and the vocabulary of `models.papers`. `gpt_shape` gives the same number of
     parameters under the same name.
 
-    Raises ConfigError: no such shape; the message lists the names and the closest one.
+    Raises ConfigError if there is no such shape. The message lists the names and the closest one.
     """
     if name in SHAPES:
         return SHAPES[name]

@@ -1,6 +1,6 @@
-"""Operators in tiles: linear layers and embeddings whose rows are modules of their own, used one after another.
+"""Tiled linear layers and embeddings: blocks of their rows are separate modules, used one after another.
 
-ZeRO-Infinity calls it memory-centric tiling (arXiv 2104.07857, section 5.1.3).
+ZeRO-Infinity calls this memory-centric tiling (arXiv 2104.07857, section 5.1.3).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,16 +14,17 @@ from torch.nn import functional
 from pagoda.runtime.hidden import hide
 
 Visit = Callable[[torch.Tensor, torch.Tensor | None, int], Any]
-"""Is given some rows of a layer's weight, their bias, and the index of the first, while they are in memory."""
+"""Called with some rows of a layer's weight, their bias and the index of the first row, while they are in memory."""
 
 _ALIGN_ELEMENTS = 256
-"""Tiles start on multiples of this many elements of their parameter: moments may be quantized in blocks of so many."""
+"""Tiles start at multiples of this many elements of their parameter, because moments may be quantized in such
+blocks."""
 
 
 def row_blocks(rows: int, widths: Sequence[int], most_elements: int) -> list[tuple[int, int]]:
-    """(start, stop) of equal tiles, but for the last, with at most `most_elements` each if alignment lets them.
+    """(start, stop) of tiles of equal size, except the last, with at most `most_elements` each if alignment permits.
 
-    `widths` are the elements that a row has in each of the parameters that are cut.
+    `widths`: elements of a row in each of the parameters that are cut.
     """
     step = _ALIGN_ELEMENTS // gcd(_ALIGN_ELEMENTS, *widths)
     width = sum(widths)
@@ -48,7 +49,7 @@ class LinearTile(nn.Module):
 
 
 class EmbeddingTile(nn.Module):
-    """Some rows of an embedding: puts the vectors of those `ids` [...] that it has into `out` [..., width]."""
+    """Some rows of an embedding: writes the vectors of the `ids` [...] in these rows into `out` [..., width]."""
 
     def __init__(self, weight: nn.Parameter, first: int, padding_idx: int | None) -> None:
         super().__init__()
@@ -70,11 +71,11 @@ class Tiled(nn.Module):
     def __init__(
         self, tiles: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]], first_row: int = 0
     ) -> None:
-        """`tiles` have consecutive rows, from `first_row` on; all of the layer's, or those of this rank."""
+        """`tiles` have consecutive rows from `first_row` on: all rows of the layer, or this rank's rows."""
         super().__init__()
         self.tiles = nn.ModuleDict(tiles)
         self.shapes = dict(shapes)
-        """Parameter of the whole layer -> shape; each is cut along its first dimension."""
+        """Parameter of the whole layer -> shape. Each is cut along its first dimension."""
         self._first_row = first_row
         self._loads: str | None = None
         self.register_state_dict_post_hook(Tiled._join)  # type: ignore[no-untyped-call]
@@ -82,7 +83,7 @@ class Tiled(nn.Module):
         self.register_load_state_dict_post_hook(Tiled._report)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        """Of a parameter of the whole layer: a hidden tensor of its shape, dtype and device."""
+        """For a parameter of the whole layer, return a hidden tensor of its shape, dtype and device."""
         shape = self.__dict__.get("shapes", {}).get(name)
         if shape is None:
             return super().__getattr__(name)
@@ -90,7 +91,7 @@ class Tiled(nn.Module):
         return hide(torch.full((), torch.nan, dtype=some.dtype, device=some.device).expand(shape), name)
 
     def parts(self, name: str) -> Iterator[tuple[nn.Parameter, int]]:
-        """The tiles' parts of a parameter, each with its first element in the whole one."""
+        """The tiles' parts of a parameter, each with the index of its first element in the whole parameter."""
         shape = self.shapes[name]
         start = self._first_row * prod(shape[1:])
         for tile in self.tiles.values():
@@ -99,14 +100,15 @@ class Tiled(nn.Module):
             start += part.numel()
 
     def _join(self, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """Where all of a parameter is here. Of one that ranks divide, each has its tiles, by their names."""
+        """Join a parameter if all of it is here. If ranks divide it, each rank keeps its tiles under their own
+        names."""
         for name, shape in self.shapes.items():
             keys = self._keys(prefix, name)
             if all(key in state_dict for key in keys) and self.is_whole(name):
                 state_dict[prefix + name] = _joined([state_dict.pop(key) for key in keys], shape)
 
     def is_whole(self, name: str) -> bool:
-        """Whether all of a parameter is here, not a rank's part of it."""
+        """Whether all of a parameter is here, not only a rank's part."""
         return sum(part.numel() for part, _ in self.parts(name)) == prod(self.shapes[name])
 
     def _keys(self, prefix: str, name: str) -> list[str]:
@@ -131,14 +133,14 @@ class Tiled(nn.Module):
                     state_dict[key] = flat[start : start + part.numel()].view(part.shape)
 
     def _report(self, incompatible: Any) -> None:
-        """What is missing is the whole layer's, and has been said."""
+        """Remove missing keys of tiles: those of the whole layer have been reported."""
         keys = incompatible.missing_keys
         keys[:] = [key for key in keys if not key.startswith(f"{self._loads}tiles.")]
 
 
 class TiledLinear(Tiled):
-    """A linear layer in tiles of outputs. Outputs are those of the whole layer; in backward, the gradient of the input
-    is a sum over tiles, each rounded to its dtype."""
+    """A linear layer in tiles of outputs. Outputs are those of the whole layer. In backward, the gradient of the input
+    is a sum over tiles, and each term is rounded to its dtype."""
 
     def __init__(self, tiles: Sequence[LinearTile], in_features: int, out_features: int, bias: bool) -> None:
         shapes = {"weight": (out_features, in_features), **({"bias": (out_features,)} if bias else {})}
@@ -151,7 +153,7 @@ class TiledLinear(Tiled):
 
 
 class TiledEmbedding(Tiled):
-    """An embedding in tiles of vectors: the same vectors and gradients."""
+    """An embedding in tiles of vectors, with the same vectors and gradients as the whole layer."""
 
     def __init__(self, tiles: Sequence[EmbeddingTile], num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(_numbered(tiles), {"weight": (num_embeddings, embedding_dim)})
@@ -170,7 +172,7 @@ def _numbered(tiles: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def _joined(values: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """The whole of which `values` are the parts; not a copy where they are views of one."""
+    """The tensor that `values` are parts of. It is not a copy if they are views of one tensor."""
     whole = values[0]._base
     if whole is not None and whole.shape == shape and all(value._base is whole for value in values):
         return whole

@@ -1,1 +1,1 @@
-"""One module into tiles, batches into micro-batches, adapters."""
+"""Changes to a model before training: modules in tiles, batches in micro-batches, adapters."""

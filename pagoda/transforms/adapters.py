@@ -1,8 +1,8 @@
-"""Adapters of peft: their first values on a model whose weights are on meta, and merging, which needs weights.
+"""Adapters of peft: initial values for a model with weights on meta, and checks before merging.
 
-peft moves an adapter to where the layer it adapts is, after having initialised it. On a model from `pagoda.load` or
-`pagoda.init` that is meta. Neither the model's `_init_weights` nor a module's `reset_parameters` would do instead: an
-adapter must start as zero beside its layer.
+peft initialises an adapter, then moves it to the device of the layer that it adapts, which is meta for a model from
+`pagoda.load` or `pagoda.init`. The model's `_init_weights` and the modules' `reset_parameters` cannot replace peft's
+initialisation, because an adapter must start by adding zero to its layer.
 """
 
 import sys
@@ -19,14 +19,15 @@ Initialise = Callable[[], Any]
 
 _INITIALISER = "reset_lora_parameters"
 _REPEATABLE = (True, "gaussian")
-"""What peft's configuration may ask for that needs nothing of the base weights."""
+"""Initialisations in peft's configuration that do not need the base weights."""
 
 
 def adapter_initialiser(name: str, around: Sequence[tuple[str, nn.Module]]) -> tuple[nn.Module, Initialise] | None:
-    """The adapted layer that a parameter belongs to, and what gives its adapter its first values; None for any other.
+    """The adapted layer of a parameter, and a function that initialises its adapter. None for a parameter outside
+    adapters.
 
-    around: names and modules from the parameter's own up to the model. Raises ConfigError for values that only the base
-    weights would give.
+    `around`: names and modules from the parameter's own up to the model. Raises ConfigError for initial values that
+    depend on the base weights.
     """
     adapted = next(((prefix, m) for prefix, m in around if callable(getattr(m, _INITIALISER, None))), None)
     if adapted is None:
@@ -40,15 +41,15 @@ def adapter_initialiser(name: str, around: Sequence[tuple[str, nn.Module]]) -> t
     asked = getattr(configs.get(adapter), "init_lora_weights", None)
     if not part.startswith(("lora_A", "lora_B", "lora_embedding_")) or asked not in _REPEATABLE:
         raise ConfigError(
-            f"The first values of {name!r} (init_lora_weights={asked!r}) follow from the base weights, which wait on "
-            "meta, where peft has moved it and lost them: use init_lora_weights=True or 'gaussian', or build the base "
-            "model outside pagoda.init() and pagoda.load()."
+            f"The initial values of {name!r} (init_lora_weights={asked!r}) depend on the base weights, which are still "
+            "on meta, so peft has lost them: use init_lora_weights=True or 'gaussian', or build the base model outside "
+            "pagoda.init() and pagoda.load()."
         )
     return layer, partial(getattr(layer, _INITIALISER), adapter, asked)
 
 
 def guard_merging(model: nn.Module) -> None:
-    """Let peft's layers refuse to merge where their weights are not in memory, instead of failing inside."""
+    """Make peft's layers raise UsageError if they merge while their weights are not in memory."""
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return
@@ -67,8 +68,8 @@ def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *ar
             )
         if state is not None and state.slot not in state.unit.gathered:
             raise UsageError(
-                f"{name}() needs weights that are not in memory. Call what merges (merge_and_unload, merge_adapter, "
-                "merge) inside `with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "
+                f"{name}() needs weights that are not in memory. Call merge_and_unload, merge_adapter or merge inside "
+                "`with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "
                 "`with pagoda.gathered(layer, modify=True):`, which takes less RAM."
             )
     return merge(*args, **kwargs)

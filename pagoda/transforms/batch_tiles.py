@@ -1,6 +1,6 @@
 """Batch tiling: a block runs its batch in micro-batches, so that its weights are fetched once for all of them.
 
-The user states that blocks treat samples independently. What can be checked of that is checked exactly, and refused.
+The user states that blocks treat samples independently. Violations that can be detected are refused.
 """
 
 import warnings
@@ -21,20 +21,20 @@ from pagoda.runtime.activations.blocks import Block, find_blocks, without_cache
 
 Forward = Callable[..., Any]
 _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, type(None))
-"""What each micro-batch can be given as it is: nothing that a forward would write to."""
+"""Types of arguments that all micro-batches can share, because a forward does not write to them."""
 
 
 def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
-    """The blocks of a model that `tile_batches` is for.
+    """The blocks of a model to which `batch_tiles` applies.
 
-    Raises ConfigError for a model without blocks, and for a count where a block has a batch norm that takes its
+    Raises ConfigError for a model without blocks, and for a fixed count if a block has a batch norm that computes its
     statistics from the batch.
     """
     blocks = find_blocks(model)
     if not blocks:
         raise ConfigError(
             "batch_tiles needs a model with repeated layers, an nn.ModuleList or nn.Sequential of at least two modules "
-            f"of one class with parts; {type(model).__name__} has none. Leave it out."
+            f"of one class with submodules; {type(model).__name__} has none. Leave it out."
         )
     for block in blocks:
         reason = _batch_norm(block)
@@ -44,22 +44,22 @@ def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
 
 
 class TiledBlocks:
-    """Blocks that run their batch in micro-batches while they are trained.
+    """Makes blocks run their batch in micro-batches in training.
 
-    Tensor arguments whose first dimension is as long as that of the first floating-point one are split, all others are
-    shared. A tensor output is joined if its first dimension is the number of samples in every micro-batch; any other
-    output has to be the same in all of them. Layers of transformers are given no key-value cache.
+    Tensor arguments are split if their first dimension has the size of the first floating-point argument's. All others
+    are shared. A tensor output is joined if its first dimension is the number of samples in every micro-batch. Any
+    other output must be the same in all micro-batches. Layers of transformers get no key-value cache.
 
-    The last micro-batch runs first. Backward goes the other way, so a weight's gradient is added up in the order of
-    the samples, as by ordinary accumulation of the same micro-batches, and has the same bits where the block's
-    kernels give a sample the same bits whatever is beside it.
+    The last micro-batch runs first. Backward runs in the opposite order, so a weight's gradient is added up in the
+    order of the samples, as with ordinary accumulation over the same micro-batches. It has the same bits if the block's
+    kernels compute the same bits for a sample in any batch.
     """
 
     def __init__(self, blocks: list[Block], tiles: BatchTiles) -> None:
         self._tiles = tiles
         self._cache_dropped = False
         self.whole: dict[str, str] = {}
-        """Block -> why it ran its batch whole, which only "auto" allows."""
+        """Block -> the reason why its batch ran whole. Only "auto" allows that."""
         for block in blocks:
             block.wrap(self._run)
 
@@ -85,7 +85,7 @@ class TiledBlocks:
         return forward(*args, **kwargs)
 
     def _without_cache(self, block: Block, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a layer without an empty key-value cache, which a micro-batch would fill for the next."""
+        """The arguments of a layer without an empty key-value cache, which one micro-batch would fill for the next."""
         changed = without_cache(block.module, kwargs)
         dropped = [name for name, value in changed.items() if value is None and kwargs[name] is not None]
         if any(_is_filled(kwargs[name]) for name in dropped):
@@ -93,31 +93,32 @@ class TiledBlocks:
         if dropped and not self._cache_dropped:
             self._cache_dropped = True
             warnings.warn(
-                "With batch_tiles, layers keep no key-value cache while they are trained: set "
-                "model.config.use_cache = False, which is the same and leaves out this warning.",
+                "With batch_tiles, layers keep no key-value cache in training: set model.config.use_cache = False, "
+                "which has the same effect without this warning.",
                 stacklevel=2,
             )
         return changed
 
 
 class _Call:
-    """The arguments of one call of a block, flat."""
+    """The flattened arguments of one call of a block."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # What else could be flattened, such as a cache, would be another object for every micro-batch.
+        # Other containers, such as a cache, are not flattened: each micro-batch would get a new object.
         self.leaves, self.spec = tree_flatten((args, kwargs), is_leaf=lambda x: not isinstance(x, tuple | list | dict))
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self._first = next((leaf for leaf in tensors if leaf.is_floating_point() and leaf.dim() > 1), None)
         first = self._first
         self.batch = 0 if first is None else len(first)
-        """Samples; 0 where there is no input to tell."""
+        """Samples in the batch, or 0 if no input shows their number."""
         self.tokens = 0 if first is None else first.numel() // max(1, first.shape[-1])
         self.split = tuple(isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == self.batch for x in self.leaves)
 
     def cut(self, sizes: Sequence[int]) -> list[Callable[[Forward], Any]]:
-        """For every part of the batch, `sizes` samples long: what calls a forward with it.
+        """For every part of the batch, with `sizes` samples each, return a function that calls a forward with that
+        part.
 
-        Each input is split by one operator, whose backward joins the gradients of all parts once.
+        Each input is split by one operator, whose backward joins the gradients of all parts at once.
         """
         parts = [
             torch.unsafe_split_with_sizes(leaf, sizes) if split else [leaf] * len(sizes)
@@ -131,9 +132,11 @@ class _Call:
         return [caller(leaves) for leaves in zip(*parts, strict=True)]
 
     def cannot_be_cut(self) -> str | None:
-        """Why micro-batches cannot be given their parts of the arguments, or None."""
+        """The reason why the arguments cannot be split for micro-batches, or None."""
         if self._first is None:
-            return "none of its arguments is a floating-point tensor of at least two dimensions, so which is the batch?"
+            return (
+                "none of its arguments is a floating-point tensor of at least two dimensions, so the batch is unknown"
+            )
         for leaf in self.leaves:
             if not isinstance(leaf, (torch.Tensor, *_SHARED)) and not callable(leaf):
                 return f"an argument is a {type(leaf).__name__}, which micro-batches cannot share"
@@ -149,7 +152,7 @@ class _Call:
 
 
 def _run_tiled(block: Block, call: _Call, forward: Forward, count: int) -> Any:
-    """Run a call in `count` micro-batches. Raises ConfigError where these are seen not to be independent."""
+    """Run a call in `count` micro-batches. Raises ConfigError if these are found to depend on each other."""
     bounds = [tile * call.batch // count for tile in range(count + 1)]
     sizes = [stop - start for start, stop in pairwise(bounds)]
     before = _buffers(block.module)
@@ -164,7 +167,7 @@ def _run_tiled(block: Block, call: _Call, forward: Forward, count: int) -> Any:
 
 
 def _joined(block: Block, parts: tuple[Any, ...], sizes: Sequence[int]) -> Any:
-    """One output of a block, from what each micro-batch has of it."""
+    """Join the parts of one output from all micro-batches."""
     first = parts[0]
     if all(isinstance(part, torch.Tensor) for part in parts):
         if all(part.dim() and len(part) == size for part, size in zip(parts, sizes, strict=True)):
@@ -180,18 +183,18 @@ def _joined(block: Block, parts: tuple[Any, ...], sizes: Sequence[int]) -> Any:
 
 
 def _batch_norm(block: Block) -> str | None:
-    """Says which module of a block takes statistics from the whole batch, or None."""
+    """Describe the module of a block that computes statistics from the whole batch. None if there is none."""
     for name, module in block.module.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             return (
-                f"the batch norm {name!r} takes its statistics from the whole batch (module.eval() makes it use those "
-                "that it has)"
+                f"the batch norm {name!r} takes its statistics from the whole batch (module.eval() makes it use its "
+                "running statistics)"
             )
     return None
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
-    """Name -> each buffer, and how often it has been written to."""
+    """Name -> each buffer, with the number of writes to it."""
     return {name: (buffer, 0 if buffer.is_inference() else buffer._version) for name, buffer in module.named_buffers()}
 
 
@@ -200,7 +203,7 @@ def _is_same(before: tuple[torch.Tensor, int] | None, now: tuple[torch.Tensor, i
 
 
 def _is_filled(cache: Any) -> bool:
-    """Whether a key-value cache has something in it that attention would read."""
+    """Whether a key-value cache has entries that attention would read."""
     length = getattr(cache, "get_seq_length", None)
     return length is None or bool(length())
 

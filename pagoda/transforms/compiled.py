@@ -1,4 +1,4 @@
-"""Models that `torch.compile` was called on, with the original modules in their places and the compiled code in use."""
+"""Support for `torch.compile(module)`: original modules take the places of compiled ones, and run the compiled code."""
 
 import sys
 from typing import Any
@@ -7,10 +7,11 @@ from torch import nn
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """The model in which each `torch.compile(module)` is as after `module.compile()`: the same code, and names of
-    parameters, in state dicts and checkpoints, as without it.
+    """Turn each `torch.compile(module)` in a model into the module as after `module.compile()`: it runs the same
+    compiled code, and parameters have their original names, also in state dicts and checkpoints.
 
-    It is changed in place; where all of it is compiled, the original is returned, and what was given calls it.
+    The model is changed in place. If the whole model is compiled, the original model is returned, and the compiled one
+    calls it.
     """
     root = _original(model)
     for module in root.modules():

@@ -1,5 +1,5 @@
-"""Operator tiling: what is too large to be fetched at once is replaced by tiles, and experts by modules of their own,
-before units are found."""
+"""Operator tiling: before units are made, layers that are too large to fetch at once are replaced by tiles, and experts
+by separate modules."""
 
 import warnings
 from collections.abc import Container, Iterable, Iterator
@@ -26,21 +26,21 @@ from pagoda.models.tiles import EmbeddingTile, LinearTile, Tiled, TiledEmbedding
 from pagoda.plan.units import ALIGN_ELEMENTS
 
 _LINEARS = (nn.Linear, LateHead)
-"""Subclasses may do anything."""
+"""Types of linear layers that can be tiled. Subclasses cannot, because they may compute something else."""
 _ADAPTED = "base_layer"
-"""The name under which peft's adapters hold what they adapt, whose parameters they read."""
+"""The name of the adapted layer in peft's adapters, which read its parameters."""
 
 Place = tuple[nn.Module, str]
-"""A module, and the name under which it holds another."""
+"""A module, and the name of one of its children."""
 
 
 class Tiling:
-    """What was replaced in a model: every linear layer and embedding with more than some elements, and all experts.
+    """The replacements in a model: all linear layers and embeddings above a number of elements, and all experts.
 
-    Layers that share a weight share its tiles. Their forward hooks move to what takes their place. A linear layer or
-    embedding stays whole, with a warning, where something else uses its weight too, where it is the model itself,
-    where tensor parallelism has divided it, or where its class and weight do not say all that it does: hooks before
-    forward, a forward of its own, a norm of vectors, sparse gradients.
+    Layers that share a weight share its tiles. Forward hooks of a layer move to its replacement. A linear layer or
+    embedding stays whole, with a warning, in these cases: another kind of module uses its weight too, it is the model
+    itself, tensor parallelism has divided it, or it does more than its class says (hooks before forward, a forward of
+    its own, a maximum norm of vectors, sparse gradients).
     """
 
     def __init__(
@@ -51,20 +51,22 @@ class Tiling:
         cuts_stacks: bool = True,
         exchange: ExpertExchange | None = None,
     ) -> None:
-        """
-        Args:
-            most_elements: of a tile. By default linear layers and embeddings stay whole, and each expert is a tile.
-            cuts_stacks: whether parameters that hold several experts may be cut.
-            exchange: divides the experts of each layer over ranks; the model then has this rank's.
+        """Replace layers of `model`.
 
-        Raises ConfigError, with nothing replaced, for experts that cannot be divided, or none.
+        Args:
+            most_elements: most elements of a tile. By default linear layers and embeddings stay whole, and each expert
+                is a tile.
+            cuts_stacks: whether parameters that hold several experts may be cut.
+            exchange: divides the experts of each layer over ranks. The model then has the experts of this rank.
+
+        Raises ConfigError, with nothing replaced, if experts cannot be divided or the model has none to divide.
         """
         self._most_elements = most_elements
         self._exchange = exchange
         self._replaced: list[tuple[list[Place], nn.Module, nn.Module]] = []
-        """(where it is, the whole layer, what takes its place)"""
+        """(places of a layer, the whole layer, its replacement)"""
         self._parts: dict[tuple[int, str], list[nn.Parameter]] = {}
-        """(whole parameter, its name in a layer) -> its parts, which tied layers share."""
+        """(identity of the whole parameter, its name in a layer) -> its parts, which tied layers share."""
         self._whole: dict[int, tuple[nn.Parameter, int]] = {}
         self._users: dict[int, list[nn.Module]] = {}
         self._places: dict[nn.Module, list[Place]] = {}
@@ -85,7 +87,7 @@ class Tiling:
             self._renamed[before[whole]] = [after[id(part)] for part in cut]
 
     def _replace_experts(self, model: nn.Module, cuts_stacks: bool) -> None:
-        """Find the experts of every layer; one that is compiled, or that an adapter reads, keeps its own."""
+        """Replace the experts of every layer, except compiled ones and those that an adapter reads."""
         compiled = {
             inner for module in model.modules() if module._compiled_call_impl is not None for inner in module.modules()
         }
@@ -108,8 +110,9 @@ class Tiling:
         if self._exchange is not None and (kept or not found):
             why = f"those of {kept[0]!r} cannot be divided" if kept else "the model has no experts to divide"
             raise ConfigError(
-                f"expert_parallel is {self._exchange.ranks}, but {why}: it takes a mixture of experts of transformers, "
-                "without hooks, adapters or torch.compile on them, and a rule that does not take parameters whole."
+                f"expert_parallel is {self._exchange.ranks}, but {why}: it needs a transformers mixture of experts "
+                "without hooks, adapters or torch.compile on the experts, and an optimizer that does not need whole "
+                "parameters."
             )
 
     def _replace_large(self, model: nn.Module, most_elements: int) -> None:
@@ -130,16 +133,17 @@ class Tiling:
                 warnings.warn(_stays_whole(model, module, whole), stacklevel=2)
 
     def renamed(self, names: Iterable[str]) -> list[str]:
-        """Parameters by their names now: of one that is in tiles, the names of its parts here."""
+        """The current names of parameters: for a parameter in tiles, the names of its parts on this rank."""
         return [new for name in names for new in self._renamed.get(name, [name])]
 
     def whole(self, param: nn.Parameter) -> tuple[nn.Parameter, int]:
-        """The parameter of the untiled model that a parameter is of, and its first element there."""
+        """The parameter of the untiled model to which `param` belongs, and the index there of the first element of
+        `param`."""
         return self._whole.get(id(param), (param, 0))
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Inside, the model is untiled: it initialises itself as if it had never been."""
+        """Context in which the model is untiled, so that it initialises itself as if it had never been tiled."""
         self.undo()
         try:
             yield
@@ -168,7 +172,7 @@ class Tiling:
         return tiled
 
     def _is_free(self, experts: nn.Module, compiled: Container[nn.Module]) -> bool:
-        """Whether nothing but its own forward uses the experts of a layer."""
+        """Whether only the layer's own forward uses its experts."""
         held = list(experts.parameters(recurse=False))
         return (
             experts not in compiled
@@ -179,7 +183,7 @@ class Tiling:
         )
 
     def _expert_stack(self, name: str, stack: nn.Module) -> ExpertStack | None:
-        """The tiles of a stack that are this rank's; None where one would be all of it."""
+        """This rank's tiles of a stack of experts. None if one tile would be the whole stack."""
         params = dict(stack.named_parameters())
         count = experts_of_stack(stack)
         here = self._here(name, count)
@@ -201,14 +205,14 @@ class Tiling:
         return ExpertStack(tiles, stack, self._exchange).train(stack.training)
 
     def _switch_experts(self, name: str, experts: nn.Module) -> SwitchExperts:
-        """The experts of a Switch Transformer that are this rank's."""
+        """This rank's experts of a Switch Transformer layer."""
         every = dict(experts.named_children())
         here = self._here(name, len(every))
         mine = dict(list(every.items())[here.start : here.stop])
         return SwitchExperts(mine, len(every), self._exchange).train(experts.training)
 
     def _here(self, name: str, count: int) -> range:
-        """The numbers of the experts of a layer that this rank has."""
+        """The numbers of this rank's experts in a layer."""
         if self._exchange is None:
             return range(count)
         ranks, rank = self._exchange.ranks, self._exchange.rank
@@ -217,7 +221,7 @@ class Tiling:
         return range(rank * count // ranks, (rank + 1) * count // ranks)
 
     def _cut(self, name: str, whole: nn.Parameter, blocks: list[tuple[int, int]]) -> list[nn.Parameter]:
-        """A parameter for each block of rows: views of the values where there are some."""
+        """Make a parameter for each block of rows. It is a view of the whole parameter."""
         key = id(whole), name
         if key not in self._parts:
             self._parts[key] = []
@@ -233,21 +237,22 @@ def _has_hooks(layer: nn.Module) -> bool:
 
 
 def _changes_forward(layer: nn.Module) -> bool:
-    """Whether its class does not say what its forward computes: a hook before it may set its weight."""
+    """Whether forward may compute something other than the layer's class says: a hook before it may set the weight."""
     return bool(layer._forward_pre_hooks) or "forward" in vars(layer)
 
 
 def _share_forward_hooks(layer: nn.Module, tiled: nn.Module) -> None:
-    """Hooks after a layer's forward, such as transformers' for checkpointed models, run after that of its tiles.
+    """Make a layer's forward hooks, such as transformers' for checkpointed models, run after the forward of its tiles.
 
-    The layers share the dictionaries, so a hook's handle removes it from both.
+    Both modules share the hook dictionaries, so a hook's handle removes the hook from both.
     """
     for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         setattr(tiled, name, getattr(layer, name))
 
 
 def _stays_whole(model: nn.Module, layer: nn.Module, reason: nn.Module) -> str:
-    """The warning for a layer that is larger than a tile; `reason` is a layer with its weight that forbids tiles."""
+    """The warning for a layer that is larger than a tile. `reason`: the layer with the same weight that prevents
+    tiling."""
     names = {module: name for name, module in model.named_modules()}
     if reason is model:
         why = "it is the model itself"

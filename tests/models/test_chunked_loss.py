@@ -258,7 +258,7 @@ def test_refuses_a_gradient_that_would_be_lost() -> None:
             return grad.expand(2, zoo.LENGTH, zoo.VOCABULARY)
 
     output = pagoda.chunked_loss(built("llama"))(**inputs())
-    with pytest.raises(pagoda.UsageError, match="never made"):
+    with pytest.raises(pagoda.UsageError, match="never computed"):
         Loss.apply(output.logits).backward()
 
 

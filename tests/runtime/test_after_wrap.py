@@ -53,9 +53,9 @@ def adapted(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (lambda model: setattr(model, "head", nn.Linear(16, 16)), "'head.weight', 'head.bias' came"),
-        (lambda model: setattr(model.head, "bias", nn.Parameter(torch.zeros(16))), "'head.bias' came"),
-        (adapted, "'body.lora_A.default.weight', 'body.lora_B.default.weight' came"),
+        (lambda model: setattr(model, "head", nn.Linear(16, 16)), "'head.weight', 'head.bias' were added"),
+        (lambda model: setattr(model.head, "bias", nn.Parameter(torch.zeros(16))), "'head.bias' were added"),
+        (adapted, "'body.lora_A.default.weight', 'body.lora_B.default.weight' were added"),
     ],
     ids=["module", "parameter", "adapters"],
 )
@@ -65,7 +65,7 @@ def test_a_step_refuses_trainable_parameters_that_came_after_wrap(
     model, optimizer = wrap(fresh(), precision="fp32")
     change(model)
     loss_of(model).backward()
-    with pytest.raises(pagoda.UsageError, match=rf"{names} into the model after wrap\(\).*get_peft_model"):
+    with pytest.raises(pagoda.UsageError, match=rf"{names} to the model after wrap\(\).*get_peft_model"):
         optimizer.step()
 
 

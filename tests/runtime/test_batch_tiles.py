@@ -173,7 +173,7 @@ REASONS = {
         "mean": r"output of shape \(\)",
         "object": "an output is a Written",
     }.items()
-} | {"no batch": "which is the batch"}
+} | {"no batch": "the batch is unknown"}
 
 
 class Stack(nn.Module):

@@ -300,7 +300,7 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
         "keep_checkpoints": r"memory=pagoda\.Memory\(ssd_checkpoints",
     }
     for name, place in moved.items():
-        with pytest.raises(pagoda.UsageError, match=rf"{name} is no argument of wrap: give wrap\({place}"):
+        with pytest.raises(pagoda.UsageError, match=rf"{name} is not an argument of wrap: use wrap\({place}"):
             pagoda.wrap(fresh(), pagoda.AdamW(), **{name: 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unexpected keyword argument 'presicion'"):
         pagoda.wrap(fresh(), pagoda.AdamW(), presicion="fp32")  # type: ignore[call-arg]

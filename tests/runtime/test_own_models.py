@@ -189,7 +189,7 @@ REFUSED: tuple[tuple[Callable[[], Any], str], ...] = (
     (_over_one_memory, r"layers\.0\.0\.weight.*layers\.1\.0\.weight.*same memory"),
     (_made_for_inference, "inference_mode"),
     (lambda: nn.Sequential(nn.LazyLinear(3)), "no shape yet"),
-    (nn.Tanh, "no parameters: there is nothing to train"),
+    (nn.Tanh, "no parameters to train"),
     (_complex, r"'phase' is torch\.complex64"),
     (lambda: "a model", "takes a torch.nn.Module"),
 )

@@ -269,7 +269,7 @@ def test_states_that_are_read_across_a_step_are_refused_and_the_step_is_whole(wr
             model(torch.ones(2, WIDTH), [0, 1]).backward()
             optimizer.step()
             if reads and optimizer.stats.step == 2:
-                with pytest.raises(pagoda.UsageError, match=r"read all of it before the next step"):
+                with pytest.raises(pagoda.UsageError, match=r"finish the iteration before the next step"):
                     next(states)
             elif reads:
                 states = optimizer.named_states()
