@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pagoda.checkpoint.pretrained import values_by_name, values_of
 from pagoda.checkpoint.state import ParameterState
@@ -30,8 +28,8 @@ from pagoda.transforms.operator_tiles import Tiling
 
 _LARGE_ELEMENTS = 1 << 20
 """Parameters of transformers modules with at least this many elements wait on meta."""
-_MAKERS = WeakIdKeyDictionary()
-"""Parameter that waits on meta -> the module whose constructor made it."""
+_MADE = "_pagoda_made"
+"""Attribute of a module: names of its parameters that wait on meta and that its own constructor made."""
 
 
 @contextmanager
@@ -52,6 +50,8 @@ def init() -> Iterator[None]:
     waiting: list[nn.Parameter] = []
 
     def to_meta(module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
+        made = module.__dict__.setdefault(_MADE, set())
+        made.discard(name)  # it may be given the parameter of another module
         if not isinstance(param, nn.Parameter) or param.is_meta or not _can_wait(module, param):
             return None
         if module._parameters.get(name) is not None:  # its constructor has made it: this one has been loaded
@@ -60,7 +60,7 @@ def init() -> Iterator[None]:
         meta.__dict__.update(param.__dict__)
         keep_loaded_values(module)
         waiting.append(meta)
-        _MAKERS[meta] = weakref.ref(module)
+        made.add(name)
         return meta
 
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # torch's says None
@@ -275,8 +275,7 @@ class Builder:
         chain = [module for owner in owners for module in self._upwards(owner)]
         by_model = [(m, partial(f, m)) for m in chain if (f := self._model_initialiser(m)) is not None]
         # A module that was given the parameter of another one has initialised its own, which is gone.
-        maker = _MAKERS[meta]() if meta in _MAKERS else None
-        makers = [owner for owner in owners if owner is maker] or owners
+        makers = [owner for owner, short in self._owners[id(meta)] if short in owner.__dict__.get(_MADE, ())] or owners
         chain = [module for owner in makers for module in self._upwards(owner)]
         own = [(m, g) for m in chain if (g := _own_initialiser(m)) is not None]
         attempts: tuple[list[tuple[nn.Module, Callable[[], Any]]], ...] = ([*by_model], [*own, *by_model])

@@ -122,7 +122,7 @@ def damaged(**changes: Any) -> str:
         ("", "Expecting value"),
         ("[]", "not JSON with"),
         (damaged(version=1), "version 1; this Pagoda reads version 5"),
-        (damaged(hardware=3), "it has 3, where Hardware has settings"),
+        (damaged(hardware=3), "it has 3, which is not an object with the settings of Hardware"),
         (damaged(**{"hardware.cpu": ...}), "incomplete: it lacks cpu"),
         (damaged(**{"hardware.tpu": 1}), "unknown settings: tpu"),
         (damaged(**{"hardware.name": 4}), "name as 4"),
