@@ -18,8 +18,7 @@ from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.runtime.streams import Part, StreamPath
-from pagoda.runtime.updates import IN_PLACE, Block
+from pagoda.runtime.streams import IN_PLACE, Block, Part, UpdatePath
 
 
 class Slot(NamedTuple):
@@ -33,7 +32,7 @@ class Slot(NamedTuple):
     """For fp32 copies, if the rule computes on them."""
 
 
-class DevicePath(StreamPath):
+class DevicePath(UpdatePath):
     """Updates blocks on the device, by an element-wise rule.
 
     States that live on the device are updated in place, weights once compute has read them for the last time. Other

@@ -20,10 +20,11 @@ from pagoda.runtime.host_updates import HostPath
 from pagoda.runtime.lanes import Handle, Lane, Latch
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.store import Store
+from pagoda.runtime.streams import IN_PLACE, Update, UpdatePath, WeightExtents
 from pagoda.runtime.tensor_updates import DeviceTensorPath, TensorPath
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, Feeder, Update, UpdatePath, WeightExtents
+from pagoda.runtime.updates import Feeder
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 

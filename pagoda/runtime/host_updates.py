@@ -11,13 +11,12 @@ from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
-from pagoda.runtime.streams import Part, StreamPath
+from pagoda.runtime.streams import IN_PLACE, Block, Part, UpdatePath
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, Block
 from pagoda.schedule.operations import Writes
 
 
-class HostPath(StreamPath):
+class HostPath(UpdatePath):
     """Updates blocks by an element-wise rule, on the update lane's threads. States in RAM are updated at home."""
 
     def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane]) -> None:

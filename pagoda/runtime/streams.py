@@ -1,6 +1,6 @@
-"""Streams: move the states of an update from SSD and back, block by block, through the ring in RAM."""
+"""Updates as sequences of blocks, whose states on SSD stream through the ring in RAM."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -9,10 +9,63 @@ from pagoda.memory.region import Region
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.layout import MASTER, WEIGHT
 from pagoda.plan.units import UnitSpec
+from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, all_of
+from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
-from pagoda.runtime.updates import Block, UpdatePath
+from pagoda.runtime.undo import Undo
+from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Writes
+
+
+class WeightExtents(NamedTuple):
+    """The extents from which an update reads a unit's weights, and to which it writes them."""
+
+    read: str
+    write: str
+
+
+IN_PLACE = WeightExtents(WEIGHT, WEIGHT)
+
+
+class Update(NamedTuple):
+    """One unit's update, as a feeder gets it."""
+
+    parts: Sequence[tuple[UnitGradient, Sequence[Segment]]]
+    """The gradients of one or several steps, which are applied one after another, each with the segments that it
+    changes."""
+    weights: WeightExtents
+    undo: Undo | None
+    """Keeps the old states if the update may have to be undone."""
+    kept: Handle | None
+    """Ends when a checkpoint that still needs the old states has a copy of them."""
+    updated: Handle
+    """Ends when the new weights are in their home."""
+    written: Handle
+    """Ends when every state is in its home."""
+    used: Callable[[], None]
+    """Called when the gradients have been read."""
+    writes: Writes = Writes.ALL
+
+    @property
+    def unit(self) -> LiveUnit:
+        return self.parts[-1][0].unit
+
+    def finish(self, error: BaseException | None) -> None:
+        """Mark the update as ended before any of it was done."""
+        self.written.finish(error)
+        self.updated.finish(error)
+
+
+class Block(NamedTuple):
+    """A part of a unit's update."""
+
+    update: Update
+    start: int
+    """First element, counted from the first element that this rank updates of the unit."""
+    stop: int
+    pieces: Sequence[tuple[UnitGradient, Segment]]
+    """The gradients and segments applied to it, one after another. Empty if unchanged weights are only copied."""
 
 
 class Part(NamedTuple):
@@ -31,7 +84,7 @@ class Moved(NamedTuple):
     written: Sequence[str]
 
 
-class StreamPath(UpdatePath):
+class UpdatePath:
     """Updates blocks by `_compute`, which a subclass has. States on SSD stream through the ring.
 
     A block is read, updated and written back while others are read and written. The ring's size bounds the blocks in
@@ -40,8 +93,13 @@ class StreamPath(UpdatePath):
     """
 
     def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
-        super().__init__(store, lanes)
         layout, units = store.plan.layout, store.plan.units
+        self._store = store
+        self._lanes = lanes
+        self._states = layout.states
+        self._block = layout.block_elements
+        self.more: Callable[[], object] = lambda: None
+        """Set by the feeder. Any thread calls it when reading ahead can continue with `read_more`."""
         self._streamed = [[s.name for s in self._states if store.run(unit.index, s.name) is not None] for unit in units]
         """The states on SSD of each unit."""
         self._ring = store.ring
@@ -64,33 +122,47 @@ class StreamPath(UpdatePath):
             self._ring_offsets[state.name] = offset
             offset += layout.block_pages(state.name) * store.plan.page_bytes
 
+    def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        """First and last element of every block of a unit's update."""
+        total = len(self._store.shards.updated(unit))
+        return [(start, min(start + self._block, total)) for start in range(0, total, self._block)]
+
+    def is_small(self, unit: UnitSpec) -> bool:
+        """Whether the update of a unit takes less time than handing it to another thread."""
+        return False
+
     def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
         """Submit the computation of a block, to start once `after` have ended. `parts` has the block's part of each
         state. States on SSD are in `slot`. When the returned handle ends, their new values must be there."""
         raise NotImplementedError
 
     def begin(self, unit: int) -> None:
+        """The blocks of a unit follow."""
         if self._streamed[unit]:
             self._unread = []
             if unit != self._ahead_unit:
                 self.drop_ahead()
 
     def end(self, unit: int) -> None:
+        """All blocks of the unit have been submitted."""
         if self._streamed[unit]:
             self.drop_ahead()  # blocks without a gradient
 
     def read_ahead(self, unit: int) -> None:
+        """Read states of a unit that will probably be updated next, as far as there is room."""
         self.drop_ahead()
         self._ahead_unit, self._unread = unit, self._readable_ahead(self._store.plan.units[unit])[::-1]
         self.read_more()
 
     def read_more(self) -> None:
+        """Continue to read ahead."""
         while self._unread and (slot := self._ring.take_if_free(self._kept_free)) is not None:
             start, stop = self._unread.pop()
             unit, parts = self._ahead_unit, self._parts(self._ahead_unit, start, stop)
             self._ahead[start] = slot, [*self._transfers("ssd_read", unit, slot, parts, WEIGHT, self._streamed[unit])]
 
     def drop_ahead(self) -> list[Handle]:
+        """Forget what was read ahead. Returns the handles of the reads."""
         dropped = self._ahead
         self._ahead_unit, self._ahead, self._unread = -1, {}, []
         for slot, reads in dropped.values():
@@ -117,6 +189,8 @@ class StreamPath(UpdatePath):
             self.more()
 
     def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
+        """Submit a block to the lanes. Adds to the lists the handles of its computation, and of the writes of its
+        states to SSD. If it raises, the lists contain everything that was submitted."""
         unit, weights = block.update.unit.index, block.update.weights
         slot, using = self._take_slot(block.start) if self._streamed[unit] else (None, [])
         parts, moved = self._parts(unit, block.start, block.stop), self._moved(unit, block.update.writes)

@@ -17,7 +17,7 @@ from pagoda.runtime.host_updates import HostPath
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import LOW, Store
-from pagoda.runtime.streams import Part, StreamPath
+from pagoda.runtime.streams import Part, UpdatePath
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -104,7 +104,7 @@ class Workbench:
         self._device.split(master, weight, low)
 
 
-class CutPath(StreamPath):
+class CutPath(UpdatePath):
     """Updates the blocks of `Cuts`.
 
     Parts of several parameters may share a page of a state on SSD. So a block is read after the last write to its first

@@ -1,112 +1,16 @@
-"""Updates: one unit's optimizer step as a sequence of blocks, and the thread that submits them."""
+"""The feeder: the thread that submits the blocks of updates to their path."""
 
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from pagoda.errors import UsageError
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of, wait_all
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
-from pagoda.runtime.undo import Undo
-from pagoda.runtime.unit import LiveUnit
-from pagoda.schedule.operations import Writes
-
-
-class WeightExtents(NamedTuple):
-    """The extents from which an update reads a unit's weights, and to which it writes them."""
-
-    read: str
-    write: str
-
-
-IN_PLACE = WeightExtents(WEIGHT, WEIGHT)
-
-
-class Update(NamedTuple):
-    """One unit's update, as a feeder gets it."""
-
-    parts: Sequence[tuple[UnitGradient, Sequence[Segment]]]
-    """The gradients of one or several steps, which are applied one after another, each with the segments that it
-    changes."""
-    weights: WeightExtents
-    undo: Undo | None
-    """Keeps the old states if the update may have to be undone."""
-    kept: Handle | None
-    """Ends when a checkpoint that still needs the old states has a copy of them."""
-    updated: Handle
-    """Ends when the new weights are in their home."""
-    written: Handle
-    """Ends when every state is in its home."""
-    used: Callable[[], None]
-    """Called when the gradients have been read."""
-    writes: Writes = Writes.ALL
-
-    @property
-    def unit(self) -> LiveUnit:
-        return self.parts[-1][0].unit
-
-    def finish(self, error: BaseException | None) -> None:
-        """Mark the update as ended before any of it was done."""
-        self.written.finish(error)
-        self.updated.finish(error)
-
-
-class Block(NamedTuple):
-    """A part of a unit's update."""
-
-    update: Update
-    start: int
-    """First element, counted from the first element that this rank updates of the unit."""
-    stop: int
-    pieces: Sequence[tuple[UnitGradient, Segment]]
-    """The gradients and segments applied to it, one after another. Empty if unchanged weights are only copied."""
-
-
-class UpdatePath:
-    """The way of a block: what brings its states, where they are computed, and what takes them home."""
-
-    def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
-        self._store = store
-        self._lanes = lanes
-        self._states = store.plan.layout.states
-        self._block = store.plan.layout.block_elements
-        self.more: Callable[[], object] = lambda: None
-        """Set by the feeder. Any thread calls it when reading ahead can continue with `read_more`."""
-
-    def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        """First and last element of every block of a unit's update."""
-        total = len(self._store.shards.updated(unit))
-        return [(start, min(start + self._block, total)) for start in range(0, total, self._block)]
-
-    def is_small(self, unit: UnitSpec) -> bool:
-        """Whether the update of a unit takes less time than handing it to another thread."""
-        return False
-
-    def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
-        """Submit a block to the lanes. Adds to the lists the handles of its computation, and of the writes of its
-        states to SSD. If it raises, the lists contain everything that was submitted."""
-        raise NotImplementedError
-
-    def begin(self, unit: int) -> None:
-        """The blocks of a unit follow."""
-
-    def end(self, unit: int) -> None:
-        """All blocks of the unit have been submitted."""
-
-    def read_ahead(self, unit: int) -> None:
-        """Read states of a unit that will probably be updated next, as far as there is room."""
-
-    def read_more(self) -> None:
-        """Continue to read ahead."""
-
-    def drop_ahead(self) -> list[Handle]:
-        """Forget what was read ahead. Returns the handles of the reads."""
-        return []
+from pagoda.runtime.streams import IN_PLACE, Block, Update, UpdatePath
 
 
 class Feeder:

@@ -458,7 +458,7 @@ class Updates:
             self._before, self._ahead = update.unit, -1
         steps = tuple(record.step for record in update.records)
         version, undoable = self._versions.of[update.unit].newest + len(steps), update.speculative
-        update.in_two = self._plan.units[update.unit].in_two and not undoable
+        update.in_two = plan.in_two and not undoable
         operation = Operation(
             Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, update.in_two, about=update
         )

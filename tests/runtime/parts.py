@@ -26,8 +26,8 @@ from pagoda.runtime.engine import Engine
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.store import Store
+from pagoda.runtime.streams import Update
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import Update
 from pagoda.schedule.scheduler import Scheduler
 
 PAGE = 4096

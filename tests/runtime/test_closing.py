@@ -17,7 +17,7 @@ from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, assert_equal, squeeze
 import pagoda
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.gradients import UnitGradient
-from pagoda.runtime.updates import Update
+from pagoda.runtime.streams import Update
 
 from .loops import USES, Layers, loss_of_layers
 
