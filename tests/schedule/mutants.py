@@ -291,8 +291,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "",
         ),
         "a guess has two parts": (
-            "_plan.units[update.unit].in_two and not undoable",
-            "_plan.units[update.unit].in_two",
+            "update.in_two = plan.in_two and not undoable",
+            "update.in_two = plan.in_two",
         ),
         "states are kept before the gradient is there": (
             "        update.state = UpdateState.LOADING\n",
