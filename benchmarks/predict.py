@@ -5,9 +5,10 @@ a few seconds, then a few steps run, and so on, because a shared machine's disk 
 turn's calibration predicts the steps of that turn, by simulating the plan that runs. Predicted and measured are the
 medians over turns; errors are (predicted - measured) / measured. Memory is predicted from the simulated ledger.
 Kendall's tau says whether the forecast puts the configurations of a model and a batch in the right order: 1 if it does
-for every two of them, -1 if for none.
+for every two of them, -1 if for none. A CPU without instructions for bf16 trains in fp32.
 
-    python benchmarks/predict.py --ssd DIR [--models llama-15m llama-110m llama-215m] [--case-s 45] [--out FILE]
+    python benchmarks/predict.py --ssd DIR [--models llama-15m llama-110m llama-215m] [--batches 1 4] [--case-s 45]
+        [--out FILE]
 """
 
 import gc
@@ -28,6 +29,8 @@ from rich.table import Table
 
 import pagoda
 from pagoda.calibrate import ComputeProfiler, Effort, calibrate
+from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
+from pagoda.config.training import Precision
 from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
@@ -66,6 +69,7 @@ class Case:
     batch_size: int
     clip: float | None
     placement: str
+    precision: Precision
 
     @property
     def options(self) -> Options:
@@ -77,6 +81,7 @@ class Result:
     """What was predicted for a configuration, and what came."""
 
     model: str
+    precision: str
     tokens: int
     clipping: bool
     placement: str
@@ -101,16 +106,16 @@ class Result:
         return max(errors, key=abs)
 
 
-def cases(model: str, batch_size: int) -> Iterator[Case]:
+def cases(model: str, batch_size: int, precision: Precision) -> Iterator[Case]:
     """Half of all combinations, such that any two of placement, tokens and clipping take all their values."""
     for (index, placement), clip in itertools.product(enumerate(PLACEMENTS), (None, 1.0)):
         if (index + (batch_size > 1) + (clip is not None)) % 2 == 0:
-            yield Case(model, batch_size, clip, placement)
+            yield Case(model, batch_size, clip, placement, precision)
 
 
 def budgets(root: ModuleSpec, case: Case) -> Budgets:
     """Budgets under which state lies where the placement says, and no tighter than they need be."""
-    states = pagoda.AdamW().states("bf16")
+    states = pagoda.AdamW().states(case.precision)
     if case.placement == RAM:
         return Budgets(LARGE)
     layout = make_plan(root, states, Budgets(LARGE), case.options).layout
@@ -133,8 +138,10 @@ class Predictor:
     def __init__(self, case: Case, root: ModuleSpec, limits: Budgets, ssd: Path | None) -> None:
         self._root = root
         self._ssd = ssd
-        self._plan = make_plan(root, pagoda.AdamW().states("bf16"), limits, case.options)
-        self._profiler = ComputeProfiler(case.model, batch_size=case.batch_size, seq_len=SEQ_LEN)
+        self._plan = make_plan(root, pagoda.AdamW().states(case.precision), limits, case.options)
+        self._profiler = ComputeProfiler(
+            case.model, batch_size=case.batch_size, seq_len=SEQ_LEN, precision=case.precision
+        )
         self.machines: list[Hardware] = []
 
     def predict(self) -> Timeline:
@@ -159,7 +166,12 @@ class Trainer:
             ssd=None if limits.ssd is None else f"{ssd}:{limits.ssd}",
         )
         self.model, self.optimizer = pagoda.wrap(
-            model, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=case.clip, accumulation_steps=1
+            model,
+            pagoda.AdamW(lr=1e-4),
+            memory=memory,
+            precision=case.precision,
+            clip_grad_norm=case.clip,
+            accumulation_steps=1,
         )
         self._batches = Batches(rows=Rows.of(open_tokens("stdlib"), SEQ_LEN), batch_size=case.batch_size)
         self._step = 0
@@ -212,6 +224,7 @@ def run_case(case: Case, root: ModuleSpec, ssd: Path, case_s: float) -> tuple[Re
     measured_stalls = {lane: statistics.median(s[lane] for s in stalls) for lane in stalls[0]}
     result = Result(
         model=case.model,
+        precision=case.precision,
         tokens=case.batch_size * SEQ_LEN,
         clipping=case.clip is not None,
         placement=case.placement,
@@ -232,6 +245,7 @@ def main(
     ssd: Path,
     models: tuple[str, ...] = ("llama-15m", "llama-110m", "llama-215m"),
     placements: tuple[str, ...] = PLACEMENTS,
+    batches: tuple[int, ...] = (1, 4),
     case_s: float = 45.0,
     out: Path | None = None,
 ) -> None:
@@ -241,15 +255,16 @@ def main(
     console = Console()
     results: list[Result] = []
     data: list[dict[str, Any]] = []
-    for name, batch_size in itertools.product(models, (1, 4)):
+    precision: Precision = "fp32" if cpu_slowdown(torch.bfloat16) >= FAR_SLOWER else "bf16"
+    for name, batch_size in itertools.product(models, batches):
         with pagoda.init():
             root = describe(build_model(name, seq_len=SEQ_LEN, gradient_checkpointing=True))
-        for case in (case for case in cases(name, batch_size) if case.placement in placements):
+        for case in (case for case in cases(name, batch_size, precision) if case.placement in placements):
             result, machines = run_case(case, root, ssd, case_s)
             gc.collect()
             results.append(result)
             console.print(
-                f"{name} {result.tokens} {case.placement} clip {case.clip}: predicted {result.predicted_s:.3f} s, "
+                f"{name} {precision} {result.tokens} {case.placement} clip {case.clip}: predicted {result.predicted_s:.3f} s, "
                 f"measured {result.measured_s:.3f} ({result.fastest_s:.3f} to {result.slowest_s:.3f}), "
                 f"{result.error:+.1%}, bytes {result.bytes_error:+.1%}, {result.turns} turns",
                 highlight=False,

@@ -14,6 +14,7 @@ _HEAD_WIDTH = 64
 _LAYER_TOKENS, _LAYER_WIDTH = 64, 256
 _LAYER_S = 0.1
 _LEAST_REPEATS = 3
+_LEAST_TOKENS = 16
 
 FAR_SLOWER = 2.0
 """From this slowdown on, users should consider training in fp32."""
@@ -21,8 +22,11 @@ FAR_SLOWER = 2.0
 
 def matmul_rate(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, width: int) -> MatmulRate:
     """The peak is the rate of the fastest product of a block. The reached rate is that of forward and backward of one
-    block of `width` on `tokens` tokens."""
+    block of `width` on `tokens` tokens, or on fewer if the CPU has no instructions for `dtype`: products then take up
+    to fifty times longer, at the same rate."""
     meter.report(f"{str(dtype).removeprefix('torch.')} matrix products on {device.type}")
+    if device.type == "cpu" and (slowdown := cpu_slowdown(dtype)) >= FAR_SLOWER:
+        tokens = max(min(tokens, _LEAST_TOKENS), int(tokens / slowdown))
     shapes = [(tokens, width, width), (tokens, width, 4 * width), (2 * tokens, 4 * width, width)]
     products = [_product(meter, dtype, device, *shape) for shape in shapes]
     return MatmulRate(

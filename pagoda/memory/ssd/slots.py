@@ -216,7 +216,9 @@ class SlotTable:
 
 def stretches(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """[start, stop) of every stretch of True values."""
+    if not chosen.any():  # the usual case, for which the rest takes long
+        return []
     if chosen.all():
-        return [(0, len(chosen))] if len(chosen) else []
+        return [(0, len(chosen))]
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8)))
     return [(int(start), int(stop)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
