@@ -264,7 +264,8 @@ def main(
             gc.collect()
             results.append(result)
             console.print(
-                f"{name} {precision} {result.tokens} {case.placement} clip {case.clip}: predicted {result.predicted_s:.3f} s, "
+                f"{name} {precision} {result.tokens} {case.placement} clip {case.clip}: "
+                f"predicted {result.predicted_s:.3f} s, "
                 f"measured {result.measured_s:.3f} ({result.fastest_s:.3f} to {result.slowest_s:.3f}), "
                 f"{result.error:+.1%}, bytes {result.bytes_error:+.1%}, {result.turns} turns",
                 highlight=False,
