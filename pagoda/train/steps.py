@@ -272,8 +272,8 @@ def unused_gpu(memory: Memory, free: int, total: int) -> list[str]:
         return []
     asked = format_bytes(memory.device_bytes + more).replace(" ", "")
     return [
-        f"GPU: {format_bytes(free)} of {format_bytes(total)} were never used. To let pages take more, also of a run that "
-        f"is resumed: --memory.device {asked}"
+        f"GPU: {format_bytes(free)} of {format_bytes(total)} were never used. To let pages take more, "
+        f"also of a run that is resumed: --memory.device {asked}"
     ]
 
 
