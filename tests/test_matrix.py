@@ -48,14 +48,13 @@ RULES: dict[str, Rule] = {
     "adamw": pagoda.AdamW(lr=1e-2, weight_decay=0.1),
     "adamw-bf16": pagoda.AdamW(lr=1e-2, moments="bf16"),
     "adamw-8bit": pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments="8bit"),
-    "adam": pagoda.Adam(lr=1e-2, weight_decay=0.1),
     "sgd": pagoda.SGD(lr=1e-1),
-    "momentum": pagoda.SGD(lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "lion": pagoda.Lion(lr=1e-3, weight_decay=0.1),
     "adafactor": pagoda.Adafactor(lr=1e-2, beta1=0.9),
     "muon": pagoda.Muon(lr=1e-2),
     "adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
 }
+"""One of each kind: Adam is AdamW, and SGD with momentum is Lion, as far as states are concerned."""
 COPIED = ("muon", "adagrad")
 WHOLE = ("adafactor", *COPIED)
 """Rules that take parameters whole."""

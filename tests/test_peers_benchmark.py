@@ -17,7 +17,7 @@ from peer_suite.systems import PLAIN, SYSTEMS
 from turns import HERE, TurnFailed, TurnTaker
 
 TASK = Task("llama-15m", {8: 2, 16: 1}, layers=1, micro_batches=2)
-SOME = (PLAIN, "fsdp2-offload", "pagoda-ssd")
+SOME = (PLAIN, "pagoda-ssd")
 
 
 def losses_of(name: str, folder: Path) -> list[float]:
@@ -50,7 +50,6 @@ def test_systems_that_need_no_installation_train_the_same_and_resume(tmp_path: P
     for name, of in losses.items():
         assert of[3] == of[4], f"{name} goes on from its checkpoint"
         assert of == pytest.approx(plain, rel=0.03), name  # Pagoda draws other initial weights
-    assert losses["fsdp2-offload"] == pytest.approx(plain, rel=2e-3)
 
 
 def test_a_turn_that_fails_is_an_error_with_its_reason() -> None:

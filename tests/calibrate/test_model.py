@@ -29,11 +29,13 @@ def small(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def profiled(model: str, precision: str = "bf16", gradient_checkpointing: bool = True) -> ComputeProfile:
+def profiled(
+    model: str, precision: str = "bf16", gradient_checkpointing: bool = True, seq_len: int = 128
+) -> ComputeProfile:
     profiler = ComputeProfiler(
         model,
         batch_size=2,
-        seq_len=128,
+        seq_len=seq_len,
         precision=precision,  # type: ignore[arg-type]
         gradient_checkpointing=gradient_checkpointing,
     )
@@ -44,13 +46,12 @@ def of_torch() -> tuple[object, ...]:
     return torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()
 
 
-@pytest.mark.parametrize(("precision", "gradient_checkpointing"), [("bf16", True), ("fp32", False)])
-def test_all_takes_time_torch_is_as_before_and_no_tensor_stays(
-    small: str, precision: str, gradient_checkpointing: bool
-) -> None:
+@pytest.mark.parametrize(("precision", "seq_len"), [("bf16", 16), ("fp32", 128)])
+def test_all_takes_time_torch_is_as_before_and_no_tensor_stays(small: str, precision: str, seq_len: int) -> None:
+    """Some CPUs multiply bf16 fifty times slower than fp32, so with bf16 sequences are short."""
     with torch.no_grad():
         before, drawn = of_torch(), torch.get_rng_state()
-        profile = profiled(small, precision, gradient_checkpointing)
+        profile = profiled(small, precision, precision == "bf16", seq_len)
         assert of_torch() == before
         assert torch.equal(torch.get_rng_state(), drawn)
     assert profile.layer_forward_s > 0

@@ -227,7 +227,10 @@ RESUMED: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in ("fp16", "a class of torch") else pytest.mark.slow) for case in RESUMED],
+)
 def test_a_run_resumes_in_another_memory_split_to_the_same_bits(
     case: str, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:

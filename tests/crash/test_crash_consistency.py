@@ -104,13 +104,19 @@ def points_of(recording: Recording, count: int, seed: str) -> set[tuple[int, str
     return {*some(everywhere, count, seed), *some(end, 1 + count // 20, seed)}
 
 
-SHOWN = ("in RAM", "on a drive", "on two drives", "on a drive, copied")
-RESUMED = ("resuming in RAM", "resuming on two drives", "growing on a drive")
-RARER = ("in RAM, unclipped", "on a drive, unclipped", "beside a device")
+SHOWN = ("in RAM", "on two drives", "on a drive, copied", "growing on a drive")
+RARER = (
+    "on a drive",
+    "resuming in RAM",
+    "resuming on two drives",
+    "in RAM, unclipped",
+    "on a drive, unclipped",
+    "beside a device",
+)
 
 
 @few_or_many
-@pytest.mark.parametrize("name", [*SHOWN, *RESUMED, *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)])
+@pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)])
 def test_a_run_that_lost_power_ends_with_the_same_bits(name: str, many: bool, scenarios: Scenarios) -> None:
     world, recording = scenarios[name]
     assert recording.digest is not None
@@ -148,7 +154,14 @@ def test_an_export_that_lost_power_is_whole_or_can_be_made_anew(many: bool, scen
 
 
 @few_or_many
-@pytest.mark.parametrize("name", ["in RAM", "on two drives", "resuming on a drive", "growing on a drive"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "on two drives",
+        "growing on a drive",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("in RAM", "resuming on a drive")),
+    ],
+)
 def test_a_run_whose_disk_failed_ends_with_the_same_bits_on_a_healthy_one(
     name: str, many: bool, scenarios: Scenarios
 ) -> None:
@@ -261,7 +274,7 @@ def harms(world: World, image: Image) -> dict[str, list[Case]]:
 
 @few_or_many
 @pytest.mark.parametrize("kind", ["flips", "losses", "swaps", "kinds"])
-@pytest.mark.parametrize("name", ["in RAM", "on two drives"])
+@pytest.mark.parametrize("name", ["on two drives", pytest.param("in RAM", marks=pytest.mark.slow)])
 def test_a_harmed_run_is_refused_or_ends_with_its_bits(name: str, kind: str, many: bool, scenarios: Scenarios) -> None:
     world, image, expected = scenarios.half_way(name)
     ways = some(harms(world, image)[kind], 40 if many else 2, name + kind)

@@ -216,7 +216,8 @@ def test_what_stages_cannot_do_is_refused_on_each_of_them(ranks: RankServer, tmp
 @pytest.mark.parametrize(
     ("schedule", "settings"),
     [
-        ("1f1b", {"kind": "arena", "activations": "auto"}),
+        ("1f1b", {"kind": "arena"}),
+        pytest.param("1f1b", {"kind": "arena", "activations": "auto"}, marks=pytest.mark.slow),
         pytest.param("interleaved", {"kind": "arena"}, marks=pytest.mark.slow),
         pytest.param("gpipe", {"kind": "ram", "activations": "recompute"}, marks=pytest.mark.slow),
         pytest.param("1f1b", {"kind": "arena", "accumulation_steps": 4, "guess": True}, marks=pytest.mark.slow),
@@ -261,6 +262,7 @@ def test_what_ranks_of_a_stage_would_need_of_each_other_is_refused(ranks: RankSe
         assert "expert_parallel=2 and stage=2" in said["gathered"]
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_resumes(ranks: RankServer, tmp_path: Path) -> None:
     def losses(*words: str) -> list[float]:
         printed = ranks.run("run_example", 2, tmp_path, name="pipeline", words=words)

@@ -17,10 +17,10 @@ FACTORS = {"x": 30.0, ".": 1e-3, "o": 1e9}
 CASES: tuple[tuple[int, str, dict[str, Any]], ...] = (
     (2, "..x.xx.", {"stage": 3, "kind": "ssd"}),
     (2, "..x.xx.", {"stage": 2, "kind": "moments-ssd"}),
-    (4, ".x..", {"stage": 3, "kind": "ssd"}),
     (2, "..x.", {"stage": 1, "kind": "arena"}),
 )
 SLOW_CASES: tuple[tuple[int, str, dict[str, Any]], ...] = (
+    (4, ".x..", {"stage": 3, "kind": "ssd"}),
     (2, "..x.", {"stage": 3, "kind": "arena-ssd"}),
     (2, "..x.", {"stage": 1, "kind": "ssd"}),
     (4, ".x..", {"stage": 2, "kind": "ram"}),

@@ -58,7 +58,7 @@ def test_ranks_together_have_every_matrix_once_and_do_its_flops(name: str, ranks
     [
         ("gpt-1b", 3, "does not divide the 16 heads"),
         ("gpt-6x64", 2, "nothing says how the layers of 'gpt-6x64' are divided"),
-        ("t5-moe-1.2t", 2, "mixture of experts: use --expert-parallel"),
+        ("t5-moe-15m", 2, "mixture of experts: use --expert-parallel"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(name: str, ranks: int, complaint: str) -> None:
@@ -157,9 +157,19 @@ def tokens_per_s(made: Made) -> float:
 SEARCHES = [
     pytest.param(named(search_degrees=("tensor", "pipeline")), 8, marks=pytest.mark.slow),
     pytest.param(named(search_degrees=("tensor", "replicas"), accumulation_steps=2), 8, marks=pytest.mark.slow),
-    (named(search_degrees=("tensor", "pipeline", "replicas"), nodes=2, hardware="v100-32g", gpus_per_node=2), 4),
-    (named(model="llama-110m", seq_len=128, search_degrees=("pipeline", "tensor"), gpus_per_node=4), 4),
-    (named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=4), 4),
+    pytest.param(
+        named(search_degrees=("tensor", "pipeline", "replicas"), nodes=2, hardware="v100-32g", gpus_per_node=2),
+        4,
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=4),
+        4,
+        marks=pytest.mark.slow,
+    ),
+    (named(model="llama-15m", seq_len=128, search_degrees=("pipeline", "tensor"), gpus_per_node=4), 4),
+    (named(model="llama-15m", seq_len=128, search_degrees=("tensor", "pipeline", "replicas"), gpus_per_node=2), 2),
+    (named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=2), 2),
 ]
 
 
@@ -176,7 +186,7 @@ def test_the_search_finds_what_trying_every_way_finds(config: PlanConfig, count:
         made = planned(replace(asked, accumulation_steps=config.accumulation_steps * shared))
         if made is not None:
             rates[degrees] = tokens_per_s(made)
-    assert len(rates) > 3
+    assert len(rates) > 2
     found, said = search_degrees(config)
     chosen = tuple(getattr(found, name) for name in searched)
     assert rates[chosen] == pytest.approx(max(rates.values()), rel=1e-9)

@@ -111,7 +111,13 @@ def test_what_is_too_large_is_cut_and_nothing_is_lost(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("gpt-5x192", None), ("gpt-5x192", 200_000), ("llama-15m", 100_000), ("mixtral-15m", None)]
+    ("name", "most"),
+    [
+        ("gpt-5x192", 200_000),
+        ("mixtral-15m", None),
+        pytest.param("gpt-5x192", None, marks=pytest.mark.slow),
+        pytest.param("llama-15m", 100_000, marks=pytest.mark.slow),
+    ],
 )
 def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, most: int | None) -> None:
     with counting.weightless():

@@ -199,7 +199,7 @@ def test_more_processes_share_ram_and_ssd() -> None:
 
 
 def test_several_nodes_share_out_the_state_and_gather_it() -> None:
-    settings: dict[str, Any] = {"model": "gpt-13b", "hardware": "h100", "batch_size": 4}
+    settings: dict[str, Any] = {"model": "gpt-1b", "hardware": "h100", "batch_size": 4}
     one, two = (
         forecast(config, find_machine_for(config))
         for config in (PlanConfig(nodes=nodes, **settings) for nodes in (1, 2))

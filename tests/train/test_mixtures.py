@@ -75,8 +75,9 @@ def test_a_model_without_a_router_reports_no_balance(tmp_path: Path) -> None:
     assert lines_of(config_of(write_model(tmp_path / "model"), tmp_path / "run"))[0]["aux_loss"] is None
 
 
-@pytest.mark.parametrize("expert_parallel", [1, 4])
-@pytest.mark.parametrize("model", ["mixtral-15m", "qwen3-moe-15m", "t5-moe-15m"])
+@pytest.mark.parametrize(
+    ("model", "expert_parallel"), [("mixtral-15m", 1), ("mixtral-15m", 4), ("qwen3-moe-15m", 4), ("t5-moe-15m", 4)]
+)
 def test_what_is_planned_is_what_is_trained(model: str, expert_parallel: int) -> None:
     described = describe_model(model, batch_size=2, seq_len=64, expert_parallel=expert_parallel)
     with torch.device("meta"):
