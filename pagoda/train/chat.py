@@ -1,11 +1,11 @@
-"""Conversations as tokens: written with the tokenizer's chat template, and counted by the loss in assistant turns only.
+"""Turns conversations into tokens with the tokenizer's chat template. The loss counts assistant turns only.
 
-What an assistant has written is known in one of three ways, the same for all conversations of a run:
+There are three ways to find out which tokens an assistant has written. All conversations of a run use the same one:
 
-- The template has generation markers (`{% generation %}`): transformers says what is between them.
-- TRL is installed and has a training variant of the template, which has markers. That is what TRL trains with.
-- The template writes the beginning of a conversation in the same way as the whole. Then a turn of the assistant is what
-  comes after the beginning with its generation prompt.
+- The template has generation markers (`{% generation %}`). Then transformers reports the tokens between them.
+- TRL is installed and has a training variant of the template, which has markers. TRL trains with that variant too.
+- The template writes the beginning of a conversation in the same way alone as within the whole. Then an assistant's
+  turn is what follows the beginning with its generation prompt.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,7 @@ _ASSISTANT = "assistant"
 
 
 def trl_version() -> str | None:
-    """Version of the installed TRL, or None. Other versions may have other templates, which give other tokens."""
+    """The version of the installed TRL, or None. Templates, and so tokens, may differ between versions."""
     try:
         return version("trl")
     except PackageNotFoundError:
@@ -39,12 +39,13 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template: str | None = None
         self._marked: bool | None = None
-        """Whether the template has generation markers; None until a conversation is seen."""
+        """Whether the template has generation markers. None until the first conversation."""
 
     def encode(self, document: Document) -> npt.NDArray[np.int32]:
-        """A conversation's tokens, int32 [N]: ids of what assistants have written, and ~ids of the rest.
+        """A conversation's tokens, int32 [N]: id for tokens that an assistant has written, ~id for all others.
 
-        Raises ConfigError: there is no template, or it refuses the conversation, or does not say who wrote what.
+        Raises ConfigError if there is no template, or if the template refuses the conversation or does not show who
+        wrote what.
         """
         if self._marked is None:
             self._choose(document.where)
@@ -66,7 +67,7 @@ class ChatTemplate:
         return ids
 
     def _choose(self, where: str) -> None:
-        """Finds out how the template says what assistants have written."""
+        """Decide how to find out which tokens an assistant has written."""
         template = self._tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default")
@@ -130,7 +131,8 @@ class ChatTemplate:
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         trained = np.zeros(len(found["input_ids"]), dtype=bool)
         for start, stop in spans:
-            # As transformers does with markers: tokens from the one with the first character to that with the last.
+            # As in transformers with markers: from the token that has the first character to the one that has the
+            # last.
             first, last = found.char_to_token(start), found.char_to_token(stop - 1)
             if first is not None and last is not None:
                 trained[first : last + 1] = True

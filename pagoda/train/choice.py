@@ -27,7 +27,8 @@ from pagoda.train.ranks import from_first
 
 
 def chunks_loss(config: TrainConfig, model: Any) -> bool:
-    """Whether the loss of a run is computed in chunks: as asked, or where that lowers the peak of activations."""
+    """Whether the loss of a run is computed in chunks: if the user asked for it, or if that lowers the peak of
+    activations."""
     if config.chunked_loss is not None:
         return config.chunked_loss
     tokens = config.batch_size * config.seq_len
@@ -51,14 +52,14 @@ def precision_hint(config: TrainConfig) -> str | None:
 
 
 def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Searches for the fastest plan, and prints the choices and their reasons.
+    """Search for the fastest plan. Prints the choices and their reasons.
 
     Returns the configuration with these choices, and a record of the step that the search predicts. Without a search,
-    returns the configuration as it is, and None. On several ranks, the first one searches, if the user asked for it,
-    and all take its choices.
+    returns the configuration unchanged, and None. On several ranks, only the first one searches, and all take its
+    choices.
 
-    Raises BudgetError: the search finds that nothing fits; ConfigError: a setting that cannot be used; the search was
-    asked for, and this machine has not been measured.
+    Raises BudgetError if the search finds that nothing fits. Raises ConfigError for a setting that cannot be used, and
+    if a search was asked for on a machine that has not been measured.
     """
     searchable = mesh.size == 1 and config.lora.rank is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")

@@ -1,9 +1,9 @@
 """The configuration of `pagoda train`: frozen dataclasses that the command line, JSON and Python share.
 
-`_FREE_ON_RESUME` says what a resumed run may change: what gives the same bits (any split over tiers and ranks does),
-how long it runs and what it writes. Each rank reads other batches, so another number of ranks gives other bits from the
-same state. With the cosine schedule, other `steps` mean other learning rates from there on. Everything else stays as
-the run was started; `check_resumes` names what differs.
+`_FREE_ON_RESUME` lists what a resumed run may change: settings that do not change the bits (such as the split over
+tiers and ranks), the length of the run, and what it writes. Each rank reads other batches, so another number of ranks
+gives other bits from the same state. With the cosine schedule, another number of steps changes later learning rates.
+All other settings must stay as they were when the run started; `check_resumes` names those that differ.
 """
 
 import json
@@ -28,10 +28,11 @@ _FREE_ON_RESUME = frozenset(
     | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
     | {"sample_every", "prompt", "sample_tokens", "log"}
 )
-"""`data` and `tokenizer` may have moved: a checkpoint knows its tokens. What is under `memory` is free too."""
+"""`data` and `tokenizer` may have moved, because a checkpoint identifies its tokens. Settings under `memory` are free
+too."""
 _LR = 3e-4
 _EVALUATIONS = 10
-"""In a run, if it is not said how many steps there are between them."""
+"""Number of evaluations in a run, unless `eval_every` is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,9 @@ class OptimConfig(StatesConfig):
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
     def build(self, seed: int, optimizer: str = "adamw") -> "Rule":
-        """The library's update rule; `seed` is that of its rounding, if any.
+        """The library's update rule. `seed` is the seed of its rounding, if it rounds stochastically.
 
-        Raises ConfigError: there is no such optimizer, or it has not one of the settings.
+        Raises ConfigError if there is no such optimizer, or if it does not have one of the settings.
         """
         from pagoda.optim.named import rule_from
 
@@ -79,7 +80,7 @@ class OptimConfig(StatesConfig):
         return rule_from(optimizer, self, settings)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Share of the peak learning rate at `step` (from 0) of `steps`: a pure function, with no state."""
+        """Share of the peak learning rate at `step` (from 0) of `steps`. A pure function."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -169,7 +170,7 @@ class TrainConfig(Run):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether the run has data to evaluate on."""
         return self.eval_data is not None or self.eval_share > 0
 
     @property
@@ -179,7 +180,7 @@ class TrainConfig(Run):
 
     @property
     def checkpoints_on_ssd(self) -> int:
-        """Checkpoints whose pages on SSD are kept in place where they are at all: the last ones, and the best one."""
+        """Number of checkpoints that keep their pages on SSD in place, if any do: the last ones and the best one."""
         return self.keep_checkpoints + (self.evaluates and self.keep_best)
 
     def _check_adapters(self) -> None:
@@ -190,19 +191,19 @@ class TrainConfig(Run):
             raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
 
     def settings(self) -> dict[str, Any]:
-        """All settings as JSON has them; `from_settings` makes an equal configuration of them."""
+        """All settings in JSON's types. `from_settings` makes an equal configuration of them."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return found
 
     @staticmethod
     def from_settings(settings: Any) -> "TrainConfig":
-        """A configuration from decoded JSON. Raises ConfigError: a setting is unknown, missing or out of range."""
+        """The configuration from decoded JSON. Raises ConfigError if a setting is unknown, missing or out of range."""
         return decoded(TrainConfig, settings)
 
     def check_resumes(self, started: "TrainConfig") -> None:
-        """Checks that this configuration continues the run that was started with `started`.
+        """Check that this configuration can continue a run that was started with `started`.
 
-        Raises ConfigError: a setting differs that decides the bits of the run; names each with both values.
+        Raises ConfigError if settings differ that decide the bits of the run. Names each with both values.
         """
         if differing := self.differing(started, "the run"):
             raise ConfigError(
@@ -211,7 +212,7 @@ class TrainConfig(Run):
             )
 
     def differing(self, other: "TrainConfig", whose: str) -> list[str]:
-        """The settings that decide the bits of a run and differ from those of `other`, each with both values."""
+        """The settings that decide the bits of a run and differ from `other`, each with both values."""
         mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))
         return [
             f"{flag(name)} {value} ({whose} has {theirs[name]})"

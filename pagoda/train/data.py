@@ -1,15 +1,15 @@
 """The order of training: which tokens a step reads, as a pure function of seed and step.
 
-The tokens of a data set are cut into rows of at most `seq_len` (twice as many for a model that reads a text and says
-how it goes on). Texts run on: rows are consecutive windows, and the last incomplete one is left out. Conversations are
-kept whole: a row has as many as fit, and is padded. In a row, attention and loss end where a document does: positions
-begin again, and no token is predicted from another document.
+The tokens of a data set are cut into rows of at most `seq_len` tokens, or twice as many for a model that reads a text
+and writes its continuation. Text is continuous: rows are consecutive windows, and the last incomplete one is dropped.
+Conversations are kept whole: a row has as many as fit, and is padded. Within a row, attention and loss end at the end
+of each document: positions start again, and no token is predicted from another document.
 
-An epoch visits every row once, in an order keyed by (seed, epoch). Sample number
-g = ((step * accumulation_steps + index) * ranks + rank) * batch_size + position is row g % rows of epoch
-g // rows: of each forward pass, ranks have consecutive parts of the batch that one rank would have. So a resumed run
-needs only the number of steps done (`first_step`, `first_sample` where it has other ranks than before), and the order
-never depends on a library's random generator, the batch that came before, or where memory lies.
+An epoch visits every row once, in an order keyed by (seed, epoch). Sample number g = ((step * accumulation_steps +
+index) * ranks + rank) * batch_size + position is row g % rows of epoch g // rows. So in each forward pass, ranks have
+consecutive parts of the batch that one rank would have. A resumed run needs only the number of steps done
+(`first_step`, and `first_sample` if the number of ranks has changed). The order does not depend on a library's random
+generator, on earlier batches or on the memory split.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from pagoda.train.tokens import Tokens
 IGNORED = -100
 """The label of a token that the loss does not count."""
 _HELD_OUT = 1 << 32
-"""In place of an epoch, in the key of the order that decides which rows are held out."""
+"""Stands for an epoch in the key of the order that chooses the held-out rows."""
 _FEISTEL_ROUNDS = 6
 
 
@@ -38,18 +38,15 @@ class Rows:
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
     cut: int = 0
-    """Conversations of more than `length` tokens, which are cut there."""
+    """Number of conversations with more than `length` tokens. They are cut to that length."""
     longest: int = 0
     """Tokens of the longest conversation."""
     dropped: int = 0
-    """Conversations that were left out, as an assistant speaks only after the cut."""
+    """Number of conversations that were left out because an assistant speaks only after the cut."""
 
     @staticmethod
     def of(tokens: Tokens, length: int) -> "Rows":
-        """Every row of the tokens.
-
-        Raises ConfigError: there is none.
-        """
+        """All rows of the tokens. Raises ConfigError if there are none."""
         starts = np.arange(len(tokens) // length, dtype=np.int64) * length
         rows = _whole_documents(tokens, length) if tokens.about.chats else Rows(tokens, length, starts, starts + length)
         if not len(rows):
@@ -69,7 +66,7 @@ class Rows:
         return len(self.starts)
 
     def held_out(self, count: int, seed: int) -> "tuple[Rows, Rows]":
-        """These rows without `count` of them, and those, chosen by the seed."""
+        """Two parts: the rows to train on, and `count` rows chosen by the seed."""
         order = _permuted(np.arange(len(self), dtype=np.int64), len(self), (seed, _HELD_OUT))
         chosen, kept = np.sort(order[:count]), np.sort(order[count:])
         first, second = (Rows(self.tokens, self.length, self.starts[at], self.stops[at]) for at in (kept, chosen))
@@ -81,7 +78,7 @@ class Rows:
         return 1 - float((self.stops - self.starts).sum()) / (len(self) * self.length)
 
     def ids_and_labels(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The token ids and the labels of rows, both int64 [rows, length]. Padding is id 0, without a label."""
+        """The token ids and the labels of rows, both int64 [rows, length]. Padding has id 0 and no label."""
         ids = np.zeros((len(chosen), self.length), dtype=np.int64)
         labels = np.full_like(ids, IGNORED)
         for at, row in enumerate(chosen):
@@ -93,7 +90,8 @@ class Rows:
         return ids, labels
 
     def positions(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The position of each token in its document, or in the part of it in its row, int64 [rows, length]."""
+        """The position of each token in its document, or in the part of the document that is in the row, int64 [rows,
+        length]."""
         positions = np.tile(np.arange(self.length, dtype=np.int64), (len(chosen), 1))
         for at, row in enumerate(chosen):
             beginnings = self._beginnings(row)
@@ -102,7 +100,7 @@ class Rows:
         return positions
 
     def _beginnings(self, row: np.int64) -> npt.NDArray[np.int64]:
-        """Where documents begin in a row, the first at 0; and the padding, if there is any."""
+        """The first token of each document in a row, starting with 0, and of the padding, if there is any."""
         if not self.tokens.about.separates:
             return np.zeros(1, dtype=np.int64)
         start, stop, ends = self.starts[row], self.stops[row], self.tokens.ends
@@ -112,7 +110,7 @@ class Rows:
 
 
 def _whole_documents(tokens: Tokens, length: int) -> Rows:
-    """Rows of whole documents, as many in each as fit; a longer one has a row of its own, and is cut."""
+    """Rows of whole documents, as many in each as fit. A longer document has a row of its own and is cut."""
     starts: list[int] = []
     stops: list[int] = []
     cut = longest = dropped = begin = 0
@@ -122,7 +120,7 @@ def _whole_documents(tokens: Tokens, length: int) -> Rows:
         if end - begin > length:
             cut += 1
             stop = begin + length
-            # The first token of a row is predicted from nothing.
+            # Nothing precedes the first token of a row, so it is not predicted.
             if not (tokens.ids[begin + 1 : stop] >= 0).any():
                 dropped, begin = dropped + 1, end
                 continue
@@ -138,7 +136,7 @@ def _whole_documents(tokens: Tokens, length: int) -> Rows:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batches:
-    """The batches of a run: rows in a keyed order (see the module's docstring)."""
+    """The batches of a run: rows in a keyed order, which the module's docstring defines."""
 
     rows: Rows
     batch_size: int
@@ -147,14 +145,14 @@ class Batches:
     """Forward passes per optimizer step."""
     seed: int = 0
     continued: bool = False
-    """Inputs are the first half of a row of 2T tokens, labels the second: T5's prefix objective (arXiv 1910.10683,
-    section 3.2.1), for models of an encoder and a decoder."""
+    """Whether inputs are the first half of a row of 2T tokens, and labels the second: T5's prefix objective (arXiv
+    1910.10683, section 3.2.1), for encoder-decoder models."""
     positions: bool = False
-    """Whether a batch says the position of each token in its document, for models that keep documents apart by it."""
+    """Whether a batch contains the position of each token in its document. Models use it to keep documents apart."""
     rank: int = 0
     ranks: int = 1
     first_step: int = 0
-    """Step that begins with `first_sample`."""
+    """The step that begins with `first_sample`."""
     first_sample: int = 0
 
     @property
@@ -168,7 +166,7 @@ class Batches:
         return self.batch_size * self.accumulation_steps * self.ranks
 
     def samples_before(self, step: int) -> int:
-        """Sequences that the steps before one have read, counted from 0."""
+        """Number of sequences that were read before a step."""
         return self.first_sample + (step - self.first_step) * self.samples_per_step
 
     def row_indices(self, step: int, index: int = 0, rank: int | None = None) -> npt.NDArray[np.int64]:
@@ -184,14 +182,14 @@ class Batches:
         return result
 
     def batch(self, step: int, index: int = 0) -> dict[str, torch.Tensor]:
-        """What the model is called with in forward pass `index` of step `step` (from 0)."""
+        """The model's arguments in forward pass `index` of step `step` (both from 0)."""
         return self.of_rows(self.row_indices(step, index))
 
     def of_rows(self, chosen: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels` of rows, and `position_ids` if documents are kept apart; all int64 [B, T].
+        """`input_ids` and `labels` of rows, and `position_ids` if documents are kept apart, each int64 [B, T].
 
-        Labels equal the inputs where the loss counts them, as causal models shift them inside the loss, unless they
-        continue the inputs.
+        Labels equal the inputs where the loss counts them, because causal models shift labels inside the loss. With
+        `continued`, labels are the second half of the rows.
         """
         ids, labels = map(torch.from_numpy, self.rows.ids_and_labels(chosen))
         if self.continued:
@@ -203,11 +201,11 @@ class Batches:
         return found
 
     def targets(self, labels: torch.Tensor) -> int:
-        """Tokens of a batch that the loss counts; 1 if there is none."""
+        """Number of tokens in a batch that the loss counts, but at least 1."""
         return max(1, int((labels if self.continued else labels[:, 1:]).ne(IGNORED).sum()))
 
     def targets_of_step(self, step: int) -> int:
-        """Tokens of all forward passes of a step that the loss counts, on all ranks."""
+        """Number of tokens in all forward passes of a step, on all ranks, that the loss counts."""
         if not self.rows.tokens.about.separates:  # then the loss counts as many tokens of every row
             labels = self.rows.length // 2 if self.continued else self.rows.length - 1
             return self.samples_per_step * labels
@@ -219,8 +217,8 @@ class Batches:
 def _permuted(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:
     """Where a keyed permutation of range(size) sends `positions`, without a table of `size` entries.
 
-    A Feistel network permutes the smallest range of an even number of bits that holds `size`; what falls
-    outside range(size) goes through again until it is inside ("cycle walking"), which keeps it a permutation.
+    A Feistel network permutes the smallest range of an even number of bits that contains range(size). A result outside
+    range(size) is permuted again until it is inside ("cycle walking"), so the result is a permutation of range(size).
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)

@@ -1,4 +1,4 @@
-"""Evaluations: the loss on data that is not trained on."""
+"""Evaluations: the loss on held-out data."""
 
 import math
 import time
@@ -23,7 +23,7 @@ class Evaluation(Entry):
     """Mean over the tokens that the loss counts, in nats."""
     perplexity: float
     bits_per_byte: float
-    """The loss in bits per byte of text, which can be compared between tokenizers."""
+    """The loss in bits per byte of text. It can be compared between tokenizers."""
     sequences: int
     tokens: int
     """Tokens that the loss counts."""
@@ -38,12 +38,12 @@ class Evaluation(Entry):
 
 
 class Evaluator:
-    """Measures the loss on rows, which the ranks of a run divide among them."""
+    """Measures the loss on rows, which are divided over the ranks of a run."""
 
     def __init__(self, batches: Batches, mesh: Mesh) -> None:
         self._batches, self._mesh = batches, mesh
         count, at_once = len(batches.rows), batches.batch_size * mesh.size
-        # All ranks call the model equally often: the last rows of some are repeated, and do not count.
+        # All ranks must call the model equally often. So some ranks repeat a row, which does not count.
         padded = np.full(-(-count // at_once) * at_once, -1, dtype=np.int64)
         padded[:count] = np.arange(count)
         self._mine = padded.reshape(-1, mesh.size, batches.batch_size)[:, mesh.rank]
@@ -78,19 +78,20 @@ class Evaluator:
 
 
 def read_losses(path: Path, until: int) -> list[tuple[int, float]]:
-    """(step, loss) of the evaluations in a file up to a step."""
+    """(step, loss) of each evaluation in a file, up to step `until`."""
     lines = read_metrics(path) if path.exists() else []
     known = [(line["step"], line["loss"]) for line in lines if line["step"] <= until]
     return [(step, math.inf if loss is None else loss) for step, loss in known]
 
 
 def best_step(losses: Sequence[tuple[int, float]]) -> int | None:
-    """Steps done before the lowest loss, the first of equal ones; None before the first evaluation of a step."""
+    """The number of steps before the evaluation with the lowest loss. The first one if several are equal, None if there
+    are none."""
     trained = [entry for entry in losses if entry[0]]
     return min(trained, key=lambda entry: entry[1])[0] if trained else None
 
 
 def since_best(losses: Sequence[tuple[int, float]]) -> int:
-    """Evaluations after the one with the lowest loss, that before the first step included."""
+    """The number of evaluations since the one with the lowest loss. The evaluation before the first step counts too."""
     found = [loss for _, loss in losses]
     return len(found) - 1 - found.index(min(found)) if found else 0

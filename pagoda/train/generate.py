@@ -12,13 +12,13 @@ from pagoda.train.tokenizer import Tokenizer
 def continued(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, *, chat: bool, tokens: int, seed: int | None = None
 ) -> str:
-    """Continues a prompt with the most likely tokens, or with sampled ones if there is a seed.
+    """Continue a prompt with the most likely tokens, or with sampled ones if there is a seed.
 
-    `model` is a language model of transformers, wrapped or not. With `chat`, the prompt is what a user says, and
-    the tokenizer's chat template writes it. `tokens` limits the length. Sampling is at temperature 0.8, and changes no
-    random number of training.
+    `model` is a language model of transformers, wrapped or not. With `chat`, the prompt is a user's message, which the
+    tokenizer's chat template formats. `tokens` is the most tokens to generate. The sampling temperature is 0.8, and
+    sampling does not change the random numbers of training.
 
-    Raises ConfigError: a chat, and the tokenizer has no chat template.
+    Raises ConfigError for a chat if the tokenizer has no chat template.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([tokenizer.prompt(prompt, chat)], device=device)

@@ -19,9 +19,10 @@ from pagoda.train.tokens import Tokens, open_tokens
 
 
 def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
-    """The tokens of --data or --eval-data. The first rank tokenises, if need be; the others find them in the cache.
+    """The tokens of --data or --eval-data. The first rank tokenises them if they are not in the cache; the other ranks
+    find them there.
 
-    Raises ConfigError: data or a tokenizer that cannot be used; StorageError: there is no room for the tokens.
+    Raises ConfigError if data or tokenizer cannot be used, and StorageError if there is no room for the tokens.
     """
 
     def found() -> Tokens:
@@ -41,14 +42,14 @@ def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Me
 def batches_of(
     config: TrainConfig, tokens: Tokens, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, console: Console
 ) -> tuple[Batches, Batches | None]:
-    """The batches of a run, and those to evaluate on; says how the tokens are cut into sequences.
+    """The batches of a run, and those to evaluate on. Prints how the tokens are cut into sequences.
 
-    Raises ConfigError: there is not one sequence, or the model does not know all tokens.
+    Raises ConfigError if there is no sequence, or if the model does not know all tokens.
     """
     _check_vocabulary(config, model, tokens)
     continued = is_encoder_decoder(config.model)
     rows = Rows.of(tokens, config.seq_len * (2 if continued else 1))
-    # A model that takes positions keeps the attention of documents apart where positions begin again.
+    # A model that takes positions separates the attention of documents where positions start again.
     positions = "position_ids" in inspect.signature(model.forward).parameters
     apart = tokens.about.separates and positions and not continued
     say(console, *_sequences(rows, apart))
@@ -87,7 +88,7 @@ def _held_out(
 
 
 def _count(config: TrainConfig, rows: Rows) -> int:
-    """How many rows are held out. Raises ConfigError where none are left to train on."""
+    """How many rows are held out. Raises ConfigError if none are left to train on."""
     count = max(1, round(config.eval_share * len(rows)))
     if count == len(rows):
         raise ConfigError(
@@ -98,7 +99,7 @@ def _count(config: TrainConfig, rows: Rows) -> int:
 
 
 def _check_vocabulary(config: TrainConfig, model: nn.Module, tokens: Tokens) -> None:
-    """Raises ConfigError where the model does not know all tokens."""
+    """Raises ConfigError if the model does not know all tokens."""
     known, about = model.get_input_embeddings().num_embeddings, tokens.about  # type: ignore[operator]
     if known < about.most:
         raise ConfigError(

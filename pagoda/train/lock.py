@@ -13,18 +13,18 @@ from pagoda.memory.files import make_directories
 
 LOCK = ".pagoda-lock"
 _held: set[int] = set()
-"""Descriptors of this process."""
+"""Descriptors of the locks that this process holds."""
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Holds a run directory, made if it is missing, for this process.
+    """Hold a run directory for this process. Creates the directory if it is missing.
 
-    The lock is an flock on a file of its own (the directory itself may hold page stores, which lock it for their
-    part). It ends with the process, however that ends; a forked child has no part in it. Afterwards the file is
-    removed, and so are the directories that were made here, if they are still empty. Reading needs no lock.
+    The lock is an flock on a separate file, because the directory itself may contain page stores, which lock it too. It
+    ends with the process, and forked children do not hold it. Afterwards the file is removed, and so are directories
+    that were created here and are still empty. Reading needs no lock.
 
-    Raises ConfigError where another run holds the directory, or it cannot be made or locked.
+    Raises ConfigError if another run holds the directory, or if it cannot be created or locked.
     """
     made: list[Path] = []
     owner = os.getpid()
@@ -47,7 +47,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """Makes and locks the file; returns its descriptor."""
+    """Create and lock the file. Returns its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
@@ -86,7 +86,8 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: closes the copies of the parent's descriptors, which would hold its locks after its end."""
+    """Runs in a forked child. Closes its copies of the descriptors, which would keep the locks after the parent has
+    ended."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

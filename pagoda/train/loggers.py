@@ -1,4 +1,5 @@
-"""Other places that metrics go to: TensorBoard, Weights & Biases, Trackio. Each is imported only if it is asked for."""
+"""Other destinations of metrics: TensorBoard, Weights & Biases, Trackio. Each is imported only if the user asks for
+it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +15,10 @@ KNOWN = ("jsonl", *_MODULES)
 
 
 class Loggers:
-    """Sends the metrics of a run to all the places that `names` lists. It opens them at the first step, as a run
-    creates its directory then.
+    """Sends the metrics of a run to every destination in `names`. Opens them at the first step, when the run creates
+    its directory.
 
-    Raises ConfigError: a name is unknown, or its package is not installed.
+    Raises ConfigError if a name is unknown, or if its package is not installed.
     """
 
     def __init__(self, names: str | None, config: TrainConfig) -> None:
@@ -66,7 +67,8 @@ class Loggers:
                 logger.log(dict(figures), step=step)
 
     def _open(self, name: str, module: Any) -> Any:
-        """TensorBoard's writer of event files in the run's directory, or wandb or trackio, in which a run begins."""
+        """A destination for one run: TensorBoard's writer of event files in the run's directory, or a run of wandb or
+        trackio."""
         if name == "tensorboard":
             return module.SummaryWriter(str(self._out / "tensorboard"))
         module.init(project="pagoda", name=self._out.name)

@@ -1,4 +1,4 @@
-"""The training loop: checks every input, then trains, writing nothing before a first step has succeeded."""
+"""The training loop. It checks every input, and writes nothing before the first step has succeeded."""
 
 import os
 from contextlib import ExitStack
@@ -34,16 +34,17 @@ from pagoda.train.tokenizer import open_tokenizer
 
 
 def run(config: TrainConfig, console: Console | None = None) -> TrainResult | None:
-    """Trains as `config` says and shows plan and progress on `console`; None if a run that is resumed has finished.
+    """Train as `config` says. Shows the plan and the progress on `console`. Returns None if a resumed run was already
+    finished.
 
-    Interrupted by SIGINT or SIGTERM it ends its step, saves a checkpoint and returns. A user error before the
-    end of the first step leaves `config.out` as it was. A run that is resumed goes on from its last checkpoint that is
-    whole; later ones, which are damaged, are named on `console` and kept under other names.
+    After SIGINT or SIGTERM, the run finishes its step, saves a checkpoint and returns. After a user error before the
+    end of the first step, `config.out` is as it was before. A resumed run continues from its last complete checkpoint.
+    Later checkpoints are damaged; they are named on `console` and kept under other names.
 
-    Raises ConfigError: a setting, path, text or model that cannot be used; `out` is in use by another run, or holds one
-    already, or none to resume; BudgetError, StorageError: the state does not fit, or a directory cannot be used;
-    CheckpointError: no checkpoint can be used, or the last one is of another model or text; NonFiniteGradientError: a
-    gradient is NaN or infinite.
+    Raises ConfigError for a setting, path, text or model that cannot be used, and if `out` is in use, contains a run
+    already, or contains none to resume. Raises BudgetError or StorageError if the state does not fit or a directory
+    cannot be used. Raises CheckpointError if no checkpoint can be used, or if the last one belongs to another model or
+    text. Raises NonFiniteGradientError if a gradient is NaN or infinite.
     """
     mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
@@ -59,7 +60,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
 
 
 def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console) -> TrainResult:
-    """Builds what a run needs, and runs it."""
+    """Build what a run needs, then run it."""
     checkpoint = beginning.checkpoint
     _check_trace(config, beginning.done)
     rule = config.optim.build(config.seed, config.optimizer)
@@ -108,9 +109,10 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
 
 
 def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
-    """Lets the model start from the weights beside its config.json, if there are any, and says what it starts from.
+    """Let the model start from the weights next to its config.json, if there are any. Prints which weights it starts
+    from.
 
-    Raises ConfigError: the directory has not all of its files.
+    Raises ConfigError if files are missing in the directory.
     """
     directory = model_directory(config.model)
     files = weight_files(directory) if directory is not None else []
@@ -125,7 +127,7 @@ def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> No
 
 
 def _check_download(directory: Path, files: list[Path]) -> None:
-    """Raises ConfigError for a directory that seems to be a part of what is to be downloaded."""
+    """Raises ConfigError if a directory seems to be an incomplete download."""
     missing = [path.name for path in files if not path.exists()]
     if missing:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line of JSON per optimizer step, no step twice, also over interruptions."""
+"""metrics.jsonl: one line of JSON per optimizer step. No step appears twice, even if the run was interrupted."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pagoda.runtime.stats import StepStats
 
 DATA = "data"
-"""In `stall_s`, beside the lanes: while the next sequences were read."""
+"""Key in `stall_s`, in addition to the lanes: seconds in which the next sequences were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +34,18 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics(Entry):
-    """The figures of one optimizer step, the last of those done."""
+    """The figures of one optimizer step."""
 
     loss: float
     """Mean over the tokens of the step, before its update."""
     grad_norm: float | None
-    """Global norm before clipping; None where the step was skipped."""
+    """Global norm before clipping. None if the step was skipped."""
     lr: float
     aux_loss: float | None = None
-    """Load-balancing loss of a mixture of experts, as transformers computes it, without its weight. Where the load is
-    even, it is the number of experts that see a token. None where the model's config.json does not ask for it."""
+    """Load-balancing loss of a mixture of experts, as transformers computes it, without its weight. If the load is
+    even, it is the number of experts that see a token. None if the model's config.json does not ask for it."""
     step_s: float
-    """Seconds from the end of the step before to the end of this one, without checkpoints."""
+    """Seconds from the end of the previous step to the end of this one, without checkpoints."""
     tokens_per_s: float
     stall_s: Mapping[str, float]
     """Seconds compute waited, per lane, and for data."""
@@ -54,38 +54,42 @@ class StepMetrics(Entry):
     peak_bytes: Mapping[str, int]
     """Most bytes in use so far, per tier."""
     accesses: Mapping[str, int] = field(default_factory=dict)
-    """Accesses of units that found the weights in_place or arrived, and of those that waited: late, or at a fault."""
+    """Number of accesses to units by where they found the weights: in_place, arrived, late or fault."""
     prefetch_hit_rate: float
-    """Share of the accesses to weights that are fetched which did not wait for them: arrived, of all not in place."""
+    """Share of accesses to fetched weights that did not wait: arrived / (arrived + late + fault)."""
     faults: int
     """Accesses whose weights had to be fetched on demand."""
     activation_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What graphs kept where compute is, at the worst moment of the step (kept), and offloaded so far (host, ssd)."""
+    """Bytes that graphs kept in compute's memory at the peak of the step (kept), and offloaded at most so far (host,
+    ssd)."""
     loss_scale: float = 1.0
-    """What the loss was multiplied by before backward."""
+    """The factor by which the loss was multiplied before backward."""
     skipped: bool = False
-    """Whether a scaled gradient was not finite, so that the step changed nothing but the scale."""
+    """True if a scaled gradient was not finite, so that the step changed only the scale."""
     updates_kept: int = 0
-    """Units updated during backward before the norm was known, rightly: nothing was clipped."""
+    """Number of units that were updated during backward before the norm was known, and whose update was kept because
+    nothing was clipped."""
     updates_undone: int = 0
-    """Units updated during backward whose update was undone, and done anew."""
+    """Number of units whose update during backward was undone and done again."""
     staleness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """With asynchronous updates: unit -> steps that its weights lagged, in this step (last) and so far (max, mean)."""
+    """With asynchronous updates: unit -> how many steps its weights lagged, in this step (last) and so far (max,
+    mean)."""
 
     @classmethod
     def of(cls, stats: "StepStats", **own: Any) -> "StepMetrics":
-        """The statistics of an optimizer's last step that have the same names, and `own`, the figures of the loop."""
+        """The figures of an optimizer's last step that have the same names here, together with `own`, the loop's
+        figures."""
         said = {**asdict(stats), "faults": stats.faults, "prefetch_hit_rate": stats.prefetch_hit_rate, **own}
         return cls(**{field.name: said[field.name] for field in fields(cls)})
 
 
 class MetricsFile(AbstractContextManager["MetricsFile"]):
-    """Appends a line per step, or per evaluation. A line is in the file, for any reader, once `write` returns.
+    """Appends a line per step or evaluation. Any reader sees a line once `write` has returned.
 
-    The file is created if it is missing. Lines after `after_step` are dropped: what an interrupted run did after the
-    checkpoint that it resumes from, and a line cut short by a crash.
+    The file is created if it is missing. Lines after `after_step` are dropped: steps that an interrupted run did after
+    the checkpoint from which it resumes, and a line that a crash has cut short.
 
-    Raises StorageError, here and later, where the disk is full or fails.
+    Raises StorageError, here and later, if the disk is full or fails.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
@@ -105,7 +109,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
                 rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
-        """Returns once every line would survive a power loss; called before a checkpoint of the same step."""
+        """Make every line survive a power loss. Called before a checkpoint of the same step."""
         with _errors_named(self._path):
             os.fsync(self._file.fileno())
 
@@ -128,7 +132,7 @@ def _errors_named(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl, in order; lines that a crash has cut short or damaged are left out."""
+    """The steps of a metrics.jsonl, in order. Leaves out lines that are damaged or cut short by a crash."""
     return [metrics for _, metrics in _lines(path)]
 
 

@@ -1,6 +1,6 @@
-"""A page of HTML that needs nothing else, light or dark as the reader's system is: tables, and drawings by matplotlib.
+"""A self-contained HTML page with tables and matplotlib drawings, light or dark like the reader's system.
 
-The colours of drawings become variables of the page. What a drawing shows is also in a table, for screen readers.
+The colours of drawings become CSS variables. Every drawing's content is also in a table, for screen readers.
 """
 
 import html
@@ -15,7 +15,7 @@ from pagoda.errors import needed
 INK = "#123456"
 """Text and axes of a drawing."""
 COLOURS = ("#123401", "#123402", "#123403", "#123404", "#123405", "#123406", "#123407")
-"""What is drawn in; the page says what these are in light and in dark. The last one is grey."""
+"""Placeholders for the colours of drawings. The page defines each for light and dark. The last one is grey."""
 _STYLE = """
 :root { color-scheme: light dark; --back: #fff; --ink: #1f2328; --line: #d0d7de; --c0: #0550ae; --c1: #b35900;
   --c2: #116329; --c3: #a40e26; --c4: #6639ba; --c5: #7d4e00; --c6: #57606a; --device: #6639ba;
@@ -36,11 +36,11 @@ figure { margin: 1rem 0 } svg { max-width: 100%; height: auto }
 details { margin: .5rem 0 }
 """
 BEGINNING = '<!DOCTYPE html><html lang="en" data-made-by="pagoda report">'
-"""Of every page: only files that begin so are written over."""
+"""The beginning of every page. Only files that begin with it are overwritten."""
 
 
 def page(title: str, sections: Mapping[str, str]) -> str:
-    """The page of sections, each a heading with its HTML, and links to them."""
+    """A page of sections. Each has a heading, its HTML, and a link to it at the top."""
     anchors = {name: _anchor(name) for name in sections}
     links = "".join(f'<a href="#{anchors[name]}">{name}</a>' for name in sections)
     body = "".join(f'<h2 id="{anchors[name]}">{name}</h2>{content}' for name, content in sections.items())
@@ -54,7 +54,7 @@ def page(title: str, sections: Mapping[str, str]) -> str:
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Lets matplotlib draw in the colours of the page. Raises ConfigError where matplotlib is missing."""
+    """Inside, matplotlib draws in the colours of the page. Raises ConfigError if matplotlib is not installed."""
     matplotlib = needed("matplotlib", "pagoda report needs matplotlib: pip install 'pagoda-train[plot]'")
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
     settings = {
@@ -83,7 +83,7 @@ def figure_of(height: float, rows: int = 1) -> tuple[Any, Any]:
 
 
 def legend(figure: Any, colours: Mapping[str, str]) -> None:
-    """Explains the colours of bars, on the right of a figure."""
+    """Explain the colours of bars, on the right of a figure."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
@@ -105,7 +105,7 @@ def drawing(figure: Any, title: str, said: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table with a row of titles. A wide one scrolls by itself, with the keyboard, too."""
+    """A table with a header row. A wide table scrolls by itself, also with the keyboard."""
     titles = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
     body = "".join(
         "<tr>" + "".join(f"<td{_kind(cell)}>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows

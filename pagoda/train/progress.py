@@ -10,14 +10,15 @@ _PLAIN_EVERY = 10
 
 
 def say(console: Console, *lines: str) -> None:
-    """Prints lines as they are, however long."""
+    """Print lines without wrapping them."""
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 class Progress(Bar):
-    """Shows loss, tokens per second, stalls and time left of each step: a bar if the console is a terminal. `steps` is
-    the last step of the run, `done` the last one before it was resumed."""
+    """Shows loss, tokens per second, stalls and time left after each step: a bar if the console is a terminal,
+    otherwise a line every few steps. `steps` is the last step of the run. `done` is the number of steps before it was
+    resumed."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
         super().__init__(
@@ -39,7 +40,7 @@ class Progress(Bar):
         self._task = self.add_task("train", total=steps, completed=done, figures="")
 
     def show(self, metrics: StepMetrics) -> None:
-        """Shows one finished step."""
+        """Show one finished step."""
         self._seen += 1
         self._elapsed_s += metrics.step_s
         balance = "" if metrics.aux_loss is None else f"balance {metrics.aux_loss:.3f}  "
@@ -52,7 +53,7 @@ class Progress(Bar):
 
 
 def _stalls(metrics: StepMetrics) -> str:
-    """The share of the step in which compute waited, and the lane for which it waited longest."""
+    """The share of the step for which compute waited, and the lane for which it waited longest."""
     waited_s = sum(metrics.stall_s.values())
     if waited_s < 0.005 * metrics.step_s:
         return "no stalls"

@@ -11,7 +11,7 @@ from pagoda.train.run_dir import RunDir
 
 
 def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
-    """The merged metrics of all ranks, and the signal that has reached any of them, which stops all."""
+    """The merged metrics of all ranks, and the signal that any of them has received. A signal stops all ranks."""
     said = from_all(mesh, "the metrics of a step", (mine, stopped_by))
     if mesh.size == 1:
         return mine, stopped_by
@@ -19,7 +19,8 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
 
 
 def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
-    """The mean of losses; the maximum of seconds, stalls and peaks; the sum of bytes and counts; the least of rates."""
+    """The mean of losses, the maximum of seconds, stalls and peaks, the sum of bytes and counts, and the minimum of
+    rates."""
     first = by_rank[0]
     aux_losses = [metrics.aux_loss for metrics in by_rank if metrics.aux_loss is not None]
     slowest = max(metrics.step_s for metrics in by_rank)
@@ -39,8 +40,8 @@ def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
 
 
 class MetricsFiles:
-    """The files that a rank writes: of several ranks its `own` metrics, and the first one those of all `together`, and
-    `evals`."""
+    """The files that a rank writes. With several ranks, each writes its own metrics, and the first one also writes the
+    merged metrics and the evaluations."""
 
     def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool = False) -> None:
         run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -50,13 +51,13 @@ class MetricsFiles:
         self._files = {name: MetricsFile(path, after_step) for name, path in paths.items() if wanted[name]}
 
     def write(self, **entries: Entry) -> None:
-        """Appends an entry to each of the files named, if this rank writes it."""
+        """Append an entry to each of the named files that this rank writes."""
         for name, entry in entries.items():
             if name in self._files:
                 self._files[name].write(entry)
 
     def sync(self) -> None:
-        """Returns once every line would survive a power loss."""
+        """Make every line survive a power loss."""
         for file in self._files.values():
             file.sync()
 

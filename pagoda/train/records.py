@@ -1,8 +1,8 @@
-"""Files of records, and what a record says: a text, or a conversation.
+"""Files of records. A record is a text or a conversation.
 
-A record is an object of JSON, a row of CSV, or a row of Parquet or Arrow. Its columns say what it is: a text, or a
-conversation (`messages`, ShareGPT's `conversations`, Alpaca's `instruction`, `input` and `output`). What cannot be read
-is refused with its file, its line and the reason.
+A record is a JSON object, or a row of CSV, Parquet or Arrow. Its columns show which it is: a text, or a conversation
+(`messages`, ShareGPT's `conversations`, or Alpaca's `instruction`, `input` and `output`). Records that cannot be read
+are refused with file, line and reason.
 """
 
 import csv
@@ -16,16 +16,16 @@ from typing import Any, TypeAlias
 from pagoda.errors import ConfigError, needed
 
 RECORDS = {".arrow": "arrow", ".feather": "arrow", ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json"}
-"""Files that hold records wherever they are: a folder that has any of them is a data set."""
+"""Formats that always hold records. A folder that contains any of them is a data set."""
 TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv"}
-"""Files that also lie among source code: records if they are named, or most of a folder."""
+"""Formats that also occur among source code. They hold records if they are named, or make up most of a folder."""
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4"})
 _MOST_LISTED = 12
 _TEXTS = ("text", "content")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _ALPACA = frozenset({"instruction", "output"})
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""ShareGPT's names of roles, in the words of chat templates."""
+"""ShareGPT's names of roles -> the names in chat templates."""
 
 Message: TypeAlias = dict[str, Any]
 
@@ -35,20 +35,20 @@ class Document:
     """A text, a piece of a long one, or a conversation."""
 
     where: str
-    """File, and line or row, for messages."""
+    """File and line or row, for error messages."""
     text: str = ""
     messages: tuple[Message, ...] = ()
     tools: tuple[Any, ...] = ()
     begins: bool = True
-    """Whether a text begins here: False for the second piece of a long one."""
+    """Whether a text begins here. False for later pieces of a long text."""
     ends: bool = True
 
 
 def read_records(path: Path, column: str | None, read: Callable[[int], None]) -> Iterator[Document]:
-    """The documents of a file of records. `column` holds the text or the conversation, by default the first that is
-    known; `read` is told how many bytes have been read since it was called last.
+    """The documents of a file of records. `column` has the text or the conversation; by default it is the first column
+    with a known name. `read` is called with the number of bytes read since its last call.
 
-    Raises ConfigError: a line or row that cannot be read, with the reason.
+    Raises ConfigError for a line or row that cannot be read, with the reason.
     """
     kind, size, done = (RECORDS | TABLES)[suffix(path)], path.stat().st_size, 0
     rows = _json_rows(path) if kind == "json" else _csv_rows(path) if kind == "csv" else _columnar_rows(path, kind)
@@ -63,7 +63,8 @@ def read_records(path: Path, column: str | None, read: Callable[[int], None]) ->
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
-    """Lines of JSON, or the entries of an array, which is read whole. Each with where it is, and the bytes read."""
+    """Each row with its place and the bytes read so far. The file has lines of JSON, or one array, which is read
+    whole."""
     with opened(path) as file:
         first = next((line for line in file if line.strip()), b"")
     if first.lstrip()[:1] == b"[":
@@ -119,7 +120,7 @@ def _columnar_rows(path: Path, kind: str) -> Iterator[tuple[str, Any, int]]:
 
 
 def _document(row: Mapping[str, Any], where: str, column: str | None) -> Document:
-    """What a row says. Raises ConfigError where no column is known, or where one holds neither text nor messages."""
+    """The document in a row. Raises ConfigError if no column is known, or if a column has neither text nor messages."""
     if column is not None and column not in row:
         raise ConfigError(f"{where}: no column {column!r}; it has {_names(row)}. Correct --column")
     conversations = [name for name in _CONVERSATIONS if isinstance(row.get(name), list | tuple)]
@@ -178,7 +179,7 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Document:
 
 
 def opened(path: Path) -> Any:
-    """Opens a file to read bytes. Unpacks it if its name says that it is compressed."""
+    """Open a file to read bytes. Decompresses it if its name says that it is compressed."""
     if path.suffix.lower() not in _COMPRESSED:
         return path.open("rb")
     import fsspec
@@ -190,7 +191,7 @@ def opened(path: Path) -> Any:
 
 
 def suffix(path: Path) -> str:
-    """The suffix that names the format of a file, without that of its compression."""
+    """The suffix that names a file's format, without the suffix of its compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()

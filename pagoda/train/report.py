@@ -1,4 +1,4 @@
-"""`pagoda report`: a run, or a plan, as one page: curves, lanes, memory, units, settings, checkpoints."""
+"""`pagoda report`: one page about a run or a plan, with curves, lanes, memory, units, settings and checkpoints."""
 
 import html
 import json
@@ -20,7 +20,7 @@ from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, 
 from pagoda.train.run_dir import RunDir
 
 _MOST_POINTS = 1000
-"""Of a curve: of more steps, the lowest and the highest of each part are drawn."""
+"""Most points of a curve. Of more steps, the lowest and the highest value of each part are drawn."""
 _TIERS = {"device": "tier-device", "host": "tier-host", "ssd": "tier-ssd"}
 _WORK = {
     "forward": ("forward",),
@@ -31,14 +31,14 @@ _WORK = {
     "ranks": ("gather", "reduce", "tokens"),
     "other": (),
 }
-"""What the lanes are drawn in, a colour each: first words of spans' names."""
+"""Kind of work -> the first words of its spans' names. Each kind has a colour."""
 _Record = Mapping[str, Any]
 
 
 def report(source: Path) -> str:
-    """The page of a run's directory, or of a file that `pagoda plan --json` wrote, as HTML.
+    """The HTML page of a run's directory, or of a file that `pagoda plan --json` wrote.
 
-    Raises ConfigError: there is no run or plan, or matplotlib is not installed.
+    Raises ConfigError if there is no run or plan, or if matplotlib is not installed.
     """
     with look():
         return _plan_page(source) if source.is_file() else _run_page(source)
@@ -94,7 +94,7 @@ def _plan_page(file: Path) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A file of JSON. Raises ConfigError where it is none."""
+    """The content of a JSON file. Raises ConfigError if it cannot be read or is not JSON."""
     try:
         found = json.loads(read_regular(file))
     except OSError as error:
@@ -105,7 +105,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
-    """What compute and every lane do in a step: predicted above measured, in the same seconds."""
+    """What compute and every lane do in a step. The prediction is above the measurement, on the same time axis."""
     drawn = [("Predicted", predicted)] if predicted else []
     if measured:
         drawn.append((f"Measured, step {measured['step']}" if "step" in measured else "Measured, a step", measured))
@@ -134,7 +134,7 @@ def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
 
 
 def _draw_lanes(axis: Any, timeline: _Record, lanes: Sequence[str]) -> set[str]:
-    """Draws a bar for all work; returns what kinds of work there are."""
+    """Draw a bar for each piece of work. Returns the kinds of work that were drawn."""
     kind_of = {word: kind for kind, words in _WORK.items() for word in words}
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for lane, word, start, end in timeline["spans"]:
@@ -208,7 +208,7 @@ def _memory(plan: _Record, steps: Sequence[_Record]) -> str:
 
 
 def _units(plan: _Record) -> str:
-    """Every unit, coloured by the home of its weights, and as a table."""
+    """All units: as squares in the colour of the tier that has their weights, and as a table."""
     cells, rows = [], []
     for unit in plan["units"]:
         homes = unit["homes"]
@@ -232,7 +232,7 @@ def _checkpoints(run: RunDir, evals: Sequence[_Record]) -> str:
 
 
 def _points(lines: Sequence[_Record], key: str) -> list[tuple[int, float]]:
-    """Pairs of step and figure, thinned so that extremes stay."""
+    """(step, value) pairs of one key. If there are many, they are thinned so that extremes stay."""
     found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     if len(found) <= _MOST_POINTS:
         return found
@@ -246,7 +246,7 @@ def _points(lines: Sequence[_Record], key: str) -> list[tuple[int, float]]:
 
 
 def _drawing(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Curves over steps as SVG, with a sentence for readers who cannot see them."""
+    """Curves over steps as SVG, with a description for screen readers."""
     figure, (axes,) = figure_of(2.8)
     for name, points in lines.items():
         marker = "o" if len(points) < 30 else None
@@ -262,7 +262,8 @@ def _drawing(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> st
 
 
 def _bars(plan: _Record) -> str:
-    """What each tier holds, state by state, as a share of its budget; the largest states have a colour each."""
+    """A bar for each tier: bytes of each state as a share of the tier's budget. The largest states have their own
+    colours."""
     tiers = [tier for tier, lines in plan["bytes"].items() if lines]
     figure, (axes,) = figure_of(1.0 + 0.5 * len(tiers))
     total: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The flags of `pagoda train`: a configuration in which settings may be left out, to be chosen before the run."""
+"""The flags of `pagoda train`: a configuration in which settings may be left open. They are chosen before the run."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
 
 _NOT_SETTINGS = ("out", "resume", "checkpoint", "trace", "trace_step")
-"""Of one command, not of a run that is to be like another."""
+"""Arguments that belong to one command. They are not copied to another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class TrainRequest(TrainConfig):
     """File with settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
 
     def __post_init__(self) -> None:
-        """Checks what only a request has; a `TrainConfig` is made of the rest, which checks it.
+        """Check the settings that only a request has. `with_choices` makes a `TrainConfig`, which checks all others.
 
-        Raises ConfigError: a value is out of range.
+        Raises ConfigError if a value is out of range.
         """
         for name, least in (("batch_size", 1), ("seq_len", 2), ("steps", 1)):
             if getattr(self, name) is not None:
@@ -54,22 +54,19 @@ class TrainRequest(TrainConfig):
             raise ConfigError("give --steps or --epochs, not both")
 
     def with_choices(self, **choices: Any) -> TrainConfig:
-        """The configuration with what was chosen.
-
-        Raises ConfigError: a value is out of range.
-        """
+        """The configuration with the chosen settings. Raises ConfigError if a value is out of range."""
         return TrainConfig(**self.shared(TrainConfig) | choices)
 
     @staticmethod
     def like(config: TrainConfig, **changes: Any) -> "TrainRequest":
-        """The request in which nothing of a configuration is left open."""
+        """The request that leaves nothing of a configuration open."""
         return TrainRequest(**config.shared(TrainConfig) | changes)
 
     @staticmethod
     def read(path: Path) -> "TrainRequest":
-        """Reads a file of settings.
+        """Read a file of settings.
 
-        Raises ConfigError: it cannot be read, or a setting in it is unknown or of the wrong type.
+        Raises ConfigError if it cannot be read, or if a setting in it is unknown or has the wrong type.
         """
         try:
             settings = _yaml(path.read_text())
@@ -86,7 +83,7 @@ class TrainRequest(TrainConfig):
 
 
 def settings_as_yaml(config: TrainConfig) -> str:
-    """What `TrainRequest.read` reads: all settings of a run but where it is."""
+    """All settings of a run except its directory, in the format that `TrainRequest.read` reads."""
     import yaml
 
     settings = {k: v for k, v in config.settings().items() if k not in _NOT_SETTINGS}
@@ -95,11 +92,11 @@ def settings_as_yaml(config: TrainConfig) -> str:
 
 
 def _yaml(text: str) -> Any:
-    """YAML in which 2e-5 is a number, as people write it. Raises ValueError."""
+    """Parse YAML in which 2e-5 is a number. Raises ValueError."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML 1.1, with the floats of 1.2."""
+        """YAML 1.1 with the number format of YAML 1.2."""
 
     number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))

@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or after its last checkpoint that is whole, or after the one that was named."""
+"""Decides where a run begins: at its first step, after its last complete checkpoint, or after a named one."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from pagoda.train.ranks import from_all, from_first
 from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, names_of
 
 CONFIG = "config"
-"""In what `pagoda train` adds to a checkpoint: the configuration that it was saved with."""
+"""Key of the configuration in what `pagoda train` adds to a checkpoint."""
 _KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int}
 
 
@@ -27,9 +27,10 @@ class Beginning:
     """Where a run continues."""
 
     checkpoint: RunCheckpoint | None = None
-    """None: it begins with the first step."""
+    """None if the run begins with its first step."""
     later: tuple[tuple[RunCheckpoint, Path], ...] = ()
-    """Later checkpoints, which are damaged or which the user left behind, and their new names once the run writes."""
+    """Later checkpoints, which are damaged or which the user left behind, each with its new name. They are renamed when
+    the run first writes."""
 
     @property
     def done(self) -> int:
@@ -40,22 +41,23 @@ class Beginning:
 def begin(
     config: TrainConfig, run_dir: RunDir, again: bool, mesh: Mesh, console: Console, held: ExitStack
 ) -> Beginning:
-    """Locks the run's directory until `held` is closed, and finds where the run continues, the same on all ranks.
+    """Lock the run's directory until `held` is closed, and find where the run continues. The result is the same on all
+    ranks.
 
-    Every bit of a checkpoint is read before it is chosen. Otherwise damage in adopted pages would show in the middle
-    of a step. Damaged checkpoints, and those that have lost their pages, are named on the console.
+    Every bit of a checkpoint is read before it is chosen. Otherwise damage in adopted pages would only appear in the
+    middle of a step. Checkpoints that are damaged or have lost their pages are named on the console.
 
     Args:
-        again: whether torchrun has started this run anew, which then resumes if it had come to write anything.
+      again: whether torchrun has restarted this run. It then resumes if it had written anything.
 
-    Raises ConfigError: the directory is in use, or cannot be used, or holds a run although none is resumed, or none
-    although one is; or the settings are not those of the run; CheckpointError: there are checkpoints, and none can be
-    used; or the one that was named is not there, or cannot be used.
+    Raises ConfigError if the directory is in use or cannot be used, if it contains a run although none is resumed, or
+    none although one is, and if settings differ from those of the run. Raises CheckpointError if there are checkpoints
+    but none can be used, and if the named one does not exist or cannot be used.
     """
     named = config.checkpoint != LAST
 
     def claim() -> tuple[list[RunCheckpoint], list[RunCheckpoint]] | None:
-        """All checkpoints, and those to try, the last one first."""
+        """All checkpoints, and the ones to try, the last one first."""
         run_dir.check_place()
         held.enter_context(locked(run_dir.path))
         if named and (again or not config.resume):
@@ -104,7 +106,8 @@ def begin(
 
 
 def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
-    """Why a checkpoint cannot be used, or None, and what `pagoda train` added to it. Ranks divide the reading."""
+    """Why a checkpoint cannot be used, or None; and what `pagoda train` added to it. The reading is divided over
+    ranks."""
     problem, extra = None, {}
     try:
         with reader.Checkpoint(checkpoint.path, places) as opened:
@@ -117,7 +120,7 @@ def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> 
 
 
 def _not_ours(extra: object, step: int) -> str | None:
-    """Why a checkpoint is not what `pagoda train` saved under this name, or None."""
+    """Why a checkpoint is not one that `pagoda train` saved under this name, or None."""
     if not isinstance(extra, dict) or any(type(extra.get(key)) is not kind for key, kind in _KEYS.items()):
         return "it is not one of `pagoda train`, or of another version"
     if extra["step"] != step:
@@ -126,7 +129,7 @@ def _not_ours(extra: object, step: int) -> str | None:
 
 
 def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[str, Any], run_dir: RunDir) -> None:
-    """Raises ConfigError where the checkpoint was saved with settings that decide other bits."""
+    """Raises ConfigError if the checkpoint was saved with settings that give other bits."""
     if differing := config.differing(TrainConfig.from_settings(extra[CONFIG]), "the checkpoint"):
         raise ConfigError(
             f"cannot resume from {checkpoint.path}: {run_dir.config} is not what it was saved with: "
@@ -135,7 +138,8 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
 
 
 def _fallback(checkpoint: RunCheckpoint, later: Sequence[tuple[RunCheckpoint, Path]], problems: Sequence[str]) -> str:
-    """What is said of going on from an earlier checkpoint than the last; there are problems unless it was named."""
+    """The message for a run that continues from an earlier checkpoint than the last one. `problems` is empty only if
+    the user named the checkpoint."""
     again = later[0][0].step - checkpoint.step
     lines = [
         *_numbered([one for one, _ in later] if problems else [], problems),

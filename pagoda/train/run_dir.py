@@ -19,10 +19,10 @@ from pagoda.train.request import settings_as_yaml
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 LAST = "last"
-"""May stand for a checkpoint's name."""
+"""Stands for the last checkpoint in place of a name."""
 DAMAGED, GONE_BACK = ".damaged", ".later"
-"""Suffixes of checkpoints that are kept but no longer belong to the run: they are damaged, or the run went back to an
-earlier one."""
+"""Suffixes of checkpoints that are kept but no longer belong to the run, because they are damaged or because the run
+went back to an earlier one."""
 _MOST_CONFIG_BYTES = 1 << 20
 _HASH = "hash"
 """Key in config.json: the hash of its settings."""
@@ -37,13 +37,13 @@ class RunCheckpoint:
 
 
 class RunDir:
-    """Paths of a run, and what they hold."""
+    """The paths of a run, and their contents."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.json"
         self.settings = path / "run.yaml"
-        """Settings for another run like this one, to be edited and given to --config."""
+        """The settings, which a user may edit and give to another run with --config."""
         self.plan = path / "plan.json"
         """The plan and the machine, for a report."""
         self.timeline = path / "timeline.json"
@@ -51,11 +51,11 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.evals = path / "evals.jsonl"
         self.tokenizer = path / "tokenizer"
-        """Copies of the tokenizer's files, for what is exported. Not there where text is read as bytes."""
+        """Copies of the tokenizer's files, for exports. Missing if text is read as bytes."""
         self.checkpoints = path / "checkpoints"
 
     def metrics_of(self, rank: int) -> Path:
-        """Figures of one of several ranks."""
+        """The metrics of one of several ranks."""
         return self.path / f"metrics-rank-{rank}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
@@ -63,9 +63,9 @@ class RunDir:
         return self.checkpoints / f"step-{step:06d}"
 
     def check_place(self) -> None:
-        """Checks that there is a directory here that can be written, or that one can be made, writing nothing.
+        """Check that the directory can be written or created. Writes nothing.
 
-        Raises ConfigError: the path is a file, or cannot be written.
+        Raises ConfigError if the path is a file or cannot be written.
         """
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
@@ -74,9 +74,9 @@ class RunDir:
             raise ConfigError(f"--out {self.path} cannot be made: {existing} is not writable")
 
     def check_free(self) -> None:
-        """Checks that a new run can start here, writing nothing.
+        """Check that a new run can start here. Writes nothing.
 
-        Raises ConfigError: as `check_place`, or there is a run already.
+        Raises ConfigError like `check_place`, and if there is a run already.
         """
         self.check_place()
         taken = [p.name for p in (self.config, self.metrics, self.evals, self.checkpoints) if p.exists()]
@@ -87,9 +87,9 @@ class RunDir:
             )
 
     def started_config(self) -> TrainConfig:
-        """The configuration the run was started with.
+        """The configuration with which the run was started.
 
-        Raises ConfigError: there is no run here, or its configuration cannot be read, or is not as it was written.
+        Raises ConfigError if there is no run here, or if its configuration cannot be read or was edited.
         """
         try:
             content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
@@ -118,25 +118,22 @@ class RunDir:
             raise ConfigError(f"{self.config}: {error}") from error
 
     def all_checkpoints(self) -> list[RunCheckpoint]:
-        """Every complete checkpoint, by steps. A checkpoint has its name only while it is complete."""
+        """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
         steps = sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))
         return [RunCheckpoint(step, self.checkpoint(step)) for step in steps if self.checkpoint(step).is_dir()]
 
     def latest(self) -> RunCheckpoint:
-        """The complete checkpoint with the most steps.
-
-        Raises CheckpointError: there is none.
-        """
+        """The complete checkpoint with the most steps. Raises CheckpointError if there is none."""
         complete = self.all_checkpoints()
         if not complete:
             raise CheckpointError(f"no complete checkpoint in {self.checkpoints}: the run stopped before its first")
         return complete[-1]
 
     def named(self, name: str) -> RunCheckpoint:
-        """A checkpoint by its name, or the `last` one, or the one with the `best` evaluation.
+        """The checkpoint with this name. `last` and `best` (by evaluation) stand for a name.
 
-        Raises CheckpointError: there is no such checkpoint.
+        Raises CheckpointError if there is no such checkpoint.
         """
         if name == LAST:
             return self.latest()
@@ -158,18 +155,18 @@ class RunDir:
         return next(path for name in names if not (path := self.checkpoints / name).exists())
 
     def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
-        """Renames a checkpoint, so that it is kept but no longer belongs to the run.
+        """Rename a checkpoint, so that it is kept but no longer belongs to the run.
 
-        Raises ConfigError: the directory cannot be written.
+        Raises ConfigError if the directory cannot be written.
         """
         with self._writing():
             checkpoint.path.rename(name)
             sync_directory(self.checkpoints)
 
     def create(self, config: TrainConfig, tokenizer: Sequence[Path] = ()) -> None:
-        """Makes the directory and writes the configuration, atomically and durably, beside files of the tokenizer.
+        """Create the directory, and write the configuration and the tokenizer's files, atomically and durably.
 
-        Raises ConfigError: the directory cannot be written.
+        Raises ConfigError if the directory cannot be written.
         """
         settings = config.settings()
         with self._writing():

@@ -1,4 +1,4 @@
-"""The model of a run between its steps: restored, stepped, asked for a loss."""
+"""A run's model between steps. It can be restored, stepped and evaluated."""
 
 import random
 import time
@@ -39,13 +39,13 @@ class Session:
         self._scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self._device = next(model.parameters()).device
         self._ran = False
-        """Whether the model has been run."""
-        # Initialisation draws random numbers in an order that may follow the memory split; dropout must not. Ranks drop
-        # elements of their own.
+        """Whether the model has run a forward pass."""
+        # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
+        # on it. # Each rank drops other elements.
         seed_all(config.seed + mesh.rank)
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Loads `checkpoint`. Raises CheckpointError where it is of another model or text."""
+        """Load `checkpoint`. Raises CheckpointError if it belongs to another model or text."""
         self._check_model(checkpoint)
         extra = self.optimizer.load_checkpoint(checkpoint.path)
         if extra.get("text") != self.batches.rows.tokens.about.fingerprint:
@@ -55,13 +55,13 @@ class Session:
             )
         self.batches = replace(self.batches, first_step=checkpoint.step, first_sample=extra["samples"])
         self._scheduler.last_epoch = checkpoint.step
-        # Recomputed because `steps` may have changed; otherwise this is the value it has already.
+        # Recomputed because `steps` may have changed. Otherwise the value is the same.
         factor = self.config.optim.lr_factor(checkpoint.step, self.config.steps)
         for group, base in zip(self.optimizer.param_groups, self._scheduler.base_lrs, strict=True):
             group["lr"] = base * factor
 
     def _check_model(self, checkpoint: RunCheckpoint) -> None:
-        """Raises CheckpointError where the model's own configuration is not that of the checkpoint."""
+        """Raises CheckpointError if the model's configuration differs from the one in the checkpoint."""
         saved, mine = read_manifest(checkpoint.path).get("model"), model_record(self.model)
         if saved is None or mine is None:
             return
@@ -76,13 +76,14 @@ class Session:
             )
 
     def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch on the compute device. It is copied from pinned memory, so that queued work goes on meanwhile."""
+        """The batch on the compute device. It is copied from pinned memory, so the copy does not wait for queued
+        work."""
         if self._device.type != "cuda":
             return batch
         return {name: tensor.pin_memory().to(self._device, non_blocking=True) for name, tensor in batch.items()}
 
     def step(self, step: int) -> StepMetrics:
-        """Runs step number `step`, counted from 0."""
+        """Run step number `step`, counted from 0."""
         started = time.perf_counter()
         passes = self.config.accumulation_steps
         loss_sum = torch.zeros((), device=self._device)
@@ -95,7 +96,7 @@ class Session:
             before = time.perf_counter()
             batch = self.batches.batch(step, index)
             data_s += time.perf_counter() - before
-            # Every token of the step counts as much as any other; ranks average what they have.
+            # All tokens of the step have the same weight in the loss. Ranks average their gradients.
             share = targets / self._ranks / self.batches.targets(batch["labels"])
             output = self._forward(self._moved(batch), **asked)
             self.optimizer.scale(output.loss / share).backward()  # type: ignore[no-untyped-call]
@@ -121,7 +122,7 @@ class Session:
         )
 
     def _forward(self, batch: dict[str, torch.Tensor], **asked: bool) -> Any:
-        """Calls the model. Raises ConfigError if it comes from a directory and fails in its first forward pass."""
+        """Call the model. Raises ConfigError if the model comes from a directory and its first forward pass fails."""
         try:
             return self.model(**batch, **asked)
         except (PagodaError, torch.OutOfMemoryError):
@@ -137,7 +138,7 @@ class Session:
             self._ran = True
 
     def loss(self, batch: dict[str, torch.Tensor]) -> float:
-        """The loss of a batch, in evaluation mode, without a gradient and without the loss of a router."""
+        """The loss of a batch in evaluation mode, without gradients and without a router's loss."""
         asked = {"output_router_logits": False} if getattr(self.model.config, "output_router_logits", False) else {}
         self.model.eval()
         try:
@@ -149,7 +150,7 @@ class Session:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds every random generator that a model may draw from."""
+    """Seed every random generator that a model may use."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -15,10 +15,11 @@ STDLIB = "stdlib"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _OTHER_SPLITS = ("test", "valid", "eval", "dev")
 _PIECE = 1 << 17
-"""Longer texts are read in pieces of so many characters, up to the end of the line there."""
+"""Longer texts are read in pieces of this many characters, plus the rest of the last line."""
 _NO_TEXT = re.compile("[\0\udc80-\udcff]")
 _MOST_WHOLE_BYTES = 64 << 20
-"""A file of a folder up to this size is read whole first, so that it can be left out if it is not text."""
+"""Files of a folder up to this size are read whole before they are used, so that a file that is not text can be left
+out."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of `--data`, in order of their names."""
+    """The files of `--data`, sorted by name."""
 
     name: str
     files: tuple[Path, ...]
     records: bool
-    """Whether the files hold records; else each is a text."""
+    """Whether the files hold records. Otherwise each file is a text."""
     skipped: tuple[Skipped, ...] = ()
     column: str | None = None
 
@@ -46,12 +47,12 @@ class Source:
 
 
 def find(name: str, column: str | None = None) -> Source:
-    """Finds the files of a path, a folder, a glob, or `"stdlib"` (this Python's standard library, without its tests).
+    """Find the files of a path, a folder, a glob, or `"stdlib"` (this Python's standard library, without its tests).
 
-    Hidden entries of a folder are ignored. A folder with files of records is a data set: only those are read, without
-    those that another split's name says (test, validation).
+    Hidden entries of a folder are ignored. A folder with files of records is a data set: only those files are read,
+    except those whose names say that they are another split (test, validation).
 
-    Raises ConfigError: there is nothing there, or no file that can be read.
+    Raises ConfigError if nothing is there, or no file can be read.
     """
     if name == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
@@ -76,7 +77,7 @@ def find(name: str, column: str | None = None) -> Source:
 
 
 def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None) -> Source:
-    """Texts or records, whichever a folder or a glob has."""
+    """The files of a folder or a glob, as texts or as records."""
     tables = [path for path in files if suffix(path) in TABLES]
     if not any(suffix(path) in RECORDS for path in files):
         if 2 * _size(tables) <= _size(files):
@@ -100,10 +101,10 @@ def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None)
 
 
 def documents(source: Source, read: Callable[[int], None], skip: Callable[[Skipped], None]) -> Iterator[Document]:
-    """Every document, in order. `read` is told how many bytes of files have been read since it was called last, `skip`
-    of a file of a folder that turns out not to be text.
+    """Every document, in order. `read` is called with the number of bytes read since its last call. `skip` is called
+    for each file of a folder that turns out not to be text.
 
-    Raises ConfigError: a file, line or row that cannot be read, with the reason.
+    Raises ConfigError for a file, line or row that cannot be read, with the reason.
     """
     for path in source.files:
         try:
@@ -116,7 +117,7 @@ def documents(source: Source, read: Callable[[int], None], skip: Callable[[Skipp
 
 
 def _texts(path: Path, alone: bool, read: Callable[[int], None], skip: Callable[[Skipped], None]) -> Iterator[Document]:
-    """A text file, in pieces. One that is not UTF-8 text is refused if it is alone, and left out if it is not."""
+    """A text file in pieces. A file that is not UTF-8 text is refused if it is `alone`, and left out otherwise."""
     size = path.stat().st_size
     if alone or size > _MOST_WHOLE_BYTES:
         for piece in _pieces(path):
@@ -133,10 +134,10 @@ def _texts(path: Path, alone: bool, read: Callable[[int], None], skip: Callable[
 
 
 def _pieces(path: Path) -> Iterator[Document]:
-    """A text file in pieces that end where a line does, unless a line is longer than a piece."""
+    """A text file in pieces that end at the end of a line, unless a line is longer than a piece."""
     line, begins = 1, True
     with opened(path) as file:
-        # Bytes that are not UTF-8 become surrogates, which UTF-8 text cannot have.
+        # Bytes that are not UTF-8 become surrogates, which valid UTF-8 text cannot contain.
         reader = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
         after = reader.read(_PIECE) + reader.readline(_PIECE)
         while piece := after:
@@ -166,7 +167,7 @@ def _size(files: Collection[Path]) -> int:
 
 
 def _nearby(path: Path) -> str:
-    """Names the entries of the directory in which a path is missing."""
+    """The names of entries in the directory from which a path is missing, for error messages."""
     parent = path.absolute().parent
     if not parent.is_dir():
         return f" (there is no directory {parent})"

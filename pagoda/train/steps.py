@@ -1,4 +1,4 @@
-"""The steps of a run, with all that is due between them: metrics, evaluations, samples, checkpoints, the end."""
+"""The steps of a run, and what is due between them: metrics, evaluations, samples and checkpoints."""
 
 import signal
 import threading
@@ -33,33 +33,33 @@ from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
 
 _GPU_MARGIN, _MUCH_OF_A_GPU = 0.05, 0.1
-"""Shares of a GPU's memory: what should stay free, and from when on it is said that more was free."""
+"""Shares of a GPU's memory: how much should stay free, and from how much on unused memory is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What one call of `run` did."""
+    """The result of one call of `run`."""
 
     out: Path
     plan: Plan
     first_step: int
-    """First step this call ran, counted from 1."""
+    """First step of this call, counted from 1."""
     last_step: int
-    """Last step it ran: below the configured steps only if it was interrupted."""
+    """Last step of this call. Below the configured number of steps only if the run was interrupted."""
     first_loss: float
     final_loss: float
     tokens_per_s: float
-    """Over all of this call's steps, without checkpoints."""
+    """Over all steps of this call, without checkpoints."""
     checkpoint: Path | None
-    """The last checkpoint it saved."""
+    """The last checkpoint that was saved."""
     stopped_by: int | None
-    """Number of the signal that interrupted it, or None."""
+    """Number of the signal that interrupted the run, or None."""
     best_step: int | None = None
-    """Steps done before the evaluation with the lowest loss; None without evaluations."""
+    """Number of steps before the evaluation with the lowest loss. None without evaluations."""
 
 
 class Steps:
-    """What a run has done so far, and what is due next."""
+    """Runs the steps, and does what is due between them."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Steps:
         self._saved: RunCheckpoint | None = None
 
     def run(self, beginning: Beginning) -> TrainResult:
-        """Runs the steps that are left."""
+        """Run the remaining steps."""
         config, done = self._config, beginning.done
         losses: list[float] = []
         seconds, step = 0.0, done
@@ -106,7 +106,7 @@ class Steps:
                         self._session.optimizer.trace_next_step()
                     mine = self._session.step(step)
                     if self._files is None and self._mesh.rank == 0:
-                        # Before any rank goes on and may take their names.
+                        # Before another rank continues and may use their names.
                         for checkpoint, name in beginning.later:
                             self._run_dir.put_aside(checkpoint, name)
                     metrics, stopped_by = share_metrics(self._mesh, mine, received[0] if received else None)
@@ -142,7 +142,7 @@ class Steps:
         return result
 
     def _opened_files(self, done: int) -> MetricsFiles:
-        """The files of the run, made once its first step has succeeded."""
+        """The files of the run. Creates them after the first step has succeeded."""
         if self._files is None:
             if self._mesh.rank == 0:
                 self._run_dir.create(self._config, self._tokenizer.files)
@@ -157,7 +157,7 @@ class Steps:
         return self._files
 
     def _between(self, step: int, files: MetricsFiles, over: bool, interrupted: bool) -> bool:
-        """Does what is due after a step; returns whether the run is over."""
+        """Do what is due after a step. Returns whether the run is over."""
         config = self._config
         improved = False
         if self._evaluator is not None and not interrupted and (over or step % config.evaluates_every == 0):
@@ -186,7 +186,8 @@ class Steps:
         return found
 
     def _show_samples(self, step: int) -> None:
-        """What the model writes, greedily and drawn. Every rank generates: all are needed for its weights."""
+        """Print what the model writes, with the most likely tokens and with sampled ones. Every rank takes part,
+        because each has some of the weights."""
         config, chat = self._config, self._session.batches.rows.tokens.about.chats
         for how, seed in (("greedy", None), ("drawn", config.seed + step)):
             written = continued(
@@ -200,7 +201,8 @@ class Steps:
             self._say(f"Sample after step {step}, {how}: {config.prompt}|{written}")
 
     def _write_timeline(self, step: int) -> None:
-        """Writes what compute and lanes did in the step: for a report and, if the user asked for it, for Perfetto."""
+        """Write what compute and the lanes did in the step: for `pagoda report`, and for Perfetto if the user asked for
+        it."""
         timeline = self._session.optimizer.timeline
         assert timeline is not None, "a step that was traced has ended"
         with storage_errors(f"{self._run_dir.timeline} cannot be written"):
@@ -214,9 +216,9 @@ class Steps:
             self._say(f"{error}; the run goes on")
 
     def _save(self, step: int, files: MetricsFiles) -> None:
-        """Saves the state after `step` steps; the metrics up to it are on disk before it is.
+        """Save the state after `step` steps. First the metrics up to this step are synced to disk.
 
-        Of older checkpoints, all but the last ones and the best one are deleted.
+        Older checkpoints are deleted, except the last ones and the best one.
         """
         files.sync()
         path = self._run_dir.checkpoint(step)
@@ -279,9 +281,9 @@ def unused_gpu(memory: Memory, free: int, total: int) -> list[str]:
 
 @contextmanager
 def _first_signal() -> Iterator[list[int]]:
-    """A list that gets the first SIGINT or SIGTERM within the block, which ends the loop; the next one acts as usual.
+    """A list that receives the first SIGINT or SIGTERM inside the context. The next signal has its usual effect.
 
-    In a thread that is not the main one, where Python delivers no signals, it stays empty.
+    The list stays empty in a thread other than the main one, because Python delivers no signals there.
     """
     received: list[int] = []
     before: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""From documents to tokens: with the tokenizer of the model's directory, or as bytes."""
+"""Turns documents into tokens, with the tokenizer in the model's directory or as bytes."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from pagoda.train.records import Document
 
 BYTES = "bytes"
 VOCABULARY = 256
-"""Token ids of text that is read as bytes."""
+"""Number of token ids if text is read as bytes."""
 _FILES = (
     "*tokenizer*",
     "vocab*.json",
@@ -30,46 +30,47 @@ _FILES = (
     "added_tokens.json",
     "chat_template*",
 )
-"""Files of a Hugging Face directory that a tokenizer consists of."""
+"""The files of a Hugging Face directory that may belong to a tokenizer."""
 
 Encoded = npt.NDArray[np.int32]
-"""A document's tokens: each its id, or ~id (below 0) where the loss does not count it."""
+"""The tokens of a document: id for each token that the loss counts, ~id (below 0) for all others."""
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The files of a directory that belong to a tokenizer, by name."""
+    """The files of a directory that belong to a tokenizer, sorted by name."""
     paths = sorted(path for path in directory.iterdir() if path.is_file())
     return [path for path in paths if any(fnmatch(path.name, pattern) for pattern in _FILES)]
 
 
 class Tokenizer(ABC):
-    """What makes tokens of documents."""
+    """Turns documents into tokens."""
 
     name: str
-    """What it is, for people."""
+    """Its name in messages."""
     vocabulary: int
-    """Ids are below."""
+    """Every id is below this number."""
     key: str
-    """Differs between tokenizers that may give other tokens."""
+    """Differs between tokenizers that may give different tokens."""
     files: Sequence[Path] = ()
-    """What it was read from."""
+    """The files from which it was read."""
     chats: bool = False
     """Whether it has a chat template."""
     separates: bool = False
-    """Whether attention and loss end where a document does. Bytes run on."""
+    """Whether attention and loss end at the end of a document. Documents of bytes are not separated."""
     end: list[int] | None = None
-    """Ids that end a text or a turn; None where there are none."""
+    """Ids that end a text or a turn, or None."""
 
     @abstractmethod
     def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
-        """The tokens of each document. `first`: nothing comes before them.
+        """The tokens of each document. `first`: these are the first documents of the data.
 
-        Raises ConfigError for a conversation that cannot be written.
+        Raises ConfigError for a conversation that the template refuses.
         """
 
     @abstractmethod
     def prompt(self, text: str, chat: bool) -> list[int]:
-        """The ids of a text to go on with, or of what a user says. Raises ConfigError without a chat template."""
+        """The ids of a text to continue, or of a user's message with `chat`. Raises ConfigError if there is no chat
+        template."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -104,9 +105,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class ModelTokenizer(Tokenizer):
-    """A tokenizer of transformers: texts get its own special tokens and end with its end-of-sequence token.
+    """A tokenizer of transformers. Texts get the tokenizer's own special tokens, and end with its end-of-sequence
+    token.
 
-    Raises ConfigError where it cannot be read.
+    Raises ConfigError if it cannot be read.
     """
 
     separates = True
@@ -128,7 +130,7 @@ class ModelTokenizer(Tokenizer):
         tokenizer.model_max_length = 1 << 62  # rows are cut to --seq-len, so that no text is too long
         self._tokenizer = tokenizer
         self._before, self._after = _specials(tokenizer)
-        # Chats end turns with a token of their own, whatever is said to end a text.
+        # Conversations end turns with a token of their own, which may differ from the one that ends a text.
         turns = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"])
         ends = {id_ for id_ in (*self._after[-1:], *turns) if id_ not in (None, tokenizer.unk_token_id)}
         self.end = sorted(ends) or None
@@ -170,9 +172,9 @@ class ModelTokenizer(Tokenizer):
 
 
 def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names, or that of the model's directory; bytes where there is none.
+    """The tokenizer that `--tokenizer` names, or the one in the model's directory, or bytes if there is none.
 
-    Raises ConfigError: the directory asked for has none, or it cannot be read.
+    Raises ConfigError if the directory that was asked for has no tokenizer, or if it cannot be read.
     """
     if asked == BYTES:
         return ByteTokenizer()
@@ -186,7 +188,7 @@ def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
 
 
 def _specials(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What comes before and after each text: what the tokenizer adds itself, and the end of the sequence."""
+    """The ids before and after each text: those that the tokenizer adds itself, and the end-of-sequence token."""
     probe = "a"
     bare: list[int] = tokenizer(probe, add_special_tokens=False)["input_ids"]
     whole: list[int] = tokenizer(probe)["input_ids"]

@@ -1,8 +1,9 @@
-"""The tokens of a data set: made once, kept as memory-mapped files in a cache directory, read with little RAM.
+"""The tokens of a data set. They are made once, and kept as memory-mapped files in a cache directory.
 
-`tokens` has every token of every document, in order: its id, or ~id where the loss does not count it, in 16 or 32 bits.
-`ends` has where each document ends, int64. `about.json` says the rest. The directory's name is a hash of what the
-tokens follow from: the files by path, size and time, the tokenizer, the column. It appears complete or not at all.
+`tokens` has every token of every document, in order: id, or ~id if the loss does not count it, in 16 or 32 bits. `ends`
+has the end of each document, int64. `about.json` has all other facts. The directory's name is a hash of everything that
+decides the tokens: path, size and time of the files, the tokenizer, the column. The directory appears complete or not
+at all.
 """
 
 import json
@@ -30,12 +31,13 @@ from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 _FORMAT = 1
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
-"""Documents are tokenised together, up to so much of them: more takes RAM, less leaves cores idle."""
+"""Documents are tokenised in batches of at most this size. Larger batches take more RAM; smaller ones leave cores
+idle."""
 
 
 @dataclass(kw_only=True)
 class About:
-    """Describes the tokens of a data set. Complete once they are written."""
+    """Facts about the tokens of a data set. Complete once the tokens are written."""
 
     source: str
     tokenizer: str
@@ -43,21 +45,21 @@ class About:
     """Bytes of a token in the file."""
     tokens: int = 0
     targets: int = 0
-    """Tokens that the loss counts."""
+    """Number of tokens that the loss counts."""
     target_bytes: int = 0
     """Bytes of UTF-8 in the text of these tokens."""
     documents: int = 0
     files: int
     chats: bool = False
-    """Whether documents are conversations, which are not cut."""
+    """Whether documents are conversations, which are kept whole."""
     separates: bool
-    """Whether attention and loss end where a document does."""
+    """Whether attention and loss end at the end of a document."""
     most: int = 0
-    """One more than the largest id."""
+    """The largest id plus one."""
     untrained: int = 0
-    """Conversations that were left out, as no assistant says anything in them."""
+    """Number of conversations that were left out because no assistant says anything in them."""
     fingerprint: str = ""
-    """Hash of tokens and ends. A resumed run checks that it reads the same data."""
+    """Hash of tokens and ends. A resumed run uses it to check that it reads the same data."""
     skipped: Sequence[Sequence[str]]
     """Files that were left out, and why."""
 
@@ -68,9 +70,9 @@ class Tokens:
 
     about: About
     ids: npt.NDArray[Any]
-    """Signed integers [tokens]: id, or ~id where the loss does not count it."""
+    """Signed integers [tokens]: id, or ~id if the loss does not count the token."""
     ends: npt.NDArray[np.int64]
-    """Where each document ends, [documents]."""
+    """The end of each document, [documents]."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -83,12 +85,12 @@ def open_tokens(
     column: str | None = None,
     console: Console | None = None,
 ) -> Tokens:
-    """The tokens of what `--data` names (file, folder, glob, or "stdlib"), tokenised now if they are not in the cache.
+    """The tokens of `--data` (file, folder, glob, or "stdlib"). They are made now if they are not in the cache.
 
-    `column` has the text or the conversation of a record; progress is shown on `console`. Without a tokenizer, tokens
+    `column` has the text or the conversation of a record. Progress is shown on `console`. Without a tokenizer, tokens
     are bytes.
 
-    Raises ConfigError: data that cannot be read, or holds no text; StorageError: the cache cannot be written.
+    Raises ConfigError if the data cannot be read or contains no text, and StorageError if the cache cannot be written.
     """
     tokenizer = tokenizer or ByteTokenizer()
     source = find(name, column)
@@ -110,7 +112,7 @@ def open_tokens(
 
 
 def _opened(place: Path) -> Tokens:
-    """Maps the files of a cache entry. Raises ConfigError where they are damaged."""
+    """Map the files of a cache entry. Raises ConfigError if they are damaged."""
     try:
         known = About(**json.loads((place / _ABOUT).read_text()))
         ids = np.memmap(place / _TOKENS, dtype=f"int{8 * known.itemsize}", mode="r", shape=(known.tokens,))
@@ -144,7 +146,7 @@ class _Writer:
         )
 
     def write(self, console: Console) -> None:
-        """Tokenises all, and shows how far it is. Raises ConfigError where there is no text."""
+        """Tokenise all documents, and show the progress. Raises ConfigError if there is no text."""
         bar = Progress(
             TextColumn(f"Tokenising {self._source.name}"),
             BarColumn(bar_width=None),
@@ -203,7 +205,7 @@ class _Writer:
 
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents to tokenise together. Empty ones are left out."""
+    """Documents to tokenise together. Leaves out empty ones."""
     batch: list[Document] = []
     characters = 0
     for document in found:
@@ -219,6 +221,6 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _text_bytes(document: Document) -> int:
-    """Bytes of the text that the loss counts."""
+    """Bytes of text that the loss counts."""
     spoken = (m["content"] for m in document.messages if m["role"] == "assistant" and isinstance(m["content"], str))
     return sum(len(text.encode()) for text in (document.text, *spoken))
