@@ -41,7 +41,7 @@ class Session:
         self._ran = False
         """Whether the model has run a forward pass."""
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
-        # on it. # Each rank drops other elements.
+        # on it. Each rank drops other elements.
         seed_all(config.seed + mesh.rank)
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
