@@ -1,4 +1,4 @@
-"""The `pagoda` command: thin doors to the library, one module per subcommand."""
+"""The `pagoda` command. It has one module per subcommand, which calls the library."""
 
 from pagoda.cli.main import main
 

@@ -11,7 +11,7 @@ from pagoda.train.progress import say
 
 
 def run(config: CalibrateConfig, console: Console) -> int:
-    """Measures, shows the figures, writes them, and returns the exit code."""
+    """Measure, print the figures and write them. Returns the exit code."""
     import torch
 
     from pagoda.calibrate import calibrate
@@ -34,7 +34,7 @@ def run(config: CalibrateConfig, console: Console) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises ConfigError before a minute of measuring would be lost."""
+    """Raises ConfigError if the file cannot be written. Checked first, because measuring takes a minute."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`pagoda export`: a trained model as a Hugging Face directory."""
+"""`pagoda export`: writes a trained model as a Hugging Face directory."""
 
 from rich.console import Console
 
@@ -8,7 +8,7 @@ from pagoda.train.progress import say
 
 
 def run(config: ExportConfig, console: Console) -> int:
-    """Exports, says what was written, and returns the exit code."""
+    """Export, and print what was written. Returns the exit code."""
     from pagoda.checkpoint.export import export
     from pagoda.train.run_dir import RunDir
 

@@ -22,10 +22,10 @@ _DECLINED = 1
 
 
 def run(config: GcConfig, console: Console) -> int:
-    """Lists what looks orphaned, asks, deletes it, and returns the exit code.
+    """List what looks orphaned, ask, and delete it. Returns the exit code.
 
-    Raises ConfigError: a directory is missing, or there is no checkpoint in a path of --keep; StorageError: a directory
-    is in use, or something cannot be deleted.
+    Raises ConfigError if a directory is missing, or if a path of --keep contains no checkpoint. Raises StorageError if
+    a directory is in use, or if something cannot be deleted.
     """
     if not config.directories:
         raise ConfigError("name the directories to look in, as --memory.ssd named them: pagoda gc DIR")
@@ -45,7 +45,7 @@ def run(config: GcConfig, console: Console) -> int:
         if not (config.yes or _agrees(f"Delete these {len(orphans)}, {total} in all, for good? [y/N] ")):
             say(console, "nothing was deleted")
             return _DECLINED
-        # A checkpoint may have been moved back while the user was asked: its pages are kept.
+        # A checkpoint may have been moved back since the user was asked. Then its pages are kept.
         orphans = [o for o in orphans if o.commit is None or why_orphaned(o.commit, keep)]
         partly = list(drop(orphans, directories))
         for store in partly:

@@ -10,7 +10,7 @@ from pagoda.train.progress import say
 
 
 def run(config: GenerateConfig, console: Console) -> int:
-    """Prints what the model writes after the prompt, and returns the exit code."""
+    """Print what the model writes after the prompt. Returns the exit code."""
     from pagoda.api import load, wrap
     from pagoda.optim import AdamW
     from pagoda.train.generate import continued

@@ -24,7 +24,7 @@ _DAMAGED = 1
 
 
 def run(config: InspectConfig, console: Console) -> int:
-    """Shows what is there, verifies it if asked to, and returns the exit code."""
+    """Show the directory's content, and verify it if the user asks for that. Returns the exit code."""
     if not config.directory.is_dir():
         raise ConfigError(f"{config.directory} is not a directory")
     if (config.directory / MANIFEST).exists():
@@ -46,7 +46,7 @@ def run(config: InspectConfig, console: Console) -> int:
 
 
 def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
-    """Prints one checkpoint; returns how many of its tensors are damaged, or 1 if it cannot be read at all."""
+    """Print one checkpoint. Returns the number of its damaged tensors, or 1 if it cannot be read at all."""
     try:
         with Checkpoint(directory) as checkpoint:
             say(console, f"checkpoint {directory}: {max(checkpoint.steps.values(), default=0)} updates")
@@ -62,7 +62,8 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
 
 
 def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Console) -> int:
-    """Prints whether config.json is what the run's checkpoints were saved with; returns how many say otherwise."""
+    """Print whether config.json is what the run's checkpoints were saved with. Returns the number of checkpoints that
+    differ."""
     started = [found for found in map(_started, checkpoints) if found is not None]
     if not started:
         return 0  # saved by a loop of the user's own
@@ -77,7 +78,7 @@ def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Con
 
 
 def _started(checkpoint: RunCheckpoint) -> tuple[RunCheckpoint, TrainConfig] | None:
-    """The configuration that `pagoda train` saved with a checkpoint, if it did and that can be read."""
+    """The configuration that `pagoda train` saved with a checkpoint. None if there is none or it cannot be read."""
     try:
         with Checkpoint(checkpoint.path, all_pages=False) as opened:
             return checkpoint, TrainConfig.from_settings(opened.manifest["extra"][CONFIG])
@@ -86,7 +87,7 @@ def _started(checkpoint: RunCheckpoint) -> tuple[RunCheckpoint, TrainConfig] | N
 
 
 def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> int:
-    """Prints one store; returns how many of its pages and page tables are damaged."""
+    """Print one store. Returns the number of its damaged pages and page tables."""
     slots, page = sum(map(sum, record.portions)), record.page_bytes
     where = f", stripe {stripe + 1} of {len(record.directories)}" if len(record.directories) > 1 else ""
     say(console, f"store {record.id}{where}: {slots} slots of {format_bytes(page)}")
@@ -119,7 +120,7 @@ def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> i
 
 
 def _verify(record: StoreRecord, commit: Commit, console: Console) -> int:
-    """Reads every page of a commit; prints the damaged ones and returns how many there are."""
+    """Read every page of a commit and print the damaged ones. Returns their number."""
     try:
         with CommittedPages(record, commit) as pages:
             found = list(pages.damaged())
@@ -129,7 +130,8 @@ def _verify(record: StoreRecord, commit: Commit, console: Console) -> int:
 
 
 def _report(console: Console, indent: str, found: Sequence[str], fine: str | None) -> int:
-    """Prints what is damaged and, unless `fine` is None, how many things are, or `fine`; returns how many."""
+    """Print what is damaged and how many things are. If nothing is, print `fine` (None: print no summary). Returns the
+    number."""
     say(console, *(indent + what for what in found))
     if fine is not None:
         say(console, indent + (f"{len(found)} damaged" if found else fine))

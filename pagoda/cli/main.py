@@ -1,7 +1,7 @@
-"""Entry of the `pagoda` command: picks the subcommand, and turns user errors into messages and exit codes.
+"""Entry point of the `pagoda` command: picks the subcommand, and turns user errors into messages and exit codes.
 
-Exit codes: 0 done, 1 a plan that does not fit, damage that was found, or pages that `gc` left, 2 user error (message on
-stderr, no traceback), 128 + signal when interrupted.
+Exit codes: 0: done. 1: a plan does not fit, damage was found, or `gc` left pages. 2: user error (message on stderr, no
+traceback). 128 + signal: interrupted.
 """
 
 import os
@@ -27,12 +27,13 @@ _UNREAD = 141
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its module, in which `run` returns the exit code, and the dataclass that tyro fills from flags."""
+    """A subcommand: a module whose `run` returns the exit code, and the dataclass that tyro fills from the flags."""
 
     name: str
     config: type
     defaults: Callable[[Sequence[str]], Any] | None = None
-    """From the flags, the configuration that flags not given keep; None for the dataclass's defaults."""
+    """Returns, for the flags, the configuration that provides the values of flags that are not given. None: the
+    dataclass's defaults."""
     interrupted: str = "interrupted; nothing was written"
     """The message after Ctrl-C."""
 
@@ -47,13 +48,13 @@ COMMANDS = (
     Command("inspect", InspectConfig),
     Command("gc", GcConfig, interrupted="interrupted"),
 )
-"""Every subcommand. A new one is a module beside `train.py`, with a `run`, and a line here."""
+"""All subcommands. To add one, write a module with a `run` next to `train.py`, and add a line here."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line `args` (by default the process's own) and returns its exit code.
+    """Run the command line `args` (by default the process's own). Returns its exit code.
 
-    Raises SystemExit: 0 after --help, 2 for flags that cannot be read.
+    Raises SystemExit: 0 after --help, 2 for flags that cannot be parsed.
     """
     args = sys.argv[1:] if args is None else list(args)
     interrupted = "interrupted"

@@ -1,4 +1,4 @@
-"""`pagoda plan`: what a run would take, before it is run."""
+"""`pagoda plan`: forecasts a run without running it."""
 
 import shlex
 from dataclasses import asdict, fields, replace
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 1
 _SAID_OTHERWISE = {"model", "batch_size", "seq_len", "trace", "plan", "memory.host", "memory.device", "memory.ssd"}
-"""Settings of a run whose flags do not follow from a value other than the default."""
+"""Settings whose flags are written in another way than a changed default."""
 
 
 def run(config: PlanConfig, console: Console) -> int:
-    """Makes the forecast, prints it, and writes the files that were asked for, if it fits; returns the exit code.
+    """Make the forecast and print it. If it fits, write the files that the user asked for. Returns the exit code.
 
-    Raises ConfigError: unknown model or hardware, a setting or a file that cannot be used.
+    Raises ConfigError for an unknown model or hardware, and for a setting or a file that cannot be used.
     """
     from pagoda.forecast.advice import advise
     from pagoda.forecast.chrome_trace import write_trace

@@ -15,7 +15,7 @@ _REFRESH_S = 10
 
 
 def run(config: ReportConfig, console: Console) -> int:
-    """Writes the page, or serves it until Ctrl-C; returns the exit code."""
+    """Write the page, or serve it until Ctrl-C. Returns the exit code."""
     from pagoda.train.page import BEGINNING
     from pagoda.train.report import report
 
@@ -39,9 +39,9 @@ def run(config: ReportConfig, console: Console) -> int:
 
 
 def server_of(directory: Path, port: int) -> ThreadingHTTPServer:
-    """A server on this machine alone. It answers every request with the current page, which reloads itself.
+    """A server that only this machine can reach. It answers every request with the current page, which reloads itself.
 
-    Raises ConfigError: the port is in use.
+    Raises ConfigError if the port is in use.
     """
     from pagoda.train.report import report
 

@@ -1,4 +1,4 @@
-"""`pagoda train`: the ready-made loop."""
+"""`pagoda train`: the ready-made training loop."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ _SIGNAL_BASE = 128
 
 
 def run(config: TrainRequest, console: Console) -> int:
-    """Runs the training and returns its exit code."""
+    """Train. Returns the exit code."""
     from pagoda.process import keep_freed_memory
     from pagoda.tiers import compute_device
     from pagoda.train.loop import run as train
@@ -24,10 +24,10 @@ def run(config: TrainRequest, console: Console) -> int:
 
 
 def defaults_of(args: Sequence[str]) -> TrainRequest | None:
-    """The configuration that gives the flags that are left out: with --resume, that of the run in --out; with --config,
-    that of the file.
+    """The configuration that provides the values of flags that are not given: that of the run in --out with --resume,
+    or that of the file with --config.
 
-    Raises ConfigError: there is no run in --out, or the file cannot be used.
+    Raises ConfigError if there is no run in --out, or if the file cannot be used.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None

@@ -114,11 +114,10 @@ class Adafactor(TensorRule):
         weight_low: torch.Tensor | None = None,
         grad_scale: float = 1.0,
     ) -> None:
-        """One step, in place, of tensors as they are stored, all on the CPU or all on a GPU.
+        """Do one step in place. All tensors are on the CPU or all on a GPU.
 
-        weight, gradient: bf16, fp16 or fp32, in the parameter's shape; the gradient is only read.
-        weight_low: the low half of the master, flat, unless weights are fp32.
-        grad_scale: the gradient is multiplied by it.
+        weight, gradient: bf16, fp16 or fp32, in the parameter's shape. The gradient is only read. weight_low: the low
+        half of the master, flat. None if weights are fp32. grad_scale: the factor of the gradient.
         """
         if weight.device.type == "cuda":
             from pagoda.optim.triton_kernels import update_adafactor as update
@@ -128,7 +127,7 @@ class Adafactor(TensorRule):
         update(weight, weight_low, gradient, states, as_matrices(weight.shape), scalars, self.scale_parameter)
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-        """The numbers of a step, each exactly an fp32 value: the gradient's factor, the share of new squares in the
+        """The scalars of a step, each exactly an fp32 value: the gradient's factor, the share of new squares in the
         factors, eps1, eps1 ** 2, the step's rate, the least RMS of weights, d, the factor of weights, beta1, 1 - beta1.
         """
         eps1, least = self.eps
@@ -141,7 +140,7 @@ class Adafactor(TensorRule):
         return tuple(map(fp32, (*numbers, 1 - self.lr * self.weight_decay, beta1, 1 - beta1)))
 
     def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-        """Compile the kernels of a device, or load them from their cache, by an update of zeros."""
+        """Compile the kernels of a device, or load them from their cache, by updating zeros."""
         shape = 4, 4
         states = {
             state.name: torch.zeros(own, dtype=state.dtype, device=device)
@@ -153,7 +152,7 @@ class Adafactor(TensorRule):
 
 
 def as_matrices(shape: Shape) -> tuple[int, int, int]:
-    """What a parameter is updated as: how many matrices, and their rows and columns."""
+    """The number of matrices as which a parameter is updated, and their rows and columns."""
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     return math.prod(shape[:-2]), shape[-2], shape[-1]

@@ -1,7 +1,7 @@
-"""Adafactor on the CPU: its sums in their fixed order, its factors, and its update.
+"""Adafactor on the CPU: sums in their fixed order, factors and update.
 
-`Adafactor` states the order of the sums. All addresses, counts and numbers are as in `kernels`. A parameter is
-`matrices` matrices of `rows` by `columns`, one after another.
+`Adafactor` defines the order of the sums. Addresses, counts and numbers are as in `kernels`. A parameter is `matrices`
+matrices of `rows` by `columns`, one after another.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from pagoda.optim.elements import load, load_master, masters_at, store_master, v
 from pagoda.optim.jit import on_stack, pointer, rounded
 
 ROWS, COLUMNS, LANES = 64, 1024, 128
-"""As in `Adafactor`."""
+"""Rows and columns of a block, and sums per row, as `Adafactor` defines them."""
 
 
 @part
@@ -46,7 +46,7 @@ def _fold(values: Any, n: Any, width: Any) -> None:
 
 @part
 def _add_lanes(form: Any, gradient: Any, scale: Any, by_column: Any, lanes: Any, n: Any) -> None:
-    """Add the squares of `n` gradients to as many sums of columns, and to as many lanes."""
+    """Add the squares of `n` gradients to `n` sums of columns, and to `n` lanes."""
     grads, of_columns = values_at(gradient, n), carray(pointer(by_column, np.float64), n)
     for i in range(n):
         g = np.float64(load(form, grads, i) * scale)
@@ -56,10 +56,8 @@ def _add_lanes(form: Any, gradient: Any, scale: Any, by_column: Any, lanes: Any,
 
 @cache
 def factors_kernel(gradients: int) -> Callable[..., None]:
-    """Updates the factors of a parameter by gradients of a form; `row_var` is 0 for a vector, which has one row.
-
-    Writes to `shares` what `row_share` says, for each row of all matrices.
-    """
+    """The kernel that updates the factors of a parameter with gradients in one form. `row_var` is 0 for a vector, which
+    has one row. Writes `row_share` of each row of all matrices to `shares`."""
     size = 4 if gradients == FP32 else 2
 
     @kernel
@@ -113,7 +111,7 @@ def factors_kernel(gradients: int) -> Callable[..., None]:
 
 @cache
 def squares_kernel(weights: int, gradients: int, of_updates: bool) -> Callable[..., float]:
-    """The sum of squares of a parameter, or of its update."""
+    """The kernel that sums the squares of a parameter, or of its update."""
     weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
 
     @kernel
@@ -162,7 +160,7 @@ def squares_kernel(weights: int, gradients: int, of_updates: bool) -> Callable[.
 
 @cache
 def step_kernel(weights: int, gradients: int, has_moment: bool) -> Callable[..., None]:
-    """Updates the weights, and the first moment if there is one, with the factors and sums as they are now."""
+    """The kernel that updates the weights, and the first moment if there is one, with the present factors and sums."""
     weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
 
     @kernel
@@ -212,11 +210,11 @@ def update(
     scalars: Sequence[float],
     scaled: bool,
 ) -> None:
-    """One step of a parameter, in place.
+    """Do one step of a parameter in place.
 
-    weight, weight_low, gradient: as they are stored; states: those that the parameter has of `Adafactor.own_states`.
-    All are contiguous and on the CPU.
-    shape: (matrices, rows, columns). scalars: of `Adafactor.scalars`; scaled: whether steps scale with the weights.
+    weight, weight_low, gradient: as they are stored. states: those of `Adafactor.own_states` that the parameter has.
+    All are contiguous and on the CPU. shape: (matrices, rows, columns). scalars: from `Adafactor.scalars`. scaled:
+    whether steps scale with the weights.
     """
     grad_scale, share, eps, floor, *others = scalars
     form, arriving = FORMS[weight.dtype], FORMS[gradient.dtype]

@@ -57,12 +57,12 @@ class Adam(ElementwiseRule):
     def __post_init__(self) -> None:
         check_not_negative(self, "lr", "weight_decay")
         check_betas(self, self.betas)
-        # An eps of zero, or one that fp32 rounds to zero, turns a parameter with zero gradient into 0 / 0.
+        # If eps is zero, or rounds to zero in fp32, the update of a parameter with zero gradient is 0 / 0.
         fits = is_number(self.eps) and fp32(self.eps) > 0
         check(self.name, "eps", self.eps, fits, "a finite number > 0 in fp32")
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """Both moments."""
+        """The two moments."""
         return StateSpec("exp_avg", torch.float32), StateSpec("exp_avg_sq", torch.float32)
 
     @property

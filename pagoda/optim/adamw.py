@@ -28,7 +28,7 @@ from pagoda.optim.adam import Adam, Scalars
 from pagoda.optim.codecs import BLOCK, Key, Moments
 from pagoda.optim.rule import StateSpec, check, fp32
 
-# Another codec has other names, so that a checkpoint of one is never taken for one of another.
+# Each codec has its own names, so that no checkpoint of one is taken for a checkpoint of another.
 _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
     "fp32": (
         StateSpec("exp_avg", torch.float32, of_gradients=True),
@@ -46,22 +46,18 @@ _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
     ),
 }
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
-"""The moments as torch names them, whatever they are kept in."""
+"""torch's names of the moments, for every codec."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
     """Settings of AdamW, with the names and defaults of ``torch.optim.AdamW``.
 
-    lr: learning rate, >= 0.
-    betas: decay rates of the first and second moment, each in [0, 1).
-    eps: added to the denominator, > 0.
-    weight_decay: decoupled weight decay coefficient, >= 0.
+    lr: learning rate, >= 0. betas: decay rates of the first and second moment, each in [0, 1). eps: added to the
+    denominator, > 0. weight_decay: decoupled weight decay coefficient, >= 0.
 
-    Beside those of torch:
-    moments: what the moments are kept in between updates (`codecs`): "fp32", exact; "bf16", rounded stochastically;
-        "8bit", quantized in blocks.
-    seed: of the stochastic rounding.
+    In addition to torch's settings: moments: how the moments are stored between updates (`codecs`): "fp32", exact;
+    "bf16", rounded stochastically; "8bit", quantized in blocks. seed: seed of the stochastic rounding.
 
     Raises ConfigError, naming the field, for a value outside its range.
     """
@@ -78,15 +74,16 @@ class AdamW(Adam):
         check(self.name, "moments", self.moments, self.moments in known, f"one of {', '.join(known)}")
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """Codes of both moments, then their scales, in the order in which the kernels take them."""
+        """Codes of both moments, then their scales, in the order of the kernels' arguments."""
         return _MOMENTS[self.moments]
 
     def states_of(self, moment: str) -> tuple[StateSpec, ...]:
-        """The states that keep one of `MOMENT_NAMES`: codes, then scales."""
+        """The states that store one of `MOMENT_NAMES`: codes, then scales."""
         return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
 
     def noise(self, parameter: str, step: int) -> Key | None:
-        """What a parameter's moments are rounded with at its update number ``step``; None where nothing is random."""
+        """The key of the rounding noise for a parameter's update number ``step``. None if nothing is rounded
+        stochastically."""
         return Key.of(self.seed, parameter, step) if self.moments == "bf16" else None
 
     @property
@@ -94,11 +91,11 @@ class AdamW(Adam):
         return "adamw" if self.moments == "fp32" else f"adamw_moments_{self.moments}"
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> Scalars:
-        """Those of Adam, with ``decay = 1 - lr * weight_decay``."""
+        """The scalars of Adam, with ``decay = 1 - lr * weight_decay``."""
         return super().scalars(step, grad_scale)._replace(decay=fp32(1.0 - self.lr * self.weight_decay))
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """As torch's AdamW has it: moments in fp32, whatever they are kept in."""
+        """The entry of torch's AdamW: moments in fp32, however they are stored."""
         from pagoda.optim.flat import decode_moment  # imports Numba
 
         shape = kept[self.own_states()[0].name].shape
@@ -109,7 +106,7 @@ class AdamW(Adam):
         return {"step": torch.tensor(float(step)), **moments}
 
     def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Moments may come from a run that keeps them otherwise; what this one gave comes back as it was."""
+        """Accepts moments of a run that stores them in another way. Moments from `torch_state` come back unchanged."""
         from pagoda.optim.flat import encode_moment
 
         kept: dict[str, torch.Tensor] = {}

@@ -1,10 +1,11 @@
-"""The arithmetic of updates, written once for the CPU and the GPU: elements, formats and codecs.
+"""The arithmetic of updates on single elements, written once for the CPU and the GPU: rules, formats and codecs.
 
-The functions are in words that both compilers have: `jit` defines them for the CPU, and `triton_parts` compiles the
-source of this file with its own words for the GPU. So both compute the same operations in the same order.
+The functions use a vocabulary that both compilers have. `jit` defines it for the CPU. `triton_parts` compiles the
+source of this file with its own definitions for the GPU. So both compute the same operations in the same order.
 
-A value is fp32. A word is 32 bits, unsigned, and wraps. A form says what weights or gradients are kept in. A function
-that takes a constant (a form, a flag) is compiled for it, so what other constants would need is not in a kernel.
+A value is fp32. A word is an unsigned 32-bit integer, which wraps. A form is the format in which weights or gradients
+are stored. A function that takes a constant (a form, a flag) is compiled for it, so a kernel has no code for other
+constants.
 """
 
 from collections.abc import Mapping
@@ -51,8 +52,8 @@ PLAIN: Mapping[str, tuple[int, bool]] = {
     "sgd_momentum": (SGD_MOMENTUM, False),
     "lion": (LION, False),
 }
-"""`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16 that is rounded as `codecs` says; else
-they are fp32. Of all kernels but that for 8-bit moments."""
+"""`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16, rounded as `codecs` defines (otherwise
+they are fp32). All kernels except the one for 8-bit moments."""
 
 # One element of a rule: the contracts of `adamw`, `adam`, `sgd` and `lion`. Each returns the weight and its moments.
 
@@ -94,18 +95,18 @@ def lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
     return w, m * beta2 + g * one_minus_beta2
 
 
-# Adafactor. Sums are fp64, and all that is made of them fp32.
+# Adafactor. Sums are fp64, and everything computed from them is fp32.
 
 
 @part
 def factor_element(factor: Any, squares: Any, count: Any, rate: Any) -> Any:
-    """A factor after a step; `squares` is the sum of as many squares as `count`."""
+    """A factor after a step. `squares` is the sum of `count` squares."""
     return factor + (divide(fp32(squares), count) - factor) * rate
 
 
 @part
 def row_share(factor: Any, total: Any, count: Any, eps: Any) -> Any:
-    """A row's factor over the mean of all; `total` is the sum of these."""
+    """A row's factor divided by the mean of all. `total` is the sum of all."""
     mean = divide(fp32(total), count)
     return divide(factor, where(mean < eps, eps, mean))
 
@@ -118,7 +119,7 @@ def factored_update(g: Any, row: Any, column: Any, floor: Any) -> Any:
 
 @part
 def adafactor_rate(weight_squares: Any, update_squares: Any, count: Any, rate: Any, least: Any, most: Any) -> Any:
-    """What updates are multiplied by."""
+    """The factor by which updates are multiplied."""
     size = square_root(divide(fp32(weight_squares), count))
     over = divide(square_root(divide(fp32(update_squares), count)), most)
     rate = rate * where(size < least, least, size)
@@ -135,7 +136,7 @@ def adafactor_element(w: Any, m: Any, u: Any, scalars: Any, has_moment: Any) -> 
     return w * decay - u, m
 
 
-# Formats: a value of 16 bits, and a master of a weight of 16 bits and what is kept beside it, as `rule` states both.
+# Formats: 16-bit values, and the two halves of a master, both as defined in `rule`.
 
 
 @part
@@ -181,7 +182,7 @@ def _exponent(half: Any) -> Any:
 
 @part
 def master_of(form: Any, high: Any, low: Any) -> Any:
-    """A master of its two halves."""
+    """The master with these two halves."""
     if form == FP16:
         unit = float_of(shift_left(add(_exponent(high), 127 - 40), 23))
         # Subtracting zero keeps a negative zero.
@@ -193,7 +194,7 @@ def master_of(form: Any, high: Any, low: Any) -> Any:
 
 @part
 def halves_of(form: Any, value: Any) -> Any:
-    """Both halves of a master, as words of which 16 bits are kept."""
+    """The two halves of a master, as words of which 16 bits are stored."""
     if form == FP16:
         high = fp32_to_fp16(value)
         # Every step is exact but the rounding to an integer: in 1.5 * 2 ** 23 the last place is one, and the low bits
@@ -206,7 +207,7 @@ def halves_of(form: Any, value: Any) -> Any:
     return high, low
 
 
-# Codecs of moments: the contracts of `codecs`.
+# Codecs of moments: the contracts in `codecs`.
 
 MAX_NOISY = codecs.MAX_NOISY
 TENTH_STEPS = codecs.TENTH_STEPS
@@ -234,13 +235,13 @@ def round_noisily(value: Any, noise: Any) -> Any:
 
 @part
 def magnitude(value: Any) -> Any:
-    """The bits of a value without its sign: they order as magnitudes do."""
+    """The bits of a value without its sign. They have the order of magnitudes."""
     return bit_and(bits_of(value), 0x7FFFFFFF)
 
 
 @part
 def scale_of(top: Any) -> Any:
-    """The scale of a block whose largest magnitude has the bits `top`; 0 or NaN where the block becomes zeros."""
+    """The scale of a block whose largest magnitude has the bits `top`. 0 or NaN if the block becomes zeros."""
     scale = where(top >= 0x00800000, float_of(top), fp32(0.0))
     return where(top >= 0x7F800000, float_of(word(0x7FC00000)), scale)
 
@@ -266,7 +267,7 @@ def _map_value(place: Any) -> Any:
 
 @part
 def decode(code: Any, signed: Any) -> Any:
-    """The map's value of a code of exp_avg, which is `signed`, or of exp_avg_sq."""
+    """The map's value for a code of exp_avg (`signed`) or of exp_avg_sq."""
     if signed:
         k = bit_and(code, 127)
         value = _map_value(number(k) * fp32(2.0) + fp32(1.0))
@@ -293,8 +294,8 @@ def _line(x: Any, slope: Any, offset: Any) -> Any:
 
 @part
 def _cell(x: Any, by: Any) -> Any:
-    """`u` of the contract, times `by`, without the line that only exp_avg_sq needs: all of exp_avg's values on that
-    are in its first cell, where the next line ends."""
+    """`u` of the contract, multiplied by `by`, without the line that only exp_avg_sq needs. All of exp_avg's values on
+    that line are in its first cell, where the next line ends."""
     u = _lower(_line(x, by * A1, by * B1), _line(x, by * A2, by * B2))
     v = _lower(_line(x, by * A3, by * B3), _line(x, by * A4, by * B4))
     return _lower(u, _lower(v, _lower(_line(x, by * A5, by * B5), _line(x, by * A6, by * B6))))
@@ -308,8 +309,8 @@ def _nearest(u: Any) -> Any:
 
 @part
 def encode(value: Any, inverse: Any, signed: Any) -> Any:
-    """The code of a moment, as a word; `inverse` is 1 over its block's scale."""
-    # What the contract has but cannot change a code is left out.
+    """The code of a moment, as a word. `inverse` is 1 divided by its block's scale."""
+    # Steps of the contract that cannot change a code are left out.
     x = float_of(magnitude(value)) * inverse
     if signed:
         u = _lower(_nearest(_cell(x, 1)), fp32(126.5))

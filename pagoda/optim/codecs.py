@@ -69,12 +69,12 @@ import hashlib
 from typing import Literal, NamedTuple
 
 Moments = Literal["fp32", "bf16", "8bit"]
-"""What AdamW keeps its moments in."""
+"""The formats in which AdamW can store its moments."""
 
 BLOCK = 256
 """Elements that share a scale."""
 
-# Constants of the contract: Python floats, rounded to fp32 where they are used.
+# Constants of the contract. They are Python floats, rounded to fp32 where they are used.
 LINES = tuple((2**e * 10 ** (6 - e) / 0.9, 2**e * 0.8 / 0.9) for e in range(7))
 """Slope and offset of u between 10**(e - 7) and 10**(e - 6)."""
 TENTH_STEPS = 0.9 / 128
@@ -83,11 +83,11 @@ TOP_SIGNED, TOP_UNSIGNED = 0.98945314, 0.99824219
 ZERO_SIGNED = 2.75e-7
 """Halfway between 0 and the value above it."""
 MAX_NOISY = 0x7F7F0000
-"""Bits of the largest finite bf16 value: from there on magnitudes are cut off."""
+"""Bits of the largest finite bf16 value. Magnitudes from here on are truncated."""
 
 
 class Key(NamedTuple):
-    """What the noise of one parameter at one step is made from; two unsigned 32-bit integers."""
+    """The seed of the noise of one parameter at one step: two unsigned 32-bit integers."""
 
     low: int
     high: int

@@ -1,6 +1,7 @@
-"""Elements in the CPU's memory: fp32 values of what weights, moments and gradients are kept in, by form (`arithmetic`).
+"""Access to elements in the CPU's memory as fp32 values, for each form (`arithmetic`) of weights, moments and
+gradients.
 
-What lies at an address is seen as fp32 and as 16 bits, and only what its form says is read and written.
+An address is viewed both as fp32 and as 16-bit elements. Only the view that the form needs is read or written.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ def load(form: Any, values: Any, i: Any) -> Any:
 
 @part
 def masters_at(weight: Any, weight_low: Any, n: Any) -> Any:
-    """``n`` masters: the weights, and what is kept beside those of 16 bits."""
+    """Views of ``n`` masters: the weights, and the low halves of 16-bit weights."""
     return values_at(weight, n), carray(pointer(weight_low, np.int16), n)
 
 

@@ -1,4 +1,5 @@
-"""The kernels on flat tensors: for code off the hot path, which lane threads have by address."""
+"""The kernels on flat tensors, for code that is not performance-critical. Lane threads call kernels by address
+instead."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +19,7 @@ _PRECISIONS: Mapping[torch.dtype, Precision] = {
 
 
 def _address(what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Where a tensor begins. Raises ConfigError unless it is what a kernel may be given."""
+    """The address of a tensor. Raises ConfigError unless a kernel can take the tensor."""
     fits = tensor.dtype is dtype and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() == numel
     if not fits:
         raise ConfigError(
@@ -35,13 +36,11 @@ def update(
     scalars: tuple[float, ...],
     noise: Key | None = None,
 ) -> None:
-    """One update in place, on a whole parameter of N elements.
+    """Update a whole parameter of N elements in place.
 
-    states: a contiguous tensor for each of ``rule.states(precision)``, by name, all on the CPU or all on a GPU; the
-    dtype of "weight" tells the precision.
-    gradient: N elements, bf16, fp16 or fp32; only read.
-    scalars, noise: the rule's, of one step.
-    Raises ConfigError naming the first tensor that is unfit.
+    states: name -> a contiguous tensor for each of ``rule.states(precision)``, all on the CPU or all on a GPU. The
+    dtype of "weight" determines the precision. gradient: N elements, bf16, fp16 or fp32. Only read. scalars, noise: the
+    rule's, for one step. Raises ConfigError naming the first unsuitable tensor.
     """
     n = gradient.numel()
     precision = _PRECISIONS[states["weight"].dtype]
@@ -59,16 +58,16 @@ def update(
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-    """Splits fp32 ``master`` into bf16 or fp16 ``weight`` and int16 ``weight_low`` (N elements each).
+    """Split fp32 ``master`` into bf16 or fp16 ``weight`` and int16 ``weight_low`` (N elements each).
 
-    With bf16, nothing is lost. Raises ConfigError for unfit tensors.
+    With bf16, nothing is lost. Raises ConfigError for unsuitable tensors.
     """
     kernel, _ = kernels.halves(weight.dtype)
     kernel(_address("master", master, torch.float32, weight.numel()), *_halves(weight, weight_low))
 
 
 def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
-    """Writes to ``master`` the fp32 values that `split` took apart. Raises ConfigError for unfit tensors."""
+    """Write to ``master`` the fp32 values that `split` has split. Raises ConfigError for unsuitable tensors."""
     _, kernel = kernels.halves(weight.dtype)
     *addresses, n = _halves(weight, weight_low)
     kernel(*addresses, _address("master", master, torch.float32, n), n)
@@ -83,8 +82,8 @@ def _halves(weight: torch.Tensor, weight_low: torch.Tensor) -> tuple[int, int, i
 def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
     """A parameter's moment in fp32, shape [N].
 
-    kept: the tensors of ``AdamW(moments=...).states_of(moment)``, whose dtype tells the codec.
-    Raises ConfigError for unfit tensors.
+    kept: the tensors of ``AdamW(moments=...).states_of(moment)``. Their dtype determines the codec. Raises ConfigError
+    for unsuitable tensors.
     """
     codes = kept[0]
     if codes.dtype is not torch.uint8:
@@ -101,10 +100,10 @@ def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, ...]:
-    """What keeps ``values`` (shape [N], fp32) as a parameter's moment: the tensors that `decode_moment` takes.
+    """The tensors that store ``values`` (shape [N], fp32) as a parameter's moment, as `decode_moment` takes them.
 
-    Nothing is rounded at random: bf16 rounds to nearest. Encoding what was decoded gives the same bits.
-    Raises ConfigError for unfit tensors.
+    Nothing is rounded stochastically: bf16 rounds to nearest. Encoding decoded values gives the same bits. Raises
+    ConfigError for unsuitable tensors.
     """
     if moments == "fp32":
         return (values,)

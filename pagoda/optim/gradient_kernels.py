@@ -27,24 +27,23 @@ _HIGH = 0xFFFF0000
 
 
 class GradientKernels(NamedTuple):
-    """What stores and what adds gradients: ``(dst address, src address, n) -> sum of squares`` of what is then in dst,
-    in float64. Sums are rounded as torch rounds them.
-    """
+    """Two kernels: one stores gradients, the other adds them. ``(dst address, src address, n) -> sum of squares``, in
+    float64, of the new content of dst. Sums are rounded as torch rounds them."""
 
     store_gradient: Callable[[int, int, int], float]
     add_gradient: Callable[[int, int, int], float]
 
 
 def arriving_dtype(kept: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    """What a gradient of weights in `weight` has when it is stored or added to one in `kept`.
+    """The dtype in which a gradient of weights in `weight` arrives, before it is stored or added in `kept`.
 
-    It is converted before only where that makes it no longer.
+    It is converted before only if that does not make it longer.
     """
     return weight if kept in (torch.float32, weight) else kept
 
 
 def gradient_kernels(kept: torch.dtype, arriving: torch.dtype | None = None) -> GradientKernels:
-    """What stores and what adds gradients in `arriving` to ones in `kept`, which is the same or fp32."""
+    """The kernels for gradients that arrive in `arriving` and are kept in `kept`, which is the same dtype or fp32."""
     forms = FORMS[kept], FORMS[arriving or kept]
     adding = _add_bf16 if forms == (BF16, BF16) else compiled(*forms, True)
     return GradientKernels(compiled(*forms, False), adding)
@@ -66,7 +65,7 @@ def _sum_of(lanes: Any) -> float:
 
 @part
 def _take(kept: Any, arriving: Any, adding: Any, to: Any, source: Any, i: Any) -> Any:
-    """Store or add one element; returns the square of what is then there."""
+    """Store or add one element. Returns the square of the new content."""
     value = load(arriving, source, i)
     if adding:
         value = load(kept, to, i) + value
@@ -82,7 +81,7 @@ def _take(kept: Any, arriving: Any, adding: Any, to: Any, source: Any, i: Any) -
 
 @cache
 def compiled(kept: int, arriving: int, adding: bool) -> Callable[[int, int, int], float]:
-    """The kernel for gradients that arrive in one form (`arithmetic`) and are kept in the same, or in FP32."""
+    """The kernel for gradients that arrive in one form (`arithmetic`) and are kept in the same form or in FP32."""
 
     @kernel
     def take_gradient(dst: int, src: int, n: int) -> float:
@@ -105,7 +104,7 @@ def compiled(kept: int, arriving: int, adding: bool) -> Callable[[int, int, int]
 
 @part
 def bf16_bits(value: Any) -> Any:
-    """The bits of fp32 that is rounded to bf16, to nearest, ties to even, as torch rounds."""
+    """The bits of an fp32 value rounded to bf16, to nearest, ties to even, as torch rounds."""
     # A NaN stays one if its low 16 bits are zero, as in every NaN that adding two bf16 values makes; testing for NaN
     # would cost a tenth.
     bits = bits_of(value)

@@ -1,11 +1,11 @@
-"""The words that `arithmetic` is written in, for the CPU: strict Numba on single elements.
+"""The vocabulary of `arithmetic` for the CPU: strict Numba on single elements.
 
-Strict means no fast-math and no contraction: each operation rounds once, in the order that the rules state.
+Strict means no fast-math and no contraction: each operation rounds once, in the order that the rules define.
 
-Integers are 32 bits, unsigned, and wrap. Numba would compute in 64 bits, which halves what a vector holds; so each
-operation is LLVM's own.
+Integers are unsigned 32-bit integers that wrap. Numba would compute in 64 bits, and a vector would hold half as many.
+So each operation is LLVM's own.
 
-Numba's disk cache compares the text of a kernel's own file only: if you change this file, `arithmetic` or `wide`,
+Numba's disk cache only compares the text of a kernel's own file. If you change this file, `arithmetic` or `wide`,
 delete the folder's `__pycache__`.
 """
 
@@ -53,7 +53,7 @@ def _bitcast(source: Any, target: Any) -> Any:
 float_of = _bitcast(types.uint32, types.float32)
 bits_of = _bitcast(types.float32, types.uint32)
 quiet_bits = bits_of
-"""Those of a value of which a NaN may be rounded: a CPU's own stays one."""
+"""The bits of a value that will be rounded. On a CPU, a NaN stays a NaN when rounded."""
 
 
 @part
@@ -68,13 +68,13 @@ def fp32(value: Any) -> Any:
 
 @part
 def number(word: Any) -> Any:
-    """fp32 of a word that is taken for a signed number."""
+    """The fp32 value of a word taken as a signed integer."""
     return np.float32(np.int32(word))
 
 
 @part
 def truncated(value: Any) -> Any:
-    """The whole part of a small fp32 value."""
+    """The integer part of a small fp32 value."""
     return np.uint32(np.int32(value))
 
 
@@ -114,7 +114,7 @@ _TRIPLE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 HAS_CONVERSIONS: bool = "+f16c" in _FEATURES.split(",") or _TRIPLE.startswith(("aarch64", "arm64"))
 """Whether the CPU that Numba compiles for converts between fp16 and fp32."""
 HAS_BYTE_LOOKUPS: bool = {"+avx512bw", "+avx512vbmi"}.issubset(_FEATURES.split(","))
-"""Whether it looks up bytes in registers."""
+"""Whether the CPU can look up bytes in registers."""
 extended = intrinsic(_extend_intrinsic)
 rounded_to_half = intrinsic(_truncate_intrinsic)
 
@@ -147,6 +147,6 @@ def _rounded_intrinsic(_context: Any, scalars: Any) -> Any:
 pointer = intrinsic(_pointer_intrinsic)
 """(address, dtype): a pointer to elements of a dtype."""
 on_stack = intrinsic(prefer_literal=True)(_stack_intrinsic)
-"""(dtype, count): a pointer to as many elements, which end with the call."""
+"""(dtype, count): a pointer to `count` elements that live until the call ends."""
 rounded = intrinsic(_rounded_intrinsic)
 """A tuple of floats in fp32."""

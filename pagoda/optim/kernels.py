@@ -54,8 +54,8 @@ from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
 from pagoda.optim.wide import decode_groups, encode_groups
 
 UpdateKernel = Callable[..., None]
-"""``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``, where noise is nothing,
-or where states are rounded at random the first element's index in its parameter and the `Key`'s two numbers."""
+"""``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``. noise is empty, or, if
+states are rounded stochastically, the first element's index in its parameter and the `Key`'s two numbers."""
 
 
 @part
@@ -67,10 +67,10 @@ def _noise_of(key: Any, i: Any) -> Any:
 
 
 def _plain(rule: int, noisy: bool, weights: int, gradients: int) -> UpdateKernel:
-    """The kernel of one of `PLAIN`. It does not use the addresses beyond the states of its rule.
+    """The kernel of one of `PLAIN`. It ignores the addresses of states that its rule does not have.
 
-    With bf16 weights, AdamW moves 26 bytes per element (14 read, 12 written), or 18 (10, 8) with bf16 moments; rules
-    with one moment 18 (10, 8), with none 10 (6, 4).
+    With bf16 weights, AdamW moves 26 bytes per element (14 read, 12 written), or 18 (10, 8) with bf16 moments. Rules
+    with one moment move 18 (10, 8), and rules without one 10 (6, 4).
     """
     moments, decoupled = BF16 if noisy else FP32, rule == ADAMW
 
@@ -109,7 +109,7 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int) -> UpdateKernel
 
 @part
 def _decode_block(codes: Any, values: Any, scale: Any, signed: Any) -> None:
-    """Decode one block of exp_avg, which is `signed`, or exp_avg_sq, to as many fp32 values."""
+    """Decode one block of exp_avg (`signed`) or exp_avg_sq to fp32 values."""
     done = decode_groups(codes.ctypes.data, values.ctypes.data, len(codes), scale, signed)
     for i in range(done, len(codes)):
         values[i] = decode(codes[i], signed) * scale
@@ -117,8 +117,8 @@ def _decode_block(codes: Any, values: Any, scale: Any, signed: Any) -> None:
 
 @part
 def _encode_block(values: Any, codes: Any, top: Any, signed: Any) -> Any:
-    """Encode one block of exp_avg, which is `signed`, or exp_avg_sq, whose largest magnitude has the bits `top`;
-    returns its scale."""
+    """Encode one block of exp_avg (`signed`) or exp_avg_sq, whose largest magnitude has the bits `top`. Returns its
+    scale."""
     scale = scale_of(top)
     if scale > np.float32(0):
         inverse = np.float32(1) / scale
@@ -132,7 +132,7 @@ def _encode_block(values: Any, codes: Any, top: Any, signed: Any) -> Any:
 
 
 def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
-    """AdamW in place with 8-bit moments; the first element is the first of a block.
+    """AdamW in place with 8-bit moments. The first element must be the first of a block.
 
     With bf16 weights it moves 14 bytes per element (8 read, 6 written) and 16 per block.
     """
@@ -182,15 +182,15 @@ def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
 
 @cache
 def compiled(kernel_name: str, weights: int, gradients: int) -> UpdateKernel:
-    """The compiled kernel of a rule for weights and gradients of these forms, which takes all addresses."""
+    """The compiled kernel of a rule for weights and gradients in these forms. It takes all addresses."""
     plain = PLAIN.get(kernel_name)
     return _adamw_8bit(weights, gradients) if plain is None else _plain(*plain, weights, gradients)
 
 
 def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> UpdateKernel:
-    """The kernel of a rule for weights in `precision` and gradients in that too, or in another dtype.
+    """The kernel of a rule for weights in `precision`, and gradients in that precision or in another dtype.
 
-    Raises ConfigError for a precision that is not known.
+    Raises ConfigError for an unknown precision.
     """
     weight = gradient_dtype(precision)
     update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight])
@@ -208,9 +208,10 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
 
 @cache
 def halves(weight: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What splits a master into weights of 16 bits and what is kept beside them, and what joins the two.
+    """Two kernels: one splits masters into 16-bit weights and their low halves, the other joins them.
 
-    `split(master, weight, weight_low, n)` and `join(weight, weight_low, master, n)`, all but n addresses.
+    `split(master, weight, weight_low, n)` and `join(weight, weight_low, master, n)`. All arguments except n are
+    addresses.
     """
     form = FORMS[weight]
 
@@ -231,8 +232,8 @@ def halves(weight: torch.dtype) -> tuple[Callable[..., None], Callable[..., None
 
 @kernel
 def encode_moment(values: int, codes: int, scales: int, n: int, signed: bool) -> None:
-    """``n`` fp32 elements of exp_avg, which is `signed`, or exp_avg_sq, whose elements are not below zero, to 8-bit
-    codes and a scale for each block; the first is the first of a block."""
+    """Encode ``n`` fp32 elements of exp_avg (`signed`), or of exp_avg_sq (never below zero), to 8-bit codes and a scale
+    for each block. The first element must be the first of a block."""
     scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
     for block in range(len(scale)):
         first = block * BLOCK
@@ -257,10 +258,10 @@ def decode_moment(codes: int, scales: int, values: int, n: int, signed: bool) ->
 
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None) -> None:
-    """Compiles, or loads from Numba's cache, all that is used with these, so that no step waits for it."""
+    """Compile everything that these settings use, or load it from Numba's cache, so that no step waits for it."""
     weight = gradient_dtype(precision)
     kept = gradient or weight
-    # The types of the arguments select the compiled version, hence calls on nothing rather than signatures.
+    # The argument types select the compiled version. So the kernels are called on no elements.
     for take in gradient_kernels(kept, arriving_dtype(kept, weight)):
         take(0, 0, 0)
     for convert in halves(weight) if precision != "fp32" else ():

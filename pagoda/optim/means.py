@@ -1,7 +1,7 @@
-"""Means of gradients of several ranks, in an order that is fixed.
+"""Means of the gradients of several ranks, added in a fixed order.
 
-**Contract.** Per element: the ranks' gradients are widened to fp32 and added one after another, in the order given,
-each sum rounded once; the sum is divided by the number of ranks in all and rounded once to the gradient's dtype (to
+**Contract.** Per element: the ranks' gradients are widened to fp32 and added one after another, in the given order, and
+each sum is rounded once. The sum is divided by the number of all ranks, and rounded once to the gradient's dtype (to
 nearest, ties to even). So the mean is a function of the gradients and their order alone: no transport, block size,
 thread count or device can change a bit.
 """
@@ -20,12 +20,12 @@ from pagoda.optim.gradient_kernels import bf16_bits, gradient_kernels
 from pagoda.optim.jit import pointer, shift_right
 
 _BLOCK = 1 << 14
-"""Elements at a time: the running sum then stays in the first-level cache."""
+"""Number of elements at a time. The running sum then stays in the first-level cache."""
 
 
 @cache
 def _divide(form: int) -> Callable[[int, int, int, float], None]:
-    """Rounds the quotient of a sum: (address of the mean, of the sum, elements, divisor)."""
+    """The kernel that divides a sum and rounds: (address of the mean, address of the sum, elements, divisor)."""
 
     @kernel
     def divide_sum(dst: int, total: int, n: int, divisor: float) -> None:
@@ -44,7 +44,7 @@ def _divide(form: int) -> Callable[[int, int, int, float], None]:
 
 
 def sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Make `total`, fp32 [n], the sum of `parts`, each [n] of one dtype, in their order; zeros where there are none."""
+    """Set `total`, fp32 [n], to the sum of `parts`, each [n] in one dtype, in their order. Zeros if there are none."""
     if not parts:
         total.zero_()
     elif total.is_cuda:
@@ -63,16 +63,16 @@ def sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def mean_into(mean: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
-    """Make `mean`, [n] of any dtype of gradients, `total`, fp32 [n], divided by a number of ranks."""
+    """Set `mean`, [n] in any gradient dtype, to `total`, fp32 [n], divided by a number of ranks."""
     if mean.is_cuda:
-        # By a tensor: torch multiplies by the inverse of a number on CUDA.
+        # The divisor is a tensor: with a number, torch multiplies by its inverse on CUDA.
         mean.copy_(total / torch.full_like(total[:1], divisor))
     else:
         _divide(FORMS[mean.dtype])(mean.data_ptr(), total.data_ptr(), mean.numel(), float(divisor))
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile, or load from Numba's cache, what gradients of `dtype` need."""
+    """Compile what gradients of `dtype` need, or load it from Numba's cache."""
     for take in (*gradient_kernels(torch.float32, dtype), *gradient_kernels(torch.float32)):
         take(0, 0, 0)
     _divide(FORMS[dtype])(0, 0, 0, 1.0)

@@ -19,7 +19,7 @@ from pagoda.optim.rule import StateSpec, TensorRule, check, is_number
 
 BUFFER = "momentum_buffer"
 ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_attention_bias*")
-"""Matrices that are not layers: embeddings and the output head, as the usual models name them."""
+"""Names of matrices that are not layers: embeddings and the output head, in common models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +62,15 @@ class Muon(TensorRule):
         check(self.name, "adjust_lr_fn", self.adjust_lr_fn, self.adjust_lr_fn in known, f"one of {known}")
 
     def is_matrix(self, parameter: str, shape: tuple[int, ...]) -> bool:
-        """Whether Muon updates a parameter, not AdamW."""
+        """Whether Muon updates a parameter. Otherwise AdamW does."""
         return len(shape) == 2 and not any(fnmatchcase(parameter, pattern) for pattern in self.adamw_for)
 
     def takes_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
-        """AdamW's may be cut."""
+        """Parameters that AdamW updates may be cut."""
         return self.is_matrix(parameter, shape)
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """The momentum of matrices, and both moments of all else."""
+        """The momentum of matrices, and both moments of all other parameters."""
         return (
             StateSpec(BUFFER, torch.float32, shape_of=self._of_matrices),
             StateSpec("exp_avg", torch.float32, shape_of=self._of_others),
@@ -103,15 +103,15 @@ class Muon(TensorRule):
         )
 
     def beside(self) -> tuple[AdamW, ...]:
-        """AdamW, for what is no matrix."""
+        """AdamW, for parameters that are not matrices."""
         return (self._adamw(),)
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """As torch's Muon and AdamW have it: Muon counts no steps."""
+        """The entry of torch's Muon or AdamW. Muon does not count steps."""
         return dict(kept) if BUFFER in kept else super().torch_state(step, kept)
 
     def steps_in(self, state: Mapping[str, Any]) -> int:
-        """Of a matrix, only whether there was an update."""
+        """For a matrix, 1 if there was an update, otherwise 0."""
         return int(state.get("step", BUFFER in state))
 
     def _adamw(self) -> AdamW:

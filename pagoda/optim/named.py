@@ -1,4 +1,4 @@
-"""Rules by name, as the command line has them."""
+"""Rules by name, as on the command line."""
 
 import ast
 import inspect
@@ -32,7 +32,7 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 
 def rule_from(name: str, asked: StatesConfig, settings: Mapping[str, Any]) -> Rule:
-    """The rule of that name with these settings, and those on which its states depend. Raises as `rule_named`."""
+    """The rule of that name with `asked` and with the settings on which its states depend. Raises like `rule_named`."""
     if name == "adamw":
         settings = {**settings, "moments": asked.moments}
     else:
@@ -43,7 +43,7 @@ def rule_from(name: str, asked: StatesConfig, settings: Mapping[str, Any]) -> Ru
 def rule_named(name: str, settings: Mapping[str, Any]) -> Rule:
     """The rule of that name: one of `RULES`, a class of ``torch.optim`` such as Adagrad, or MODULE:CLASS.
 
-    Raises ConfigError for a name that is none, and for a setting that it has not, or that is out of range.
+    Raises ConfigError for an unknown name, and for a setting that the rule does not have or that is out of range.
     """
     if name in RULES:
         kind = RULES[name]
@@ -56,7 +56,7 @@ def rule_named(name: str, settings: Mapping[str, Any]) -> Rule:
 
 
 def parsed_options(options: Iterable[str]) -> dict[str, Any]:
-    """Settings from "NAME=VALUE": numbers, tuples, true, false, none, and any other text as it is."""
+    """Settings from "NAME=VALUE". Values are numbers, tuples, true, false, none, or any other text."""
     settings: dict[str, Any] = {}
     for option in options:
         name, equals, text = option.partition("=")

@@ -1,4 +1,4 @@
-"""Param groups: which parameters are stepped, with which settings, and which only wait to be."""
+"""Param groups: which parameters are updated, with which settings, and which are reserved for later."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -9,13 +9,13 @@ from torch import nn
 from pagoda.errors import CheckpointError, ConfigError
 
 ParamGroups = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
-"""What torch's optimizers take: parameters, named parameters, or dictionaries of `params` and settings of their own."""
+"""What torch's optimizers take: parameters, named parameters, or dictionaries of `params` and their own settings."""
 
 Reserve = nn.Module | Iterable[nn.Parameter | nn.Module]
-"""Parameters, and modules for all of theirs."""
+"""Parameters, and modules for all of their parameters."""
 
 NamedGroup = dict[str, Any]
-"""A param group with names of parameters as `params`."""
+"""A param group whose `params` are names of parameters."""
 
 
 def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -31,10 +31,10 @@ def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any
 
 
 def named_groups(model: nn.Module, groups: ParamGroups | None) -> list[NamedGroup]:
-    """The param groups of a model's optimizer, by name; without `groups`, one of all parameters that are trainable.
+    """The param groups of a model's optimizer, by name. Without `groups`, one group of all trainable parameters.
 
-    A tied parameter has its first name. Raises ConfigError for what is no param group, a parameter that is not the
-    model's, not floating-point or in two groups, and for a trainable one in none that nobody reserved.
+    A tied parameter has its first name. Raises ConfigError for an invalid group, for a parameter that is not the
+    model's, not floating-point or in two groups, and for a trainable parameter that is in no group and not reserved.
     """
     if groups is None:
         return [{"params": [name for name, param in model.named_parameters() if param.requires_grad]}]
@@ -66,7 +66,7 @@ def named_groups(model: nn.Module, groups: ParamGroups | None) -> list[NamedGrou
 
 
 def reserved_names(model: nn.Module, reserve: Reserve) -> set[str]:
-    """Names of the parameters for which state is kept ready. Raises ConfigError for one that is not the model's."""
+    """Names of the parameters whose state is reserved. Raises ConfigError for a parameter that is not the model's."""
     names = {id(param): name for name, param in model.named_parameters()}
     found = set()
     for entry in (reserve,) if isinstance(reserve, nn.Module | nn.Parameter) else reserve:
@@ -82,7 +82,7 @@ def reserved_names(model: nn.Module, reserve: Reserve) -> set[str]:
 
 
 def check_placed(model: nn.Module, placed: set[str]) -> None:
-    """All parameters that would get gradients are in a group or reserved. Else ConfigError."""
+    """Raises ConfigError unless every parameter that would get a gradient is in a group or reserved."""
     for name, param in model.named_parameters():
         if param.requires_grad and name not in placed:
             raise ConfigError(
@@ -106,7 +106,7 @@ def check_groups(source: str, saved: list[Any], live: list[NamedGroup]) -> None:
 
 
 def _parameters(params: Any, index: int) -> Iterator[nn.Parameter]:
-    """The parameters of one group, as torch lets them be given."""
+    """The parameters of one group, in any of the forms that torch accepts."""
     if isinstance(params, nn.Parameter):
         params = [params]
     if isinstance(params, set | frozenset):

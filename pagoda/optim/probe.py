@@ -1,9 +1,9 @@
-"""What a `torch.optim.Optimizer` class keeps for a parameter: found out by running it on tiny ones.
+"""Finds out what states a `torch.optim.Optimizer` class keeps for a parameter, by running it on tiny parameters.
 
-Shapes are told apart by their kind: how many dimensions, which are 1, which are equal, and which is larger. A kind is
-run on two tiny shapes of it; where a dimension of a state differs between the two, it follows the parameter's, and is
-matched with the product of some of them. What a class does only for large parameters is not seen here: an update whose
-states are others than those found is refused when it happens.
+Shapes are classified by kind: the number of dimensions, and which of them are 1, which are equal, and which is larger.
+Each kind is run on two tiny shapes. A dimension of a state that differs between the two runs follows the parameter's:
+it is matched with the product of some of the parameter's dimensions. Behaviour for large parameters only is not seen
+here. An update whose states differ from those found is refused when it happens.
 """
 
 import inspect
@@ -19,12 +19,12 @@ from pagoda.errors import ConfigError
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Kind = tuple[int, ...]
-"""For each dimension: 0 where it is 1, else its rank among the distinct others."""
+"""For each dimension: 0 if it is 1, otherwise its rank among the distinct others."""
 
 COMMON_SHAPES = ((4,), (4, 5), (5, 4), (4, 4), (4, 5, 6), (4, 5, 3, 3))
-"""Shapes by whose kinds states are named before any model is known."""
+"""Shapes whose kinds are probed before any model is known, to name the states."""
 _SIZES = ((3, 5, 7, 11, 13, 17), (5, 7, 11, 13, 17, 19))
-"""Of the distinct dimensions, in each of the two runs."""
+"""Sizes of the distinct dimensions in each of the two runs."""
 _STEPS = 3
 _TAKEN = {"weight", "weight_low", "weight_back", "grad", "grad_queue", "buffers"}
 """Names of states that every rule has."""
@@ -38,15 +38,16 @@ class Form:
     dims: tuple[int | tuple[int, ...], ...]
     """For each dimension of the state: its size, or the parameter's dimensions whose product it is."""
     number: type | None = None
-    """The Python type of a state that is no tensor."""
+    """The Python type of a state that is a number. None for a tensor."""
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the state of a parameter of that shape."""
+        """Shape of the state of a parameter of this shape."""
         return tuple(dim if isinstance(dim, int) else prod(parameter[index] for index in dim) for dim in self.dims)
 
 
 class Probe:
-    """Runs `make`'s optimizer on tiny parameters. Raises ConfigError for a class that cannot be run unit by unit."""
+    """Runs the optimizer that `make` returns on tiny parameters. Raises ConfigError for a class that cannot be run unit
+    by unit."""
 
     def __init__(self, label: str, make: Make) -> None:
         self.label = label
@@ -67,7 +68,7 @@ class Probe:
             raise ConfigError(f"{label} cannot be run: {self._forms[kind_of(COMMON_SHAPES[1])]}")
 
     def of(self, parameter: str, shape: tuple[int, ...]) -> Mapping[str, Form]:
-        """The states of a parameter, by name. Raises ConfigError where the class refuses it."""
+        """The states of a parameter, by name. Raises ConfigError if the class refuses the parameter."""
         found = self._found(kind_of(shape))
         if isinstance(found, str):
             raise ConfigError(f"{self.label} cannot update {parameter!r}, of shape {list(shape)}: {found}")
@@ -84,7 +85,7 @@ class Probe:
         return self._forms[kind]
 
     def _probed(self, kind: Kind) -> Mapping[str, Form] | str:
-        """The states of a kind, or the class's own words for refusing it."""
+        """The states of a kind, or the class's message if it refuses the kind."""
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             runs = []
             for sizes in _SIZES:
@@ -137,7 +138,8 @@ class _Run:
         self.states = kept_in(optimizer, self._param)
 
     def check(self) -> None:
-        """Raises ConfigError unless states and gradient alone make a parameter's update, whatever else is updated."""
+        """Raises ConfigError unless a parameter's update depends on its states and gradient alone, whatever else is
+        updated."""
         if self._random:
             raise ConfigError(f"{self._refused}: its step draws random numbers.")
         if self._changed:
@@ -168,7 +170,7 @@ def kind_of(shape: tuple[int, ...]) -> Kind:
 
 
 def check_steps_without_closure(label: str, kind: type[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError for a class whose step needs a closure, as LBFGS's does."""
+    """Raises ConfigError for a class whose step needs a closure, such as LBFGS."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
@@ -178,7 +180,7 @@ def check_steps_without_closure(label: str, kind: type[torch.optim.Optimizer]) -
 
 
 def kept_in(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter, without what is None."""
+    """What an optimizer keeps for a parameter, without entries that are None."""
     return {name: value for name, value in optimizer.state.get(param, {}).items() if value is not None}
 
 

@@ -46,13 +46,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def gradient_dtype(precision: Precision) -> torch.dtype:
-    """Dtype of the weights that forward and backward read, and of the gradients that autograd gives."""
+    """Dtype of the weights in forward and backward, and of autograd's gradients."""
     require_choice("precision", precision, Precision)
     return _DTYPES[precision]
 
 
 def kept_dtype(gradients: Gradients | None) -> torch.dtype | None:
-    """Dtype that gradients are accumulated in; None where it is that of the weights."""
+    """Dtype in which gradients are accumulated. None if it is that of the weights."""
     return None if gradients is None else _DTYPES[gradients]
 
 
@@ -61,16 +61,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of a parameter, flat where it lives.
+    """One state of a parameter, flat in its home.
 
-    It is an element of ``dtype`` for every ``per`` elements of the parameter, the last one standing for what is left
-    where ``per`` does not divide it. Or, with ``shape_of``, it has a shape of its own, or there is none: a function of
-    the parameter's name and shape says so.
+    It has one element of ``dtype`` for every ``per`` elements of the parameter; the last one covers the rest if ``per``
+    does not divide their number. With ``shape_of``, a function of the parameter's name and shape returns the state's
+    own shape, or None if the parameter does not have the state.
 
-    ``whole`` says of a parameter's name and shape whether its update takes the state whole. None: of no parameter, and
-    any block of elements will do. ``copied`` says whether such an update computes on fp32 copies (`TensorRule.copies`).
+    ``whole`` is a function of a parameter's name and shape: whether its update takes the whole state. None: for no
+    parameter, so that any block of elements can be updated by itself. ``copied``: whether such an update computes on
+    fp32 copies (`TensorRule.copies`).
 
-    ``of_gradients`` says that its new value is a function of gradients and of its old one, and not of weights.
+    ``of_gradients``: its new value is a function of gradients and of its old value, but not of weights.
     """
 
     name: str
@@ -82,11 +83,12 @@ class StateSpec:
     of_gradients: bool = False
 
     def elements(self, numel: int) -> int:
-        """Elements of the state for ``numel`` of the parameter; also the first one's place, if ``per`` divides it."""
+        """Elements of the state for ``numel`` elements of the parameter. Also the place of the first one, if ``per``
+        divides it."""
         return -(-numel // self.per)
 
     def shape(self, parameter: str, shape: Shape) -> Shape | None:
-        """Shape of the state of a parameter of that name and shape; None where it has none."""
+        """Shape of the state of a parameter of this name and shape. None if it does not have the state."""
         if self.shape_of is not None:
             return self.shape_of(parameter, shape)
         return shape if self.per == 1 else (self.elements(math.prod(shape)),)
@@ -101,7 +103,7 @@ _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
     "fp16": (StateSpec("weight", torch.float16), StateSpec("weight_low", torch.int16)),
     "fp32": (StateSpec("weight", torch.float32),),
 }
-"""The states that hold a parameter's fp32 master."""
+"""The states that store a parameter's fp32 master."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,9 @@ class Rule(ABC):
     """
 
     name: ClassVar[str]
-    """What messages call it."""
+    """Its name in messages."""
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Settings that all param groups have in common."""
+    """Settings that must be equal in all param groups."""
     counts_steps: ClassVar[bool] = True
     """Whether torch's class keeps a count of a parameter's updates."""
 
@@ -125,17 +127,17 @@ class Rule(ABC):
 
     @abstractmethod
     def own_states(self) -> tuple[StateSpec, ...]:
-        """States in addition to the weights. Those of a new parameter are zero."""
+        """States in addition to the weights. They are zero for a new parameter."""
 
     def defaults(self) -> dict[str, Any]:
         """Per-group settings for ``torch.optim.Optimizer``; users and schedulers change them in ``param_groups``."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self.fixed}
 
     def with_group(self, group: Mapping[str, Any]) -> Self:
-        """The rule with the settings of a torch ``param_groups`` entry as it stands now.
+        """The rule with the present settings of a torch ``param_groups`` entry.
 
-        Numbers may be one-element tensors. Raises ConfigError for values no step can be taken with, and for those with
-        which parameters have other states than with the rule's.
+        Numbers may be one-element tensors. Raises ConfigError for values with which no step can be taken, and for
+        values that would change which states parameters have.
         """
         rule = replace(self, **{key: plain_setting(group[key], old) for key, old in self.defaults().items()})
         kept, wanted = ([state.name for state in each.own_states()] for each in (self, rule))
@@ -151,23 +153,24 @@ class Rule(ABC):
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """A parameter's entry in a torch ``state_dict``.
 
-        step: updates that the parameter has had; kept: what it has of `own_states`, each in the shape of its spec.
+        step: number of updates that the parameter has had. kept: its `own_states`, each in the shape of its spec.
         """
         return {"step": torch.tensor(float(step)), **kept} if self.counts_steps else dict(kept)
 
     def steps_in(self, state: Mapping[str, Any]) -> int:
-        """Updates that the parameter of such an entry has had; 0 for an empty one.
+        """Number of updates that the parameter of such an entry has had. 0 for an empty entry.
 
-        Where they are not counted, 1 stands for all: how many there were does not matter after the first.
+        If updates are not counted, any positive number of them is 1, because the number does not matter after the
+        first.
         """
         if self.counts_steps:
             return int(state.get("step", 0))
         return int(any(state.get(spec.name) is not None for spec in self.own_states()))
 
     def kept_states(self, state: Mapping[str, Any], parameter: str, shape: Shape) -> dict[str, torch.Tensor]:
-        """What a parameter keeps, in the dtypes and shapes of its specs, of an entry of a ``state_dict``.
+        """A parameter's states from an entry of a ``state_dict``, in the dtypes and shapes of its specs.
 
-        Those that the entry lacks are zero: an empty one is a fresh parameter's.
+        States that the entry lacks are zero. So an empty entry gives the states of a new parameter.
         """
         kept: dict[str, torch.Tensor] = {}
         for spec in self.own_states():
@@ -182,7 +185,7 @@ class Rule(ABC):
 
 
 def check_rule(optimizer: object) -> None:
-    """Raises ConfigError for what is no rule."""
+    """Raises ConfigError for an object that is not a rule."""
     if not isinstance(optimizer, Rule):
         raise ConfigError(
             f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {optimizer!r}. Give a class of torch or of "
@@ -194,60 +197,63 @@ def check_rule(optimizer: object) -> None:
 class ElementwiseRule(Rule):
     """A rule whose new states are a function, element by element, of the old ones, the gradient and a few scalars.
 
-    Its kernel computes in fp32 on blocks of any size, each operation rounded once in an order that the rule states, so
-    no cut into blocks, thread, tier or rank can show. `kernels.update_kernel` has it, by `kernel_name`.
+    Its kernel computes in fp32 on blocks of any size. Each operation is rounded once, in an order that the rule
+    defines. So blocks, threads, tiers and ranks do not change a bit. `kernels.update_kernel` finds the kernel by
+    `kernel_name`.
     """
 
     @property
     @abstractmethod
     def kernel_name(self) -> str:
-        """Which kernel takes its states, whatever the precision."""
+        """Name of the kernel that updates its states, in any precision."""
 
     @abstractmethod
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-        """What the kernel takes in addition to blocks, each exactly an fp32 value: computed in float64, rounded once.
+        """The kernel's arguments in addition to blocks, each exactly an fp32 value: computed in float64 and rounded
+        once.
 
-        step: number of this update of the parameter; the first is 1.
-        grad_scale: the gradient is multiplied by it.
+        step: number of this update of the parameter, from 1. grad_scale: the factor of the gradient.
         """
 
     def noise(self, parameter: str, step: int) -> Key | None:
-        """What a parameter's states are rounded with at its update number ``step``; None where nothing is random."""
+        """The key of the rounding noise for a parameter's update number ``step``. None if nothing is rounded
+        stochastically."""
         return None
 
 
 @dataclass(frozen=True)
 class TensorRule(Rule):
-    """A rule that takes parameters whole: tensors of their shapes, each in RAM or on a GPU.
+    """A rule that takes whole parameters, as tensors in their shapes, in RAM or on a GPU.
 
-    With `copies`, it computes on fp32 copies of gradient and master, one parameter after another, and a GPU may give
-    other bits than the CPU. Without, it takes them as they are stored, and gives the same bits everywhere.
+    With `copies`, it computes on fp32 copies of gradient and master, one parameter after another. A GPU may then give
+    other bits than the CPU. Without `copies`, it takes them as they are stored, and gives the same bits everywhere.
     """
 
     copies: ClassVar[bool] = True
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:
-        """As `Rule.states`; each says which parameters are taken whole."""
+        """Like `Rule.states`. Each spec tells which parameters are taken whole."""
         states = super().states(precision)
         return tuple(replace(state, whole=self.takes_whole, copied=self.copies) for state in states)
 
     def takes_whole(self, parameter: str, shape: Shape) -> bool:
-        """Whether a parameter must not be cut: its `update` gets all of it, in its shape, and else flat pieces."""
+        """Whether a parameter must not be cut. Then `update` gets all of it, in its shape. Otherwise it gets flat
+        pieces."""
         return True
 
     @abstractmethod
     def update(
         self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
     ) -> None:
-        """One step of a parameter, in place.
+        """Do one step of a parameter in place.
 
-        step: number of this update of the parameter; the first is 1.
-        weight: its fp32 master; gradient: in fp32, to be overwritten at will; both in the parameter's shape.
-        states: what it has of `own_states`, each in the shape of its spec; all zero before the first update.
+        step: number of this update of the parameter, from 1. weight: its fp32 master. gradient: in fp32; may be
+        overwritten. Both have the parameter's shape. states: those of `own_states` that it has, each in the shape of
+        its spec. All are zero before the first update.
         """
 
     def beside(self) -> tuple[ElementwiseRule, ...]:
-        """Element-wise rules whose kernels it uses, on fp32."""
+        """Element-wise rules whose kernels it uses in fp32."""
         return ()
 
 
@@ -255,11 +261,10 @@ class TensorRule(Rule):
 class Hyper:
     """Hyperparameters of one parameter at one step, as the user set them (float64).
 
-    rule: with the settings of the parameter's group.
-    step: number of this update of the parameter; the first is 1.
-    grad_scale: the gradient is multiplied by it: the clip coefficient, or 1.
+    rule: with the settings of the parameter's group. step: number of this update of the parameter, from 1. grad_scale:
+    the factor of the gradient: the clip coefficient, or 1.
 
-    Raises ConfigError for values no step can be taken with.
+    Raises ConfigError for values with which no step can be taken.
     """
 
     rule: Rule
@@ -272,8 +277,8 @@ class Hyper:
 
 
 def plain_setting(value: Any, like: Any) -> Any:
-    """A group's setting as the rule has it: tensors of one element as numbers, lists as tuples, numbers as floats where
-    ``like``, the rule's own value, is one."""
+    """A group's setting in the rule's types: one-element tensors become numbers, lists become tuples, and numbers
+    become floats if ``like``, the rule's own value, is a float."""
     if isinstance(value, torch.Tensor):
         value = value.item()
     if isinstance(value, list | tuple):
@@ -282,7 +287,7 @@ def plain_setting(value: Any, like: Any) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether a setting is a finite number, be it in a tensor of one element."""
+    """Whether a setting is a finite number, possibly in a one-element tensor."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and bool(torch.isfinite(value))
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -295,14 +300,14 @@ def check(rule: str, name: str, value: object, holds: bool, wanted: str) -> None
 
 
 def check_not_negative(rule: Rule, *names: str) -> None:
-    """Raises ConfigError for one of these settings that is not a number, or below zero."""
+    """Raises ConfigError if one of these settings is not a number, or is below zero."""
     for name in names:
         value = getattr(rule, name)
         check(rule.name, name, value, is_number(value) and value >= 0, "a finite number >= 0")
 
 
 def check_betas(rule: Rule, betas: tuple[float, float]) -> None:
-    """Raises ConfigError unless both rates are shares of moments that can be carried on."""
+    """Raises ConfigError unless both rates are in [0, 1)."""
     check(rule.name, "betas", betas, len(betas) == 2, "two numbers")
     for index, beta in enumerate(betas):
         check(rule.name, f"betas[{index}]", beta, is_number(beta) and 0 <= beta < 1, "in [0, 1)")

@@ -57,7 +57,7 @@ class SGD(ElementwiseRule):
         check(self.name, "nesterov", self.nesterov, allowed, "False without momentum, and with dampening")
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """The buffer, where there is momentum."""
+        """The momentum buffer, if there is momentum."""
         return (StateSpec(BUFFER, torch.float32),) if self.momentum else ()
 
     @property

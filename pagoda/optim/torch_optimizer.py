@@ -17,11 +17,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, init=False)
 class Optim(TensorRule):
-    """An optimizer class of torch or of anyone else, with its settings: ``pagoda.Optim(torch.optim.Adagrad, lr=1e-2)``.
+    """An optimizer class of torch or of any other package, with its settings: ``pagoda.Optim(torch.optim.Adagrad,
+    lr=1e-2)``.
 
-    For each parameter, the class is made anew with the parameter's fp32 master, given the states that were kept, and
-    steps once. So the bits are those of the class run in memory on fp32 parameters. What it keeps is found out by
-    running it on tiny tensors (`probe`), and lives in pages like any state, numbers too.
+    For each parameter, the class is instantiated with the parameter's fp32 master, gets the stored states, and steps
+    once. So the bits are those of the class run in memory on fp32 parameters. `probe` finds out what states it keeps,
+    by running it on tiny tensors. These live in pages like any state, numbers too.
 
     Raises ConfigError for a class that needs a closure (LBFGS), whose update of one parameter depends on others or on
     random numbers, that keeps state elsewhere than in ``state``, or that refuses ``settings``.
@@ -30,7 +31,7 @@ class Optim(TensorRule):
     name: ClassVar[str] = "Optim"
     kind: type[torch.optim.Optimizer]
     settings: Mapping[str, Any]
-    """What the class is made with."""
+    """The arguments of the class's constructor."""
     group: Mapping[str, Any]
     """The settings of a param group."""
     _probe: Probe = field(compare=False, repr=False)
@@ -54,26 +55,26 @@ class Optim(TensorRule):
             object.__setattr__(self, name, value)
 
     def with_group(self, group: Mapping[str, Any]) -> "Optim":
-        """The rule with the settings of a param group as it stands now."""
+        """The rule with the present settings of a param group."""
         other = copy(self)
         object.__setattr__(other, "group", {key: plain_setting(group[key], old) for key, old in self.group.items()})
         return other
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """What the class keeps, numbers as one element."""
+        """The states of the class. Numbers have one element."""
         return tuple(
             StateSpec(name, form.dtype, shape_of=partial(self._shape_of, name))
             for name, form in self._probe.forms.items()
         )
 
     def defaults(self) -> dict[str, Any]:
-        """The class's own defaults, as far as they are numbers and words."""
+        """The class's own defaults that are numbers or strings."""
         return dict(self.group)
 
     def update(
         self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
     ) -> None:
-        """One step of the class, in place. Raises UsageError where it keeps other states than were found."""
+        """Do one step of the class in place. Raises UsageError if it keeps other states than were found."""
         param = torch.nn.Parameter(weight)
         param.grad = gradient
         optimizer = self.kind([param], **self.settings)
@@ -95,11 +96,11 @@ class Optim(TensorRule):
                 kept.copy_(value.detach())
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """As the class has it."""
+        """The class's own entry."""
         return {name: self._value(name, value) for name, value in kept.items()}
 
     def steps_in(self, state: Mapping[str, Any]) -> int:
-        """The class's own count, if it has one; else whether there was an update."""
+        """The class's own count, if it has one. Otherwise 1 if there was an update, and 0 if not."""
         return int(state["step"]) if "step" in state else int(bool(state))
 
     def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Adafactor on a GPU, with the bits of `adafactor_kernels`: the same sums in the same order.
 
-A program has one block of a matrix and goes through its rows. `triton_kernels` folds what blocks give.
+A program handles one block of a matrix, row by row. `triton_kernels` folds the results of blocks.
 """
 
 import triton.language as tl
@@ -21,14 +21,14 @@ from pagoda.optim.triton_parts import (
 ROWS, COLUMNS = tl.constexpr(adafactor_kernels.ROWS), tl.constexpr(adafactor_kernels.COLUMNS)
 LANES = tl.constexpr(adafactor_kernels.LANES)
 _COLUMN_LEVELS, _LANE_LEVELS = (tl.constexpr(n.value.bit_length() - 1) for n in (COLUMNS, LANES))
-"""How often these are folded. Zeros at the end change no sum."""
+"""Number of times that columns and lanes are folded. Zeros at the end change no sum."""
 OF_GRADIENT, OF_WEIGHT, OF_UPDATE = (tl.constexpr(number) for number in range(3))
-"""Of which values `sum_block` adds up the squares."""
+"""The values whose squares `sum_block` sums."""
 
 
 @jit()
 def _place(rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
-    """The matrix of a program, the place of its block among the rows, and among the columns, in blocks."""
+    """The number of a program's matrix, and the row and column of its block, counted in blocks."""
     number = tl.program_id(0).to(tl.int64)
     blocks, groups = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     return number // (groups * blocks), number // blocks % groups, number % blocks
@@ -42,8 +42,8 @@ def _square(value: tl.tensor) -> tl.tensor:
 
 @jit()
 def _folded(values: tl.tensor, rows: tl.constexpr, n: tl.constexpr, levels: tl.constexpr) -> tl.tensor:
-    """The sums of `rows` runs of n = 2 ** levels values, shape [rows, n]: the second half is added to the first, until
-    one is left."""
+    """The sums of `rows` runs of n = 2 ** levels values, shape [rows, n]. The second half is added to the first until
+    one value is left."""
     for level in tl.static_range(levels):
         low, high = tl.split(tl.permute(tl.reshape(values, [rows, 2, n >> (level + 1)]), [0, 2, 1]))
         values = low + high
@@ -67,8 +67,8 @@ def sum_block(
     form: tl.constexpr,
     arriving: tl.constexpr,
 ) -> None:
-    """Square sums of a block: of the gradients of each column, shape [groups, matrices, columns], or of all its weights
-    or updates, one number a block."""
+    """Sums of squares in a block: of the gradients of each column, shape [groups, matrices, columns], or of all its
+    weights or updates, one number per block."""
     matrix, group, block = _place(rows, columns)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < columns
@@ -100,7 +100,7 @@ def sum_rows(
     arriving: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Square sums of the gradients of rows, shape [blocks, rows], where `rows` are those of all matrices."""
+    """Sums of squares of the gradients of rows, shape [blocks, rows]. `rows` counts the rows of all matrices."""
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     block = tl.program_id(1)
     there = row < rows
@@ -118,7 +118,7 @@ def sum_rows(
 def update_factor(
     factor: tl.tensor, sums: tl.tensor, n: tl.tensor, count: tl.tensor, rate: tl.tensor, size: tl.constexpr
 ) -> None:
-    """`n` elements of a factor after a step."""
+    """Update `n` elements of a factor."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
     value = factor_element(tl.load(factor + at, mask, 0.0), tl.load(sums + at, mask, 0.0), count, rate)

@@ -1,6 +1,6 @@
-"""GPU kernels as the runtime calls them: on tensors, behind the stream that is current.
+"""GPU kernels with the interface that the runtime calls: on tensors, on the current stream.
 
-`kernels` is the same for the CPU. Import this only where a GPU is, as `triton_parts` says.
+`kernels` is the counterpart for the CPU. Import this only if there is a GPU (see `triton_parts`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,24 +19,26 @@ from pagoda.optim.gradient_kernels import arriving_dtype
 from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
 
 DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
-"""An update in place: states in StateSpec order and the gradient, flat and contiguous, and what a CPU kernel takes
-after its number of elements. Each state has the elements that `StateSpec.elements` says for the gradient's.
+"""An update in place. The arguments are the states in StateSpec order, the gradient, and the arguments that a CPU
+kernel takes after its number of elements. Tensors are flat and contiguous. Each state has `StateSpec.elements` of the
+gradient's elements.
 
-A kernel may be given at most 2**31 - 2**20 elements."""
+A kernel takes at most 2**31 - 2**20 elements.
+"""
 
 _STRICT = {"enable_fp_fusion": False}
-"""How every kernel is launched: each operation rounds by itself."""
+"""Launch options of every kernel: each operation rounds by itself."""
 _SIZE = 1024
-"""Elements of a program."""
+"""Number of elements of a program."""
 _TILE = 16
-"""Rows of which a program adds up the elements."""
+"""Number of rows that a program sums."""
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> DeviceKernel:
-    """The kernel of a rule for weights in `precision` and gradients in that too, or in another dtype.
+    """The kernel of a rule for weights in `precision`, and gradients in that precision or in another dtype.
 
-    Raises ConfigError for a precision that is not known.
+    Raises ConfigError for an unknown precision.
     """
     plain = PLAIN.get(rule.kernel_name)
     function: Any = triton_updates.adamw_8bit if plain is None else triton_updates.update
@@ -62,7 +64,7 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-    """Split fp32 masters into weights of 16 bits and what is kept beside them; all are flat."""
+    """Split fp32 masters into 16-bit weights and their low halves. All tensors are flat."""
     _halves(triton_updates.split, master, weight, weight_low)
 
 
@@ -84,7 +86,7 @@ def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
     assert piece == next_power_of_2(piece)
     n = gradient.numel()
     form = FORMS[gradient.dtype]
-    # One warp, so that a lane is a thread.
+    # With one warp, each lane is a thread.
     triton_squares.square_sums[(cdiv(n, piece),)](
         _bits(gradient), into, n, piece=piece, form=form, num_warps=1, **_STRICT
     )
@@ -99,7 +101,7 @@ def update_adafactor(
     scalars: Sequence[float],
     scaled: bool,
 ) -> None:
-    """What `adafactor_kernels.update` is on the CPU."""
+    """The counterpart of `adafactor_kernels.update`."""
     grad_scale, share, eps, floor, *others = scalars
     (matrices, rows, columns), n, device = shape, weight.numel(), weight.device
     all_rows, groups, blocks = matrices * rows, cdiv(rows, ROWS), cdiv(columns, COLUMNS)
@@ -144,7 +146,7 @@ def update_adafactor(
 
 
 def _folded(sums: torch.Tensor) -> torch.Tensor:
-    """The sum over the first dimension, which is lost, as `adafactor_kernels` folds; torch's additions round once."""
+    """The sum over the first dimension, folded as in `adafactor_kernels`. torch's additions round once."""
     n = len(sums)
     while n > 1:
         half = 1 << (n - 1).bit_length() - 1
@@ -154,7 +156,7 @@ def _folded(sums: torch.Tensor) -> torch.Tensor:
 
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: torch.device, piece: int) -> None:
-    """Compile, or load from Triton's cache, all that is used with these, so that no step waits for it."""
+    """Compile everything that these settings use, or load it from Triton's cache, so that no step waits for it."""
     weight = gradient_dtype(precision)
     if isinstance(rule, ElementwiseRule):
         _warm_up_update(rule, precision, gradient, device)
@@ -175,7 +177,7 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: tor
 
 
 def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-    # Aligned, as every block of a unit is.
+    # Aligned like every block of a unit.
     states = rule.states(precision)
     tensors = [torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device) for state in states]
     noise = () if rule.noise("", 1) is None else (0, 0, 0)

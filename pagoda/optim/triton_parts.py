@@ -1,10 +1,9 @@
-"""`arithmetic` on a GPU: its source, compiled by Triton with the words below in place of the CPU's.
+"""`arithmetic` on a GPU. Triton compiles its source with the vocabulary below in place of the CPU's.
 
-Triton's own `*`, `+` and `-` on fp32 round once each, as long as the launch says `enable_fp_fusion=False`; `/` and
-`sqrt` do not, so division and square root are `tl.div_rn` and `tl.sqrt_rn`. Integers wrap where `sanitize_overflow` is
-off.
+Triton's `*`, `+` and `-` on fp32 round once each if the launch has `enable_fp_fusion=False`. `/` and `sqrt` do not, so
+division and square root are `tl.div_rn` and `tl.sqrt_rn`. Integers wrap if `sanitize_overflow` is off.
 
-Import this only where a GPU is, or with TRITON_INTERPRET=1 set before Triton is first imported: then the kernels run on
+Import this only if there is a GPU, or set TRITON_INTERPRET=1 before Triton is first imported. Then the kernels run on
 the CPU, slowly, in Triton's interpreter.
 """
 
@@ -95,8 +94,8 @@ def bits_of(value: tl.tensor) -> tl.tensor:
 
 @jit()
 def quiet_bits(value: tl.tensor) -> tl.tensor:
-    """Those of a value of which a NaN may be rounded: every NaN becomes one, as a GPU's own, 0x7FFFFFFF, would round to
-    a high half of -0."""
+    """The bits of a value that will be rounded. Every NaN becomes the same NaN, because a GPU's own, 0x7FFFFFFF, would
+    round to a high half of -0."""
     return tl.where(value == value, bits_of(value), _NAN)
 
 
@@ -116,7 +115,7 @@ def square_root(value: tl.tensor) -> tl.tensor:
 
 
 def _on_gpu(words: dict[str, Any], source: ModuleType) -> dict[str, Any]:
-    """The functions of `source`, by name: they see each other, the words, and the numbers of `source`."""
+    """The functions of `source`, by name. They see each other, the vocabulary, and the constants of `source`."""
     numbers = {name: tl.constexpr(value) for name, value in vars(source).items() if isinstance(value, int | float)}
     scope = {**words, **numbers, "tl": tl, "Any": tl.tensor, "__name__": __name__}
     for name, value in vars(source).items():
@@ -144,7 +143,7 @@ master_of, halves_of = _functions["master_of"], _functions["halves_of"]
 
 @jit()
 def as_fp32(value: tl.tensor, form: tl.constexpr) -> tl.tensor:
-    """Values of a form; those of 16 bits come as int16."""
+    """The fp32 values of a form. 16-bit values are given as int16."""
     if form == _FP16:
         value = fp16_to_fp32(value)
     elif form != _FP32:
@@ -156,7 +155,7 @@ def as_fp32(value: tl.tensor, form: tl.constexpr) -> tl.tensor:
 def load_master(
     weight: tl.tensor, weight_low: tl.tensor, at: tl.tensor, mask: tl.tensor, form: tl.constexpr
 ) -> tl.tensor:
-    """fp32 weights, of both halves where there are such; else `weight_low` is not touched."""
+    """fp32 weights, joined from both halves if there are two. Otherwise `weight_low` is not used."""
     if form == _FP32:
         value = tl.load(weight + at, mask, 0.0)
     else:

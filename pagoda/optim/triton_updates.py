@@ -1,7 +1,7 @@
-"""Update kernels on a GPU: the contracts of rules, with each way of `codecs` to keep moments.
+"""Update kernels on a GPU: the contracts of rules, with every codec of moments.
 
-A kernel takes pointers to the first of `n` elements: bf16 and int16 halves as int16, codes as uint8, fp32 as fp32. It
-does not use the pointers beyond the states of its rule. `scalars` are the rule's, a tuple.
+A kernel takes pointers to the first of `n` elements: bf16 values and int16 halves as int16, codes as uint8, fp32 as
+fp32. It does not use pointers to states that its rule does not have. `scalars` are the rule's, as a tuple.
 """
 
 import triton.language as tl
@@ -49,11 +49,11 @@ def update(
     arriving: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
-    """One step on ``n`` elements, `size` a program, of masters in a `form` (`arithmetic`), by gradients in the form
-    `arriving`, with fp32 moments or (`noisy`) bf16 ones.
+    """Update ``n`` elements, `size` per program. Masters have the form `form` (`arithmetic`), gradients the form
+    `arriving`. Moments are fp32, or bf16 if `noisy`.
 
-    `index` is the first element's in its parameter, the keys are those of `Key`, each as an int32 of the same bits.
-    Their values shall not compile kernels of their own.
+    `index` is the index of the first element in its parameter. The keys are those of `Key`, each as an int32 with the
+    same bits. No kernel is compiled for a particular value of these.
     """
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
@@ -114,7 +114,8 @@ def adamw_8bit(
     arriving: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
-    """AdamW with 8-bit moments: a program has whole quantization blocks, and the first element is that of one."""
+    """AdamW with 8-bit moments. A program has whole quantization blocks, and the first element is the first of a
+    block."""
     rows: tl.constexpr = size // _BLOCK
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     at = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -134,7 +135,7 @@ def adamw_8bit(
 def join(
     weight: tl.tensor, weight_low: tl.tensor, master: tl.tensor, n: tl.tensor, form: tl.constexpr, size: tl.constexpr
 ) -> None:
-    """The fp32 masters of ``n`` elements of a 16-bit `form`, `size` a program."""
+    """Join ``n`` fp32 masters of a 16-bit `form`, `size` elements per program."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
     tl.store(master + at, load_master(weight, weight_low, at, mask, form), mask)
