@@ -15,6 +15,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -59,6 +60,7 @@ WARM_UP = 2
 TURN_S = 3.0
 """Seconds of steps of a turn, at least two steps; before them one that finds its updates under way."""
 LEAST_TURNS = 3
+SETTLE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ def run_case(case: Case, root: ModuleSpec, ssd: Path, case_s: float) -> tuple[Re
     try:
         while len(predicted) < LEAST_TURNS or time.perf_counter() - start < case_s:
             predicted.append(predictor.predict())
+            os.sync()  # the file of the calibration is deleted: let the drive discard it before steps are timed
+            time.sleep(SETTLE_S)
             turn, stalled = trainer.turn()
             measured.append(statistics.median(turn))
             seconds += turn

@@ -135,18 +135,21 @@ class Rates:
 
     def shared(self, lanes: frozenset[str]) -> dict[str, float]:
         """lane -> share of its own rate while `lanes` are busy."""
-        # In the order of `_demand`, because a sum of floats depends on its order.
-        demands = [(lane, demand) for lane, demand in self._demand.items() if lane in lanes]
-        asked = sum(demand for lane, demand in demands if lane in self._yielding)
-        left = max(_LEAST_LEFT, 1.0 - sum(demand for lane, demand in demands if lane not in self._yielding))
-        shares = {lane: min(1.0, left / asked) if lane in self._yielding else 1.0 for lane in lanes}
+        shares = dict.fromkeys(lanes, 1.0)
         if COMPUTE in lanes:
             for lane in lanes & {READ, WRITE}:
-                shares[lane] *= self._beside_compute
+                shares[lane] = self._beside_compute
         for pair, halves in self._rank_group.items():
             if lanes.issuperset(pair):
                 for lane, half in zip(pair, halves, strict=True):
                     shares[lane] *= half
+        # In the order of `_demand`, because a sum of floats depends on its order.
+        demands = [(lane, demand) for lane, demand in self._demand.items() if lane in lanes]
+        asked = sum(demand for lane, demand in demands if lane in self._yielding)
+        taken = sum(demand * shares[lane] for lane, demand in demands if lane not in self._yielding)
+        for lane, _ in demands:
+            if lane in self._yielding:
+                shares[lane] *= min(1.0, max(_LEAST_LEFT, 1.0 - taken) / asked)
         return shares
 
     def _halves(self, pair: tuple[str, str], total: float) -> tuple[float, float]:
@@ -164,7 +167,12 @@ class Rates:
             thread = 1.0 / cpu.cores
             demand = {COMPUTE: 1.0, UPDATE: 1.0, DEVICE_UPDATE: 1.0, H2D: thread, D2H: thread, COLLECTIVE: thread}
             if ssd is not None and ssd.cpu_share is not None:
-                demand |= {READ: ssd.cpu_share.value / 2, WRITE: ssd.cpu_share.value / 2}
+                # A byte takes as much of the cores in one direction as in both at once, which is what was measured.
+                measured = ssd.both_bytes_per_s.value * self._beside_compute
+                demand |= {
+                    READ: ssd.cpu_share.value * ssd.read_bytes_per_s.value / measured,
+                    WRITE: ssd.cpu_share.value * ssd.write_bytes_per_s.value / measured,
+                }
             return demand
         ram = cpu.memory_bytes_per_s.value / hardware.gpus_per_node
         return {UPDATE: 1.0, **{lane: rate / ram for lane, rate in self._bytes_per_s.items()}}

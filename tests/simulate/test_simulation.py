@@ -173,6 +173,23 @@ def test_two_directions_of_an_ssd_share_what_it_moves_in_both() -> None:
     assert (shares[READ] + shares[WRITE]) * 1e10 == pytest.approx(1.2e10)
 
 
+@pytest.mark.parametrize("lanes", [{READ}, {WRITE}, {READ, WRITE}], ids=sorted)
+def test_a_byte_costs_compute_as_much_in_one_direction_as_in_both(lanes: set[str]) -> None:
+    assert FAST.ssd is not None
+    own = {READ: 9e9, WRITE: 6e9}
+    drive = replace(
+        FAST.ssd,
+        read_bytes_per_s=figure(own[READ]),
+        write_bytes_per_s=figure(own[WRITE]),
+        both_bytes_per_s=figure(8e9),
+        beside_bytes_per_s=figure(4e9),
+        cpu_share=figure(0.4),
+    )
+    shares = Rates(replace(FAST, ssd=drive)).shared(frozenset({COMPUTE, *lanes}))
+    moved = sum(shares[lane] * own[lane] for lane in lanes)
+    assert 1 - shares[COMPUTE] == pytest.approx(moved * 0.4 / 4e9)
+
+
 def test_compute_alone_takes_as_long_as_it_takes() -> None:
     plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE), Options(accumulation_steps=1))
     ticks = [1.0] * (len(plan.trace.accesses) - 1)
