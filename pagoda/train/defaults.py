@@ -39,9 +39,9 @@ _LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2}
 
 
 def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
-    """The configuration with every setting chosen; prints every choice. All ranks take the choices of the first one.
+    """The configuration with every setting chosen. Prints every choice. All ranks take the choices of the first one.
 
-    Raises ConfigError: data, a model or a setting that cannot be used; StorageError: there is no room for tokens.
+    Raises ConfigError if data, a model or a setting cannot be used, and StorageError if there is no room for tokens.
     """
     if not isinstance(config, TrainRequest):
         lr, _ = _learning_rate(config)
@@ -108,7 +108,7 @@ def _chosen(asked: TrainRequest, ranks: int, console: Console) -> tuple[TrainCon
 
 
 def _kind(config: TrainConfig) -> str:
-    """What is trained: "adapters", all of a "pretrained" model, or one with "random" weights."""
+    """The kind of training: of "adapters", of all of a "pretrained" model, or of a model with "random" weights."""
     if config.lora.rank is not None:
         return "adapters"
     directory = model_directory(config.model)
