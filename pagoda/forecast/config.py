@@ -74,7 +74,7 @@ class PlanConfig(Run):
 
     @property
     def rule(self) -> "Rule":
-        """The update rule. Raises ConfigError if the name is unknown, or if the rule does not have one of the settings."""
+        """The update rule. Raises ConfigError for an unknown name, and for a setting that the rule does not have."""
         from pagoda.optim.named import rule_from
 
         return rule_from(self.optimizer, self.optim, {})
