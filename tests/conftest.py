@@ -2,6 +2,7 @@
 
 Poison mode: freed frames hold NaN, so a lease used after its end shows. Hypothesis tries the same few examples every
 time, so that a failure is the change's own; `make test-all` (HYPOTHESIS_PROFILE=random) looks for new ones, among more.
+`tests/mutants.py` asks only whether a test fails (HYPOTHESIS_PROFILE=unshrunk), not for the smallest example.
 GPU kernels run in Triton's interpreter where there is no GPU.
 """
 
@@ -24,13 +25,14 @@ spin_briefly()  # before torch is imported, here and in the processes that tests
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from distributed.ranks import ranks  # noqa: E402, F401
-from hypothesis import settings  # noqa: E402
+from hypothesis import Phase, settings  # noqa: E402
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: GPU kernels then run on the CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("fixed", derandomize=True, max_examples=25, deadline=None)
+settings.register_profile("unshrunk", settings.get_profile("fixed"), phases=(Phase.explicit, Phase.generate))
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 1800.0
+TIMEOUT_S, TIMEOUT_OF_ALL_S = 300.0, 1800.0
 
 
 @dataclass(frozen=True)
@@ -400,10 +400,11 @@ def try_mutant(mutant: Mutant, checkout: Path, whole: bool) -> Outcome:
         "no:cacheprovider",
         *tests,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "HYPOTHESIS_PROFILE": "unshrunk"}
+    limit = TIMEOUT_OF_ALL_S if whole else TIMEOUT_S
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=limit)
         failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         noticed = None if done.returncode == 0 else (failed or [f"exit code {done.returncode}"])[0]
     except subprocess.TimeoutExpired:
