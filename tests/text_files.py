@@ -1,6 +1,7 @@
 """Data for `pagoda train`: a tokenizer trained on the spot, with or without a chat template, and conversations."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ TEXT = (Path(torch.__file__).parent / "functional.py").read_text()[:60_000]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def tokenizer(chat_template: str | None = None, **settings: Any) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 400 tokens."""
+@cache
+def _trained() -> str:
+    """A byte-level BPE of 400 tokens, as JSON."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -30,6 +32,12 @@ def tokenizer(chat_template: str | None = None, **settings: Any) -> PreTrainedTo
     raw.train_from_iterator(
         [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
     )
+    return str(raw.to_str())
+
+
+def tokenizer(chat_template: str | None = None, **settings: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of its own for each call, of the same 400 tokens."""
+    raw = Tokenizer.from_str(_trained())
     made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>", **settings)
     made.chat_template = chat_template
     return made

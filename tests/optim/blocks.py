@@ -19,6 +19,13 @@ RULES: dict[str, ElementwiseRule] = {
     "lion": Lion(lr=3e-3, weight_decay=0.1),
 }
 
+CASES: tuple[tuple[str, Precision], ...] = (
+    *((rule, "bf16" if half else "fp32") for rule in RULES for half in (True, False)),
+    *((rule, "fp16") for rule in RULES),
+)
+KEY, INDEX = Key(0x9E3779B9, 0x7F4A7C15), (1 << 32) - 300
+"""The noise of bf16 moments; the element's number wraps."""
+
 _MAGNITUDES = [0.0, 1e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, 1e-30, 1e-8, 0.5, 1.0, 1.00390625, 3.0]
 _MAGNITUDES += [65504.0, 1e18, 1e19, 1e30, 3.3e38, 3.4028235e38]
 EDGES = torch.tensor([sign * size for size in _MAGNITUDES for sign in (1.0, -1.0)], dtype=torch.float32)
@@ -93,6 +100,19 @@ def update_part(
     addresses.append(gradient.data_ptr() + start * gradient.itemsize)
     rounding = () if noise is None else (index + start, *noise)
     update_kernel(rule, precision, gradient.dtype)(*addresses, stop - start, *rounding, *scalars)
+
+
+def arguments(rule: ElementwiseRule) -> tuple[float, ...]:
+    """What a kernel takes after its number of elements."""
+    noise = () if rule.noise("", 1) is None else (INDEX, *KEY)
+    return (*noise, *rule.scalars(3, 0.37))
+
+
+def update(name: str, precision: Precision, states: States, gradient: torch.Tensor) -> None:
+    """One update of the gradient's elements by the CPU's kernel, with these arguments."""
+    rule = RULES[name]
+    noise = None if rule.noise("", 1) is None else KEY
+    update_part(rule, precision, states, gradient, rule.scalars(3, 0.37), noise, index=INDEX)
 
 
 def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:

@@ -155,16 +155,20 @@ def test_codes_change_where_the_contract_has_it(moment: str, n: int) -> None:
 
 def test_a_cpu_without_byte_lookups_gives_the_same_bits() -> None:
     program = """
-from tests.optim.blocks import assert_same_states
-from tests.optim.make_vectors import load, load_gradient, update
+import reference
+from optim.blocks import RULES, assert_same_states, copy_of, random_states, update
 from pagoda.optim.jit import HAS_BYTE_LOOKUPS
 
 assert not HAS_BYTE_LOOKUPS
-states = load("adamw-8bit", "bf16", "before")
-update("adamw-8bit", "bf16", states, load_gradient("adamw-8bit", "bf16"))
-assert_same_states(states, load("adamw-8bit", "bf16", "after"))
+rule = RULES["adamw-8bit"]
+ours, gradient = random_states(rule, "bf16", 700)
+theirs = copy_of(ours)
+update("adamw-8bit", "bf16", ours, gradient)
+reference.update(rule, theirs, gradient, rule.scalars(3, 0.37))
+assert_same_states(ours, theirs)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "NUMBA_CPU_NAME": "generic"})
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": "tests"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
 @either

@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from hypothesis import given, strategies as st
+from pairwise import each_once
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel
@@ -200,9 +201,7 @@ def test_the_sum_of_squares_depends_only_on_the_values(precision: Precision) -> 
 # --- means of several ranks' gradients -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", [1, 255, 40_000])
+@each_once(dtype=[torch.bfloat16, torch.float32, torch.float16], ranks=[1, 2, 3, 7], size=[1, 255, 40_000])
 def test_a_mean_is_the_fp32_sum_in_the_order_of_ranks_rounded_once(dtype: torch.dtype, ranks: int, size: int) -> None:
     generator = torch.Generator().manual_seed(size + ranks)
     parts = [torch.randn(size, generator=generator).mul(3.0**rank).to(dtype) for rank in range(ranks)]

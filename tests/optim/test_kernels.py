@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import get_args
 
 import numba
@@ -13,6 +14,7 @@ import reference
 import torch
 from hypothesis import given, settings, strategies as st
 from lion_pytorch import Lion as TheirLion
+from pairwise import each_once
 
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
@@ -94,11 +96,10 @@ def floats(seed: int, n: int) -> torch.Tensor:
     return (1 + torch.rand(n, generator=generator)) * 2**exponents * signs
 
 
-@pytest.mark.parametrize("gradient", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("precision", get_args(Precision))
-@rules
-def test_any_format_is_updated_as_fp32_is(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype) -> None:
+@each_once(form=[*product(get_args(Precision), (torch.bfloat16, torch.float16, torch.float32))], rule=[*RULES.values()])
+def test_any_format_is_updated_as_fp32_is(form: tuple[Precision, torch.dtype], rule: ElementwiseRule) -> None:
     """So the 16-bit weight is the high half of its own master. With noise, which an element's index decides."""
+    precision, gradient = form
     n, dtype = 4_999, gradient_dtype(precision)
     own = {s.name: torch.zeros(s.elements(n), dtype=s.dtype) for s in rule.own_states()}
     plain, master = copy_of(own), floats(5, n)

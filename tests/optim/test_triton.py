@@ -15,10 +15,12 @@ from pagoda.optim import Adafactor, adafactor_kernels, gradient_dtype
 from pagoda.optim.adafactor import as_matrices
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 
-from . import make_vectors, test_adafactor as adafactor
+from . import test_adafactor as adafactor
 from .blocks import (
+    CASES,
     RULES,
     States,
+    arguments,
     assert_same_states,
     join,
     random_states,
@@ -26,8 +28,8 @@ from .blocks import (
     same_bits,
     split,
     store_gradient,
+    update,
 )
-from .make_vectors import CASES, arguments, load, load_gradient
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
@@ -37,7 +39,6 @@ else:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-cases = pytest.mark.parametrize(("name", "precision"), CASES)
 on_gpu = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 
 
@@ -59,32 +60,14 @@ def step(name: str, precision: Precision, states: States, gradient: torch.Tensor
     kernel(list(states.values()), gradient, arguments(RULES[name]))
 
 
-def check_vectors(name: str, precision: Precision) -> None:
-    states = on_device(load(name, precision, "before"))
-    step(name, precision, states, load_gradient(name, precision).to(DEVICE))
-    assert_same_states(states, load(name, precision, "after"))
-
-
-@cases
-def test_a_triton_kernel_gives_the_bits_of_the_vectors(name: str, precision: Precision) -> None:
-    check_vectors(name, precision)
-
-
-@cases
-def test_the_compiled_cpu_kernel_gives_the_bits_of_the_vectors(name: str, precision: Precision) -> None:
-    states = load(name, precision, "before")
-    make_vectors.update(name, precision, states, load_gradient(name, precision))
-    assert_same_states(states, load(name, precision, "after"))
-
-
-@each_once(case=CASES, n=[1, 255, 1025])
+@each_once(case=CASES, n=[257, 700, 1025])
 def test_any_number_of_elements_is_updated_and_none_beside_them(case: tuple[str, Precision], n: int) -> None:
     name, precision = case
     theirs, gradient = random_states(RULES[name], precision, n + 256, seed=n)
     gradient = gradient[:n]
     ours = on_device({name: state.clone() for name, state in theirs.items()})
     step(name, precision, ours, gradient.to(DEVICE))
-    make_vectors.update(name, precision, theirs, gradient)
+    update(name, precision, theirs, gradient)
     assert_same_states(ours, theirs)
 
 
@@ -100,7 +83,7 @@ def test_a_gradient_of_another_dtype_is_widened_as_on_the_cpu(
     gradient = gradient.to(arriving)
     ours = on_device({name: state.clone() for name, state in theirs.items()})
     step(name, precision, ours, gradient.to(DEVICE))
-    make_vectors.update(name, precision, theirs, gradient)
+    update(name, precision, theirs, gradient)
     assert_same_states(ours, theirs)
 
 
@@ -152,13 +135,13 @@ def check_adafactor(rule: Adafactor, theirs: States, gradients: list[torch.Tenso
     """Both kernels make the same of these states, step by step."""
     ours = on_device({name: state.clone() for name, state in theirs.items()})
     for step, gradient in enumerate(gradients, 1):
-        for update, states, arrived in (
+        for each, states, arrived in (
             (triton_kernels.update_adafactor, ours, gradient.to(DEVICE)),
             (adafactor_kernels.update, theirs, gradient),
         ):
             own = {name: state for name, state in states.items() if not name.startswith("weight")}
             scalars, low = rule.scalars(step, 0.5), states.get("weight_low")
-            update(states["weight"], low, arrived, own, as_matrices(gradient.shape), scalars, rule.scale_parameter)
+            each(states["weight"], low, arrived, own, as_matrices(gradient.shape), scalars, rule.scale_parameter)
     assert_same_states(ours, theirs)
 
 
@@ -247,21 +230,14 @@ def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(
 
 @on_gpu
 @pytest.mark.gpu
-@cases
-def test_a_gpu_gives_the_bits_of_the_vectors(name: str, precision: Precision) -> None:
-    check_vectors(name, precision)
-
-
-@on_gpu
-@pytest.mark.gpu
-@cases
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_gpu_gives_the_bits_of_the_cpu_on_a_hundred_million_elements(name: str, precision: Precision) -> None:
     n = 100_000_000
     theirs, gradient = random_states(RULES[name], precision, n, seed=7)
     ours = on_device(theirs)
     for _ in range(2):
         step(name, precision, ours, gradient.to(DEVICE))
-        make_vectors.update(name, precision, theirs, gradient)
+        update(name, precision, theirs, gradient)
     assert_same_states(ours, theirs)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from pairwise import each_once
 
 from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError
@@ -58,12 +59,16 @@ def moved(plan: Plan, phase: Phase) -> dict[str, int]:
     return lanes
 
 
-@pytest.mark.parametrize("mode", ["offload", "recompute+offload"])
-@pytest.mark.parametrize("unit_limit", [None, 60_000, 200_000, LARGE])
-@pytest.mark.parametrize(("inner", "room", "passes"), [(1, 0, 1), (4, 7, 2), (6, 50, 1)])
+@each_once(
+    mode=["offload", "recompute+offload"],
+    unit_limit=[None, 60_000, 200_000, LARGE],
+    of=[(1, 0, 1), (4, 7, 2), (6, 50, 1)],
+)
 def test_every_byte_leaves_once_and_comes_back_once(
-    inner: int, room: int, mode: ActivationMode, unit_limit: int | None, passes: int
+    mode: ActivationMode, unit_limit: int | None, of: tuple[int, int, int]
 ) -> None:
+    """`of`: layers in a block, pages of room, passes."""
+    inner, room, passes = of
     inputs = 2
     sizes = sizes_of(inner, inputs)
     roomy = planned(mode, sizes, Budgets(LARGE, LARGE, LARGE), unit_limit, accumulation_steps=passes)

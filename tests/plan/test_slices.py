@@ -91,10 +91,10 @@ RULES: dict[str, Rule] = {
 @pytest.mark.parametrize("name", RULES)
 def test_every_element_of_every_state_is_held_by_one_rank(name: str, count: int, stage: Stage) -> None:
     layouts = [plan.layout for plan in plans(RULES[name], count, stage, layers=3)]
+    whole = make_plan(shape(3), RULES[name].states("bf16"), Budgets(1 << 30), Options(PAGE, 64 << 10)).layout
     assert len(layouts[0].units) > 3
     for unit in layouts[0].units:
         for state in (*(s.name for s in layouts[0].states), GRAD):
-            whole = make_plan(shape(3), RULES[name].states("bf16"), Budgets(1 << 30), Options(PAGE, 64 << 10)).layout
             seen: list[int] = []
             for rank, layout in enumerate(layouts):
                 spans = layout.slices.of_state(

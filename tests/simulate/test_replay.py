@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from pairwise import each_once
 
 from live_durations import replay
 from pagoda.plan.options import Options
@@ -32,9 +33,7 @@ def plan_of(budgets: str, clipping: bool) -> Plan:
     return make_plan(tower(8, 256), STATES["bf16"], BUDGETS[budgets], options)
 
 
-@pytest.mark.parametrize("clipping", [True, False])
-@pytest.mark.parametrize("tick_s", [1e-5, 1e-3])
-@pytest.mark.parametrize("budgets", BUDGETS)
+@each_once(budgets=[*BUDGETS], tick_s=[1e-5, 1e-3], clipping=[True, False])
 def test_a_step_with_its_own_durations_takes_as_long_as_it_did(budgets: str, tick_s: float, clipping: bool) -> None:
     plan = plan_of(budgets, clipping)
     recorded = simulate(plan, MACHINE, [tick_s] * (len(plan.trace.accesses) - 1))

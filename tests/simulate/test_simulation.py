@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from pairwise import each_once
 
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
@@ -130,8 +131,12 @@ def test_compute_pays_for_work_that_it_hands_over_and_for_each_parameter(figure_
 
 
 @given(simulated())
-def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_its_rate(case: Case) -> None:
+def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_bytes_of_each_lane(case: Case) -> None:
     plan, machine, ticks, timeline = case
+    assert set(timeline.held_bytes) == set(plan.peak_bytes)
+    for tier, account in timeline.held_bytes.items():
+        budget = getattr(plan.budgets, tier)
+        assert all(nbytes <= plan.peak_bytes[tier] <= budget for _, nbytes in account)
     rates = Rates(machine)
     on_device = sum(plan.units[index].trainable_numel for index in plan.placement.on_device)
     on_cpu = sum(unit.trainable_numel for unit in plan.units) - on_device
@@ -143,20 +148,7 @@ def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_it
     for lane, nbytes in least_bytes(plan).items():
         least[lane] = rates.seconds(lane, nbytes)
     assert timeline.step_s >= max(least.values()) * (1 - 1e-6)
-
-
-@given(simulated())
-def test_the_ledger_never_exceeds_a_budget(case: Case) -> None:
-    plan, _, _, timeline = case
-    assert set(timeline.held_bytes) == set(plan.peak_bytes)
-    for tier, account in timeline.held_bytes.items():
-        budget = getattr(plan.budgets, tier)
-        assert all(nbytes <= plan.peak_bytes[tier] <= budget for _, nbytes in account)
-
-
-@given(simulated())
-def test_lanes_do_one_thing_at_a_time_and_stalls_are_part_of_the_step(case: Case) -> None:
-    _, _, ticks, timeline = case
+    # Lanes do one thing at a time, and stalls are part of the step.
     last: dict[str, float] = {}
     for span in timeline.spans:
         assert span.start_s >= last.get(span.lane, -timeline.step_s * 10) - 1e-9
@@ -256,8 +248,7 @@ def streaming(max_staleness: int | None, passes: float) -> tuple[float, float, f
     return sweep / passes, sweep, timeline.step_s
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
-@pytest.mark.parametrize("passes", [0.5, 1.9, 6.0])
+@each_once(max_staleness=[0, 1, 2, 4], passes=[1.9, 6.0, 0.5])
 def test_steps_share_a_pass_over_the_drive_as_far_as_weights_may_lag(max_staleness: int, passes: float) -> None:
     compute, sweep, step_s = streaming(max_staleness, passes)
     least = max(compute, sweep / (max_staleness + 1))
@@ -353,8 +344,7 @@ def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_one
     assert simulate(plan, machine, ticks).step_s == pytest.approx(seconds[-1], rel=1e-9)
 
 
-@pytest.mark.parametrize("budget", [LARGE, 6 << 20])
-@pytest.mark.parametrize("passes", [7, 15, 24])
+@each_once(budget=[LARGE, 6 << 20], passes=[7, 15, 24])
 def test_a_step_of_many_micro_batches_is_one_of_few_in_which_some_come_again(passes: int, budget: int) -> None:
     options = Options(page_bytes=4096, accumulation_steps=passes, clipping=True)
     plan = make_plan(tower(12, 256), STATES["bf16"], Budgets(budget, ssd=LARGE), options)

@@ -49,8 +49,9 @@ def test_tokens_and_loss_are_those_of_trl(name: str) -> None:
 
 
 def test_a_template_without_markers_has_the_loss_of_the_same_one_with_them() -> None:
+    plain, marked = with_template("chatml"), with_template("marked")
     for chat in chats(6):
-        assert mine(with_template("chatml"), chat) == mine(with_template("marked"), chat)
+        assert mine(plain, chat) == mine(marked, chat)
 
 
 NO_TURNS = "{% for message in messages %}{{ loop.revindex }}{{ message.content }}{% endfor %}"
