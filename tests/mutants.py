@@ -6,7 +6,7 @@ Each mutant is tried in a copy of the checkout, by the tests named with it; with
 The table says which test noticed it first, or that none did. The scheduler's own mutants are in
 tests/schedule/mutants.py.
 
-`python tests/mutants.py` with the tests named here: 42 of 45 are noticed. Nobody notices that frames are filled while
+`python tests/mutants.py` with the tests named here: 49 of 52 are noticed. Nobody notices that frames are filled while
 an earlier fill is under way, that bytes on their way to buffers are not bounded, and that a block is read while its
 page is being written, which only rare timing shows.
 """
