@@ -26,7 +26,9 @@ from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
 
 MOST_UNITS = 100
-"""Plans with more units are compared on a model with fewer layers."""
+"""Plans with many more units are compared on a model with fewer layers."""
+_MOST_COMPARED = 0.5
+"""If plans can only be compared on more than this share of the layers, they are compared on all."""
 _LEAST_LAYERS = 4
 
 
@@ -58,15 +60,17 @@ class Problem:
         """The problem on which such plans are compared. If there are many units, it has only the first layers of the
         model, with RAM (except buffers) and SSD reduced in proportion to the parameters.
 
-        The device keeps its size, so that leases come and go as they do with all layers. If the smaller model would fit
-        the device, or if there are few layers, the whole problem is returned.
+        The device keeps its size, so that leases come and go as they do with all layers. For that, the weights of the
+        smaller model are at least twice as large as the device. If that takes more than half of the layers, or if there
+        are few, the whole problem is returned.
         """
-        if len(plan.units) <= MOST_UNITS or len(layers_of(self.root)) <= _LEAST_LAYERS:
+        share = MOST_UNITS / len(plan.units)
+        if self.budgets.device is not None:
+            share = max(share, 2 * self.budgets.device / (self.root.numel * self.states[0].dtype.itemsize))
+        if share > _MOST_COMPARED or len(layers_of(self.root)) <= _LEAST_LAYERS:
             return self
-        part = self._with_layers(MOST_UNITS / len(plan.units))
+        part = self._with_layers(share)
         params, of_all = part.root.numel, self.root.numel
-        if self.budgets.device is not None and 2 * self.budgets.device > params * self.states[0].dtype.itemsize:
-            return self
         homes = {GRAD, *(state.name for state in self.states)}
         lines = plan.placement.lines.get(HOST, {})
         buffers = sum(pages for line, pages in lines.items() if line not in homes) * plan.page_bytes
