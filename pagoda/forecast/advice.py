@@ -42,11 +42,15 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
         return tuple(_what_would_fit(forecast, problem))[:_MOST_LINES]
     best = choice.best
     gains: list[tuple[float, str]] = []
-    part = problem.to_compare(best.plan)
-    before_s, _ = _fastest(part, _kinds(problem, best)) if part is not problem else (best.step_s, None)
-    estimates = [
-        _estimate(change, best, None if part is problem else before_s) for change in _changes(forecast, problem)
+    changes = [
+        each
+        for each in _changes(forecast, problem)
+        if each.tokens * best.step_s / each.problem.bound_s - 1 > _WORTH  # otherwise compute alone takes too long
     ]
+    part, before_s = problem.to_compare(best.plan), None
+    if changes and part is not problem:
+        before_s, _ = _fastest(part, _kinds(problem, best))
+    estimates = [_estimate(change, best, before_s) for change in changes]
     promising = sorted((each for each in estimates if each.gain > _WORTH), key=lambda each: -each.gain)
     for each in promising[:_MOST_LINES]:
         # The printed gain comes from a simulation of the step that the forecast shows, with the change.

@@ -8,21 +8,14 @@ from typing import Any
 
 from pagoda.config.settings import flag
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import check_configured
 from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.model_description import ModelDescription, describe_configured
 from pagoda.forecast.pipeline import stages_of
-from pagoda.forecast.problem import Problem, work_of
+from pagoda.forecast.problem import pass_bound_s, work_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem
 from pagoda.forecast.tensor_parallel import tensor_part_of
-from pagoda.plan.activations import recomputes
-from pagoda.plan.exchanges import Exchange
-from pagoda.plan.ranks import Ranks
-from pagoda.simulate.hardware import Hardware
-from pagoda.simulate.passes import first_passes, pass_begins
-from pagoda.simulate.rates import Rates
 
 _DEGREES = {
     "tensor": "tensor_parallel",
@@ -31,10 +24,10 @@ _DEGREES = {
     "replicas": "replicas",
 }
 """Degree that can be searched -> the setting."""
-_FEW_PASSES = 3
-"""Micro-batches that are simulated in a comparison."""
 _WHOLE = 3
-"""Number of fastest candidates that are simulated again with all layers and more micro-batches."""
+"""Most candidates that are simulated again with all layers and more micro-batches."""
+_CLOSE = 1.1
+"""They are simulated again if they take at most this many times as long as the fastest."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,8 @@ def search_degrees(config: PlanConfig) -> tuple[PlanConfig, tuple[str, ...]]:
     """Find the degrees with the fastest default plan. Returns the configuration with these degrees, and the reasons.
 
     Every candidate has the same number of sequences per step. If ranks share a batch, the step accumulates more
-    micro-batches. If no candidate fits, all searched degrees are 1.
+    micro-batches. If no candidate fits, all searched degrees are 1. With activations="auto", the fastest few candidates
+    are found with one policy each: activations are kept if they fit, and otherwise recomputed.
 
     Raises ConfigError with the reason if no candidate can be used.
     """
@@ -75,9 +69,10 @@ def search_degrees(config: PlanConfig) -> tuple[PlanConfig, tuple[str, ...]]:
             break  # and so are all that follow
         tried.append(replace(way, step_s=_step_s(way)))
     tried.sort(key=lambda way: way.step_s)
-    best, *others = sorted(
-        (replace(way, step_s=_step_s(way, whole=True)) for way in tried[:_WHOLE]), key=lambda way: way.step_s
-    )
+    close = [way for way in tried[:_WHOLE] if way.step_s <= _CLOSE * tried[0].step_s]
+    if len(close) > 1:
+        tried = sorted((replace(way, step_s=_step_s(way, whole=True)) for way in close), key=lambda way: way.step_s)
+    best, *others = tried
     if best.step_s == inf:
         return _plain(config), (f"degrees: none of {len(ways)} ways to divide the ranks fits.", *reasons)
     chosen = f"degrees: {best.flags}. Of {len(ways)} ways to divide the ranks, its usual plan is the fastest."
@@ -160,15 +155,6 @@ def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> W
     return Way(config, bound, tuple(kinds), tuple(numbers))
 
 
-def pass_bound_s(
-    hardware: Hardware, ranks: Ranks | None, compute: Compute, exchanges: Sequence[Exchange], again: bool
-) -> float:
-    """Seconds of a micro-batch that never waits for weights or updates. `again`: layers are recomputed."""
-    rates = Rates(hardware, ranks)
-    times = ((each, each.forward * (1 + (each.repeated and again)) + each.backward) for each in exchanges)
-    return compute.step_s + sum(rates.exchange_seconds(each) * count for each, count in times)
-
-
 def _step_s(way: Way, whole: bool = False) -> float:
     """Seconds per step of the default plan. `whole` means the same as in `_times`."""
     steps, passes = [], []
@@ -187,29 +173,15 @@ def _step_s(way: Way, whole: bool = False) -> float:
 def _times(config: PlanConfig, machine: Machine, described: ModelDescription, whole: bool) -> tuple[float, float]:
     """Seconds of a step and of a micro-batch on a rank of one stage.
 
-    Unless `whole` is set, a model with many units is simulated with some of its layers, and a step with many
-    micro-batches with the first few. Raises BudgetError if the stage does not fit.
+    Unless `whole` is set, the times are estimated. Raises BudgetError if the stage does not fit.
     """
-    closed, _ = resolve_auto(config, machine, described)
+    closed, _ = resolve_auto(config, machine, described, timed=whole)
     problem, _ = resolved_problem(closed, machine, described)
     plan = problem.plan()
     if whole:
         timeline = problem.simulated(plan)
         return timeline.step_s, timeline.pass_s
-    part = problem.to_compare(plan)
-    longer = 1.0 if part is problem else _bound_s(problem) / _bound_s(part)
-    plan = plan if part is problem else part.plan()
-    count, few = len(pass_begins(plan.trace)), _FEW_PASSES
-    if count <= few or (trace := first_passes(plan.trace, part.compute.of_step(part.root, plan), few)) is None:
-        timeline = part.simulated(plan)
-        return timeline.step_s * longer, timeline.pass_s * longer
-    timeline = part.simulated(plan.retraced(trace))
-    return (timeline.step_s + (count - few) * timeline.pass_s) * longer, timeline.pass_s * longer
-
-
-def _bound_s(problem: Problem) -> float:
-    again = recomputes(problem.options.activations)
-    return pass_bound_s(problem.hardware, problem.ranks, problem.compute, problem.exchanges, again)
+    return problem.estimated(plan)
 
 
 def _divisors(number: int) -> list[int]:

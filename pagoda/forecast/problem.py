@@ -1,6 +1,6 @@
 """The inputs of planning: a model, its optimizer's states, budgets, options, and a machine to simulate plans on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Self
@@ -22,6 +22,8 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.hardware import Hardware
+from pagoda.simulate.passes import first_passes, pass_begins
+from pagoda.simulate.rates import Rates
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
 
@@ -30,6 +32,8 @@ MOST_UNITS = 100
 _MOST_COMPARED = 0.5
 """If plans can only be compared on more than this share of the layers, they are compared on all."""
 _LEAST_LAYERS = 4
+_FEW_PASSES = 3
+"""Micro-batches that are simulated in an estimate."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,26 @@ class Problem:
     def simulated(self, plan: Plan) -> Timeline:
         """Simulate a step of a plan."""
         return simulate(plan, self.hardware, self.compute.of_step(self.root, plan))
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of a step that never waits for weights or updates. No plan takes less."""
+        again = recomputes(self.options.activations)
+        of_pass = pass_bound_s(self.hardware, self.ranks, self.compute, self.exchanges, again)
+        return (self.options.accumulation_steps or 1) * of_pass
+
+    def estimated(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of a step and of a micro-batch. If there are many units, some of the layers are simulated, and if
+        there are many micro-batches, the first few. Raises BudgetError if no plan fits for these layers."""
+        part = self.to_compare(plan)
+        longer = 1.0 if part is self else self.bound_s / part.bound_s
+        plan = plan if part is self else part.plan()
+        count, few = len(pass_begins(plan.trace)), _FEW_PASSES
+        if count <= few or (trace := first_passes(plan.trace, part.compute.of_step(part.root, plan), few)) is None:
+            timeline = part.simulated(plan)
+            return timeline.step_s * longer, timeline.pass_s * longer
+        timeline = part.simulated(plan.retraced(trace))
+        return (timeline.step_s + (count - few) * timeline.pass_s) * longer, timeline.pass_s * longer
 
     def to_compare(self, plan: Plan) -> Self:
         """The problem on which such plans are compared. If there are many units, it has only the first layers of the
@@ -141,6 +165,15 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
         described.root, config.states, budgets, machine.hardware, compute, options, machine.ranks, exchanges, saved
     )
     return problem, notes
+
+
+def pass_bound_s(
+    hardware: Hardware, ranks: Ranks | None, compute: Compute, exchanges: Sequence[Exchange], again: bool
+) -> float:
+    """Seconds of a micro-batch that never waits for weights or updates. `again`: layers are recomputed."""
+    rates = Rates(hardware, ranks)
+    times = ((each, each.forward * (1 + (each.repeated and again)) + each.backward) for each in exchanges)
+    return compute.step_s + sum(rates.exchange_seconds(each) * count for each, count in times)
 
 
 def work_of(

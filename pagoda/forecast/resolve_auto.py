@@ -33,18 +33,21 @@ from pagoda.simulate.rates import Rates
 
 
 def resolve_auto(
-    config: PlanConfig, machine: Machine, described: ModelDescription
+    config: PlanConfig, machine: Machine, described: ModelDescription, timed: bool = True
 ) -> tuple[PlanConfig, tuple[str, ...]]:
     """Returns `config` with every open setting chosen, and the reasons.
 
     Activations: the policy whose default plan is fastest if all layers have it. If a policy per layer is faster still,
     the choice is "auto". Micro-batches: as few as keep matrix products at full speed and small, or more if no plan fits
-    otherwise.
+    otherwise. Without `timed`, nothing is simulated: the first policy is chosen for which a plan fits.
     """
     closed = {each.activations: each for each in alternatives(config, machine, described)}
     if len(closed) == 1:
         (only,) = closed.values()
         return only, _said_of_tiles(config, only)
+    if not timed:
+        fitting = (each for each in closed.values() if _step_s(each, machine, described, timed=False) < inf)
+        return next(fitting, closed["recompute"]), ()
     closed["auto"] = replace(closed["recompute"], activations="auto")
     seconds = {mode: _step_s(each, machine, described) for mode, each in closed.items()}
     best = min(closed, key=lambda mode: seconds[mode])
@@ -126,7 +129,7 @@ def _step_s(config: PlanConfig, machine: Machine, described: ModelDescription, t
         plan = problem.plan()
     except ConfigError:
         return inf
-    return problem.simulated(plan).step_s if timed else 0.0
+    return problem.estimated(plan)[0] if timed else 0.0
 
 
 def _timed(sizes: StepSizes, problem: Problem) -> StepSizes:

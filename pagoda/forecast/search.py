@@ -102,6 +102,7 @@ def search(problem: Problem) -> Choice:
     Options that the problem fixes stay fixed. The default plan of `make_plan` is always tried, and stays unless another
     plan is clearly faster. Open options are tried one after another, each on top of the fastest plan so far: the unit
     limit, the split of RAM, the share of updates in two parts, the page size, and the share of updates on the device.
+    The search ends once no plan can be clearly faster, because compute alone takes that long.
     If there are many units, kinds of plans are compared on a part of the layers, and the fastest two are then tried on
     all layers.
 
@@ -110,7 +111,7 @@ def search(problem: Problem) -> Choice:
     usual = _candidate(problem, USUAL)
     part = problem.to_compare(usual.plan)
     found = [usual]
-    if part is problem:
+    if _is_best(problem, usual) or part is problem:
         _compare(problem, found)
     else:
         try:
@@ -131,8 +132,15 @@ def _compare(problem: Problem, found: list[Candidate]) -> None:
     fastest = usual = found[0]
     for variations in (_unit_limits, _splits, _copies, _two_parts, _page_sizes, _device_updates):
         for name, options in variations(problem, fastest):
+            if _is_best(problem, _fastest(found)):
+                return
             _try(found, replace(problem, options=options), name if fastest is usual else f"{fastest.name}, {name}")
         fastest = _fastest(found)
+
+
+def _is_best(problem: Problem, fastest: Candidate) -> bool:
+    """Whether no plan can be faster than this one by more than `_WORTH`."""
+    return problem.bound_s >= fastest.step_s * (1 - _WORTH)
 
 
 def _try(found: list[Candidate], problem: Problem, name: str) -> None:

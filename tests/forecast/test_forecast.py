@@ -100,13 +100,27 @@ def test_the_searched_plan_is_clearly_faster_than_the_usual_one() -> None:
     assert not any("--plan search" in line for line in advise(searched))
 
 
+def computing(flop_per_s: float) -> Machine:
+    """A machine that reaches this rate of bf16 matrix products."""
+    rate = MatmulRate(figure(2 * flop_per_s), figure(flop_per_s))
+    return Machine(replace(SMALL, cpu=replace(SMALL.cpu, bf16=rate)), here=False)
+
+
 def test_a_plan_that_is_hardly_faster_does_not_take_the_usual_ones_place() -> None:
-    slow = MatmulRate(figure(2e9), figure(1e9))
-    busy = Machine(replace(SMALL, cpu=replace(SMALL.cpu, bf16=slow)), here=False)
+    busy = computing(1e10)
     one = made(busy)
     assert one.choice is not None
     assert one.choice.others[0].timeline.step_s > 0.99 * one.timeline.step_s
     assert one.plan == made(busy, plan="usual").plan
+
+
+def test_no_other_plan_is_tried_if_compute_alone_takes_as_long() -> None:
+    one = made(computing(1e9))
+    assert one.problem is not None
+    assert one.choice is not None
+    assert one.problem.bound_s <= one.timeline.step_s < 1.01 * one.problem.bound_s
+    assert not one.choice.others
+    assert "Compute binds" in advise(one)[0]
 
 
 @pytest.mark.parametrize(
