@@ -158,14 +158,19 @@ class Predictor:
 class Trainer:
     """Trains one configuration on real text."""
 
-    def __init__(self, case: Case, limits: Budgets, ssd: Path) -> None:
+    def __init__(self, case: Case, limits: Budgets, ssd: Path, options: Options | None = None) -> None:
+        """`options` make another plan than the usual one."""
         torch.manual_seed(0)
         with pagoda.init():
             model = build_model(case.model, seq_len=SEQ_LEN, gradient_checkpointing=True)
+        options = options or case.options
         memory = pagoda.Memory(
             host=min(limits.host, 20 << 30),
             device=None if limits.device is None else f"cpu:{limits.device}",
             ssd=None if limits.ssd is None else f"{ssd}:{limits.ssd}",
+            page_size=options.page_bytes,
+            unit_limit=options.unit_limit,
+            split=options.split,
         )
         self.model, self.optimizer = pagoda.wrap(
             model,
