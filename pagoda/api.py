@@ -249,7 +249,7 @@ class _Wrapping:
     def _plan(self, trained: set[str], device: torch.device) -> Plan:
         """The plan that all ranks agree on. Raises BudgetError."""
         states, budgets = self._states, budgets_of(self._memory)
-        root = describe(self._model, trained, states[0].dtype)
+        root = describe(self._model, trained, states[0].dtype, states[0].whole)
         mesh, transport, options = self._mesh, self._links.ranks, Options.of(self._training, self._memory)
         if transport is None:
             plan = make_plan(root, states, budgets, options)

@@ -38,14 +38,14 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             engine.drain()
             if unit.active:
                 raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
-            unit.set_part(slot, state.read(WEIGHT).to(engine.device.torch_device))
+            unit.set_part(slot, unit.shown(slot, state.read(WEIGHT).to(engine.device.torch_device)))
             unit.gathered.add(slot)
             unit.used |= torch.is_grad_enabled()
             taken.append(state)
         yield
         if modify:
             for state in states.values():
-                state.overwrite(state.unit.part(state.slot))
+                state.overwrite(state.unit.current(state.slot))
     finally:
         if packing is not None:
             packing.leave()

@@ -59,7 +59,7 @@ def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
     form = unit.forms[slot]
     if isinstance(form, Form):
         wholes = {k: v for k, v in entry.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
-        entry = {**entry, **{key: state.part_of(value) for key, value in wholes.items()}}
+        entry = {**entry, **{key: state.stored(value) for key, value in wholes.items()}}
     unit.steps[slot] = engine.rule.steps_in(entry)
     state.write_entry(entry)
 

@@ -215,18 +215,18 @@ class ParameterState(NamedTuple):
         return lambda start, count: whole.read(first + start, count)
 
     def as_param(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert this rank's part to the parameter's shape and type: a DTensor if the parameter is one."""
-        return self.unit.as_param(self.slot, values)
+        """Convert values as pages store them to the parameter's shape and type: a DTensor if the parameter is one."""
+        return self.unit.as_param(self.slot, self.unit.shown(self.slot, values).contiguous())
 
-    def part_of(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part of values in the whole parameter's shape, which may be a DTensor."""
-        return self.unit.part_of(self.slot, values)
+    def stored(self, values: torch.Tensor) -> torch.Tensor:
+        """What pages store on this rank of values in the whole parameter's shape, which may be a DTensor."""
+        return self.unit.stored(self.slot, values)
 
     def out_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of values in the shape of the user's parameter."""
         part = self.spec.part
         if part is None:
-            return self.part_of(whole)
+            return self.stored(whole)
         return whole.reshape(-1)[part.start : part.start + self.spec.numel].view(self.spec.shape)
 
     def write_entry(self, entry: Mapping[str, Any]) -> None:
@@ -283,7 +283,7 @@ class WholeState:
         """Cut a whole, or a DTensor made by `join`, into the tiles' parts: rows of its first dimension."""
         values = values.detach()
         if self._part is None:
-            return [self.states[0].part_of(values)]
+            return [self.states[0].stored(values)]
         if (divided := as_dtensor(values)) is not None:
             values = divided.to_local()
         elif self._ranks > 1:

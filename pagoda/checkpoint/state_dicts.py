@@ -65,11 +65,12 @@ class WeightStateDicts:
             state, value = state_of(param), state_dict.get(prefix + name)
             if state is None or value is None or value.shape != param.shape:
                 continue  # torch reports what is missing or has the wrong shape
-            part = state.part_of(value)
-            state.overwrite(part)
+            stored = state.stored(value)
+            state.overwrite(stored)
             # This tensor receives the copy that torch makes after this hook.
-            state.unit.set_part(state.slot, torch.empty(part.shape, dtype=param.dtype))
-            state_dict[prefix + name] = state.as_param(part)
+            room = torch.empty(stored.shape, dtype=param.dtype)
+            state.unit.set_part(state.slot, state.unit.shown(state.slot, room))
+            state_dict[prefix + name] = state.as_param(stored)
 
     def _hide(self, module: nn.Module, _incompatible: Any) -> None:
         for param in module.parameters(recurse=False):

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pagoda.checkpoint.pretrained import values_by_name, values_of
 from pagoda.checkpoint.state import ParameterState
 from pagoda.construction.loaded_values import KeepCopiedValues, keep_loaded_values, remember_versions
-from pagoda.distributed.tensors import as_dtensor, local, shard_of
+from pagoda.distributed.tensors import as_dtensor, shard_of
 from pagoda.errors import ConfigError
 from pagoda.experts.modules import RoutedExperts
 from pagoda.models.tiles import Tiled
@@ -73,14 +73,17 @@ def init() -> Iterator[None]:
 
 
 def describe(
-    model: nn.Module, trained: Container[str] | None = None, weight: torch.dtype = torch.float32
+    model: nn.Module,
+    trained: Container[str] | None = None,
+    weight: torch.dtype = torch.float32,
+    stored_whole: Callable[[str, tuple[int, ...]], bool] | None = None,
 ) -> ModuleSpec:
     """Describe the model for the planner: every floating-point or quantized parameter once, under the first module that
     reads it. A quantized parameter counts as many elements of the dtype `weight` as its bytes hold.
 
     `trained` names the parameters with optimizer state, by default those that require a gradient. If tensor-parallel
-    ranks divide a parameter, the result has this rank's part. Raises ConfigError for a parameter that they divide
-    unequally.
+    ranks divide a parameter, the result has this rank's part, or the whole parameter if `stored_whole` says so (see
+    `shard_of`). Raises ConfigError for a parameter that they divide unequally.
     """
     first_names = {id(param): name for name, param in model.named_parameters()}
 
@@ -97,7 +100,7 @@ def describe(
                 continue
             placed.add(full)
             has_state = param.requires_grad if trained is None else full in trained
-            shape, shard = shard_of(full, param) if quantized is None else ((quantized.elements,), None)
+            shape, shard = shard_of(full, param, stored_whole) if quantized is None else ((quantized.elements,), None)
             params.append(ParamSpec(full, shape, has_state, parts.get(id(param)), shard))
         visited.add(module)
         if isinstance(module, Tiled):
@@ -229,10 +232,7 @@ class Builder:
         if values is not None:
             state.copy_master_in(values)
             return nn.Parameter(unit.as_param(slot, unit.placeholders[slot]), param.requires_grad)
-        if whole.is_meta or state.is_quantized:
-            source = unit.part_of(slot, self._initialised(whole, spec) if whole.is_meta else whole)
-        else:
-            source = local(whole)
+        source = unit.stored(slot, self._initialised(whole, spec) if whole.is_meta else whole)
         mine = source.detach().reshape(-1)[first : first + spec.numel]
         if not whole.is_meta:
             mine = self._from_first(mine.cpu(), self._engine.store.shards.having(unit.spec, slot))

@@ -1,13 +1,13 @@
 """DTensors: parameters that torch's tensor parallelism has divided, and a rank's parts of them.
 
-Pages hold a rank's own part. When compute uses a parameter, it is a DTensor again, around the lease's view. This needs
-no communication.
+Pages hold a rank's own part, or the whole parameter if the optimizer takes it whole. When compute uses a parameter, it
+is a DTensor again, around this rank's part of the lease. This needs no communication.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,21 +42,24 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """How a DTensor presents a rank's part of it."""
+    """How a DTensor presents a rank's part of it, and what pages store of it on this rank."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     """The shape of the whole tensor."""
     stride: tuple[int, ...]
+    stored_whole: bool = False
+    """Whether pages store the whole tensor on every rank, and not only this rank's part."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form | None:
+    def of(cls, tensor: torch.Tensor, stored_whole: bool = False) -> Form | None:
         """The form of a DTensor. None for any other tensor."""
         distributed = as_dtensor(tensor)
         if distributed is None:
             return None
-        return cls(distributed.device_mesh, distributed.placements, distributed.shape, distributed.stride())
+        mesh, placements = distributed.device_mesh, distributed.placements
+        return cls(mesh, placements, distributed.shape, distributed.stride(), stored_whole)
 
     @property
     def replicated(self) -> bool:
@@ -79,22 +82,40 @@ class Form:
         return DTensor.from_local(mine, self.mesh, self.placements, shape=self.shape, stride=self.stride)
 
     @torch.no_grad()
-    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor with the whole shape. The tensor is a DTensor, divided in any way, or a tensor
-        that every rank has."""
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What pages store on this rank of a tensor with the whole shape. The tensor is a DTensor, divided in any way,
+        or a tensor that every rank has."""
         distributed = as_dtensor(tensor)
-        if distributed is not None:
-            if distributed.placements != self.placements:
-                distributed = distributed.redistribute(placements=self.placements)
-            return local(distributed)
+        if distributed is None:
+            return (tensor if self.stored_whole else self._part(tensor)).contiguous()
+        placements: Sequence[Placement] = self.placements
+        if self.stored_whole:
+            from torch.distributed.tensor import Replicate
+
+            placements = [Replicate()] * len(placements)
+        if distributed.placements != tuple(placements):
+            distributed = distributed.redistribute(placements=placements)
+        return local(distributed)
+
+    def shown(self, stored: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that pages store, as a view."""
+        return self._part(stored) if self.stored_whole else stored
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
         for placement in self.placements:
             if placement.is_shard():
-                tensor = tensor.chunk(self.mesh.size(), placement.dim)[self.mesh.get_local_rank()]  # type: ignore[attr-defined]
-        return tensor.contiguous()
+                dim: int = placement.dim  # type: ignore[attr-defined]
+                whole = whole.chunk(self.mesh.size(), dim)[self.mesh.get_local_rank()]
+        return whole
 
 
-def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorShard | None]:
-    """The shape of this rank's part of a parameter, and how the parameter is divided (None if this rank has all of it).
+def shard_of(
+    name: str, param: torch.Tensor, stored_whole: Callable[[str, tuple[int, ...]], bool] | None = None
+) -> tuple[tuple[int, ...], TensorShard | None]:
+    """The shape of what this rank stores of a parameter, and how it is divided (None if this rank has all of it).
+
+    `stored_whole` is a function of a parameter's name and shape: whether every rank stores all of it, as optimizers
+    need that take it whole (`StateSpec.whole`). None: for no parameter.
 
     Raises ConfigError for a DTensor that is not divided into equal parts along one dimension.
     """
@@ -120,6 +141,8 @@ def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorSha
             "size, or leave the parameter out of the parallelize plan."
         )
     shard = TensorShard(shape, dim, ranks)
+    if stored_whole is not None and stored_whole(name, shape):
+        return shape, None
     return shard.part_shape, shard
 
 

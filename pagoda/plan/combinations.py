@@ -30,12 +30,10 @@ class Feature(StrEnum):
 F = Feature
 ON_DEVICE = (F.DEVICE_UPDATES, F.DEVICE_HOMES)
 
-_PARTS = "tensor-parallel ranks have parts of parameters, and an update needs sums over, or products of, all of them"
 REFUSED: Mapping[frozenset[Feature], str] = {
     frozenset(pair): why
     for *pair, why in (
         (F.WHOLE, F.TILES, "tiles cut parameters"),
-        (F.WHOLE, F.TENSOR, _PARTS),
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
     )
 }

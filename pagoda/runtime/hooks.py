@@ -157,7 +157,7 @@ class ModelHooks:
                     unit.markers[slot] = self._marker(unit, slot)
                 param.grad = unit.markers[slot]
                 grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
-            self._engine.stepper.on_gradient(unit, slot, unit.part_of(slot, grad), accumulate)
+            self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), accumulate)
 
         # The hook is on the accumulating node. Hooks on the tensor would also run for torch.autograd.grad, which does
         # not change param.grad. As long as the node is held, every later graph uses it, also after a frozen parameter

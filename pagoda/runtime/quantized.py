@@ -86,7 +86,7 @@ class QuantizedForm:
         unflatten: Any = self.kind
         return unflatten.__tensor_unflatten__(shown, *self.rebuild)
 
-    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """The bytes of a tensor of the parameter's class, shape [elements]."""
         part = torch.zeros(self.elements, dtype=self.weight)
         for name, view in self._views(part).items():

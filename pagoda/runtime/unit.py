@@ -92,10 +92,14 @@ class LiveUnit:
         self.markers: list[torch.Tensor] = []
         """The marker of each trainable parameter, which it shows as its gradient while the gradient is in its
         extent."""
-        self.forms = [Form.of(param) or QuantizedForm.of(param, dtype) for param in params]
+        self.forms = [
+            Form.of(param, stored_whole=slot.param.shard is None) or QuantizedForm.of(param, dtype)
+            for param, slot in zip(params, spec.slots, strict=True)
+        ]
         """How a DTensor shows this rank's part, or a quantized parameter its bytes. None for other parameters."""
         nans = [torch.full((8,), torch.nan, dtype=dtype, device=device)[0] for _ in params]
-        self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(nans, spec.slots, strict=True)]
+        wholes = [nan.expand(slot.param.shape) for nan, slot in zip(nans, spec.slots, strict=True)]
+        self.placeholders = [self.shown(slot, whole) for slot, whole in enumerate(wholes)]
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
         self.blanks = [nan.expand(param.shape) for nan, param in zip(nans, params, strict=True)]
         """The placeholders in the shapes of the whole parameters."""
@@ -126,12 +130,17 @@ class LiveUnit:
         shard = self.spec.slots[slot].param.shard
         return self.name(slot) if shard is None else shard.name_of_part(self.name(slot), self.part_index(slot))
 
-    def part(self, slot: int) -> torch.Tensor:
-        """The tensor that a parameter shows now, on this rank."""
+    def current(self, slot: int) -> torch.Tensor:
+        """The values that a parameter shows now, as pages store them."""
         param: Any = self.params[slot]
         form = self.forms[slot]
-        part: torch.Tensor = param.data if form is None else form.part_of(param)
-        return part
+        values: torch.Tensor = param.data if form is None else form.stored(param)
+        return values
+
+    def shown(self, slot: int, stored: torch.Tensor) -> torch.Tensor:
+        """What a parameter shows of a tensor as pages store it: a view."""
+        form = self.forms[slot]
+        return form.shown(stored) if isinstance(form, Form) else stored
 
     def set_part(self, slot: int, part: torch.Tensor) -> None:
         """Make a parameter show `part`, for everyone to use. It stays the leaf that autograd knows."""
@@ -153,10 +162,11 @@ class LiveUnit:
         form = self.forms[slot]
         return part if form is None else form.around(part)
 
-    def part_of(self, slot: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor in a parameter's shape. The tensor is a DTensor, or every rank has all of it."""
+    def stored(self, slot: int, value: torch.Tensor) -> torch.Tensor:
+        """What pages store on this rank of a tensor in a parameter's shape. The tensor is a DTensor, or every rank has
+        all of it."""
         form = self.forms[slot]
-        return value if form is None else form.part_of(value)
+        return value if form is None else form.stored(value)
 
     def new_param(self, slot: int, part: torch.Tensor) -> nn.Parameter:
         """A new parameter that shows `part`, with the attributes of the slot's parameter."""
@@ -190,7 +200,8 @@ class LiveUnit:
     def view(self, slot: int, base: torch.Tensor) -> torch.Tensor:
         """The tensor that a parameter shows of a lease, on this rank."""
         placed = self.spec.slots[slot]
-        return base.as_strided(placed.param.shape, self._strides[slot], base.storage_offset() + placed.offset)
+        stored = base.as_strided(placed.param.shape, self._strides[slot], base.storage_offset() + placed.offset)
+        return self.shown(slot, stored)
 
     def is_kept(self, slot: int) -> bool:
         """Whether graphs keep the parameter itself without calling hooks, so that it is hidden in backward."""

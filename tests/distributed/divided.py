@@ -23,6 +23,7 @@ import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.config.training import ActivationMode
 from pagoda.models import build_model
+from pagoda.optim.rule import TensorRule
 
 from .scenarios import RULES, in_pages, load, place, save, state_of
 
@@ -125,6 +126,52 @@ class PlainAdamW:
         self.gradients = [None] * len(self.params)
 
 
+class PlainTensorRule(PlainAdamW):
+    """A rule that takes whole parameters, in fp32, on tensors that torch alone holds: every rank updates all of each
+    parameter, and keeps its part."""
+
+    def __init__(self, model: nn.Module, rule: Any) -> None:
+        self.rule = rule
+        self.params = list(model.parameters())
+        self.steps = 0
+        self.stats = SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
+        self.states = []
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
+        for name, param in model.named_parameters():
+            own = {}
+            for spec in rule.own_states():
+                shape = param.shape if spec.shape_of is None else spec.shape_of(name, tuple(param.shape))
+                if shape is not None:
+                    own[spec.name] = torch.zeros(shape, dtype=spec.dtype)
+            self.states.append({"weight": whole_of(param).clone(), **own})
+
+    @torch.no_grad()
+    def take(self) -> None:
+        for index, param in enumerate(self.params):
+            assert param.grad is not None
+            grad, before = whole_of(param.grad), self.gradients[index]
+            self.gradients[index] = grad if before is None else before + grad
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for param, gradient, states in zip(self.params, self.gradients, self.states, strict=True):
+            assert gradient is not None
+            whole = states["weight"]
+            self.rule.update(self.steps, whole, gradient, {key: s for key, s in states.items() if key != "weight"})
+            if isinstance(param, DTensor):
+                whole = DTensor.from_local(whole, param.device_mesh, [Replicate()])
+                whole = whole.redistribute(placements=param.placements).to_local()
+            part_of(param).copy_(whole)
+
+
+@torch.no_grad()
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, or all of a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
@@ -140,7 +187,8 @@ def plain(name: str, mesh: pagoda.Mesh, precision: str, rule: str) -> tuple[nn.M
         for param in model.parameters():
             param.data = param.data.bfloat16()
     model = divide(model, name, mesh)
-    optimizer = PlainAdamW(model, RULES[rule]())
+    made = RULES[rule]()
+    optimizer = PlainTensorRule(model, made) if isinstance(made, TensorRule) else PlainAdamW(model, made)
     if precision == "bf16":
         for (key, _), states in zip(model.named_parameters(), optimizer.states, strict=True):
             high, states["weight_low"] = reference.split(masters[key])
@@ -381,7 +429,6 @@ REFUSED: dict[str, Callable[[pagoda.Mesh], Any]] = {
         pagoda.AdamW(),
         mesh=mesh,
     ),
-    "taken whole": lambda mesh: pagoda.wrap(divide(build("mixer"), "mixer", mesh), pagoda.Muon(), mesh=mesh),
 }
 
 

@@ -35,6 +35,12 @@ Case = tuple[int, dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {
     "two ranks, of a mesh of torch's": (2, {"name": "llama", "parts": 1}, {"by_torch": True}),
     "two ranks, along the sequence, in an arena": (2, {"name": "mixer", "parts": 1}, {"kind": "arena"}),
+    "two ranks, Adafactor": (2, {"name": "llama", "parts": 1, "rule": "adafactor", "precision": "fp32"}, {}),
+    "four ranks, Muon, on ssd": (
+        4,
+        {"name": "mixer", "parts": 2, "rule": "muon", "precision": "fp32"},
+        {"kind": "ssd"},
+    ),
     "four ranks, 8-bit moments, on ssd": (4, {"name": "llama", "parts": 2, "rule": "adamw-8bit"}, {"kind": "ssd"}),
 }
 SLOW_CASES: dict[str, Case] = {
@@ -60,8 +66,8 @@ def test_a_divided_model_has_the_bits_that_it_has_without_pages(
         assert all(peak <= result["plan_peak"][tier] for tier, peak in result["peak"].items())
         assert result["norms"] == results[0]["norms"]
     if placement.get("kind") == "ssd":
-        codes = "exp_avg_8bit" if "rule" in model else "exp_avg"
-        assert all({"weight", codes} <= result["lines"]["ssd"].keys() for result in results)
+        moment = {"adamw-8bit": "exp_avg_8bit", "muon": "momentum_buffer"}.get(model.get("rule"), "exp_avg")
+        assert all({"weight", moment} <= result["lines"]["ssd"].keys() for result in results)
 
 
 @pytest.mark.parametrize(("count", "parts"), [(2, 1), pytest.param(4, 2, marks=SLOW)])
@@ -200,7 +206,6 @@ def test_what_tensor_parallelism_cannot_do_is_refused(ranks: RankServer, tmp_pat
         assert "no parameter is a DTensor" in said["not divided"]
         assert "tensor_parallel of the mesh is 1" in said["other mesh"]
         assert "cannot be divided in 2 equal parts" in said["uneven"]
-        assert "(Adafactor, Muon) does not work with tensor_parallel" in said["taken whole"]
 
 
 @pytest.mark.parametrize(
