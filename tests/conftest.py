@@ -8,6 +8,7 @@ GPU kernels run in Triton's interpreter where there is no GPU.
 
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Files in which all tests are slow are not imported where slow tests are not wanted."""
     if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    return "\npytestmark = pytest.mark.slow" in collection_path.read_text() or None
+    return re.search(r"\npytestmark = \[?pytest\.mark\.slow", collection_path.read_text()) is not None or None
 
 
 def pytest_collection_finish() -> None:

@@ -145,7 +145,8 @@ def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> W
     kinds, numbers = [(described, machine)], [0]
     if config.pipeline_parallel > 1:
         kinds, numbers = stages_of(config, machine, described)
-    kinds = [(tensor_part_of(part, config.tensor_parallel), alone) for part, alone in kinds]
+    whole = config.states[0].whole
+    kinds = [(tensor_part_of(part, config.tensor_parallel, whole), alone) for part, alone in kinds]
     again = config.activations in ("recompute", "recompute+offload")
     passes = [
         pass_bound_s(alone.hardware, alone.ranks, *work_of(config, alone, part, again), again) for part, alone in kinds

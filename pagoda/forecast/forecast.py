@@ -106,7 +106,8 @@ def forecast(
     Raises ConfigError for an unknown model or a setting that cannot be used.
     """
     check_configured(config, machine)
-    described = tensor_part_of(described or describe_configured(config), config.tensor_parallel)
+    whole = described or describe_configured(config)
+    described = tensor_part_of(whole, config.tensor_parallel, config.states[0].whole)
     config, chosen = resolve_auto(config, machine, described)
     made = Forecast(config, machine, described, activations_of(config, described), (), chosen)
     try:

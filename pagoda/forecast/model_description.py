@@ -53,6 +53,8 @@ class ModelDescription:
     """Number of ranks that divide the layers. `root` and `forward_flops` are those of one rank."""
     summed: tuple[str, ...] = ()
     """Modules whose results these ranks add up."""
+    stored_whole: Mapping[str, int] = field(default_factory=dict)
+    """Divided module -> elements of its parameters that each of these ranks stores whole."""
     handed_on: tuple[Exchange, ...] = ()
     """What a pipeline stage exchanges with its neighbours."""
 

@@ -13,7 +13,7 @@ from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.model_description import ModelDescription
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import Policy, SavedBlocks, recomputes
-from pagoda.plan.exchanges import Exchange, of_sums, of_tokens
+from pagoda.plan.exchanges import Exchange, of_gradients, of_sums, of_tokens
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
 from pagoda.plan.options import Options
@@ -182,10 +182,12 @@ def work_of(
     """Compute of one micro-batch on one rank, and the communication within it."""
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s.value
     tokens = {module: elements * config.itemsize for module, elements in described.exchanged.items()}
+    gradients = {module: elements * config.itemsize for module, elements in described.stored_whole.items()}
     summed = config.tokens * described.hidden * config.itemsize
     exchanges = (
         *of_tokens(tokens, machine.ranks),
         *of_sums(described.summed, summed, machine.ranks),
+        *of_gradients(gradients, machine.ranks),
         *described.handed_on,
     )
     return Compute.from_flops(described.forward_flops, rate, recompute), exchanges

@@ -5,7 +5,7 @@ output, the last ones by rows of their input. So ranks add up the outputs of the
 gradients of the first ones. Every rank has the embedding, the head and the norms whole.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -15,8 +15,11 @@ from pagoda.forecast.model_description import ModelDescription
 from pagoda.plan.units import ModuleSpec, ParamSpec, TensorShard
 
 
-def tensor_part_of(described: ModelDescription, ranks: int) -> ModelDescription:
-    """The part of the model on each of `ranks` tensor-parallel ranks.
+def tensor_part_of(
+    described: ModelDescription, ranks: int, stored_whole: Callable[[str, tuple[int, ...]], bool] | None = None
+) -> ModelDescription:
+    """The part of the model on each of `ranks` tensor-parallel ranks. `stored_whole` means the same as in
+    `distributed.tensors.shard_of`.
 
     Raises ConfigError if the model does not say how it is divided, or if it does not divide into equal parts.
     """
@@ -37,10 +40,19 @@ def tensor_part_of(described: ModelDescription, ranks: int) -> ModelDescription:
         if size % ranks:
             raise ConfigError(f"{asked}, which does not divide the {size} {division}s of {name!r}")
 
+    wholes: dict[str, int] = {}
+
+    def part(param: ParamSpec, module: str) -> ParamSpec:
+        mine = _part(param, divided[module], ranks)
+        if mine.shard is None or stored_whole is None or not stored_whole(param.name, param.shape):
+            return mine
+        wholes[module] = wholes.get(module, 0) + param.numel
+        return param
+
     def visit(module: ModuleSpec) -> ModuleSpec:
-        params, division = module.params, divided.get(module.name)
-        if division is not None:
-            params = tuple(_part(param, division, ranks) for param in params)
+        params = module.params
+        if module.name in divided:
+            params = tuple(part(param, module.name) for param in params)
         return replace(module, params=params, children=tuple(map(visit, module.children)))
 
     flops = {name: n / (ranks if name in divided else 1) for name, n in described.forward_flops.items()}
@@ -50,6 +62,7 @@ def tensor_part_of(described: ModelDescription, ranks: int) -> ModelDescription:
         forward_flops=flops,
         tensor_parallel=ranks,
         summed=tuple(name for name, division in divided.items() if division == ROW),
+        stored_whole=wholes,
         measurable=False,
     )
 

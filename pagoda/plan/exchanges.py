@@ -7,8 +7,9 @@ from typing import Self
 
 from pagoda.plan.ranks import Ranks, ring_bytes
 
-TOKENS, SUM, SEND = "tokens", "sum", "send"
-"""Tokens to experts on other ranks and back; sums over tensor-parallel ranks; sends between pipeline stages."""
+TOKENS, SUM, GRADIENTS, SEND = "tokens", "sum", "gradients", "send"
+"""Tokens to experts on other ranks and back; sums over tensor-parallel ranks; gradients that these gather; sends
+between pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Exchange:
 
     def scaled(self, factor: int) -> Self:
         """The exchange of a micro-batch with `factor` times as many sequences."""
+        if self.kind == GRADIENTS:
+            return self
         return replace(self, sent=factor * self.sent, leaving=factor * self.leaving)
 
 
@@ -56,11 +59,26 @@ def of_sums(modules: Sequence[str], nbytes: int, ranks: Ranks | None) -> list[Ex
     """
     if ranks is None or ranks.tensor_parallel == 1:
         return []
+    return [_around_ring(SUM, module, 2 * nbytes, ranks) for module in modules]
+
+
+def of_gradients(nbytes: Mapping[str, int], ranks: Ranks | None) -> list[Exchange]:
+    """Tensor-parallel ranks gather the gradients of parameters that each of them stores whole.
+
+    `nbytes`: module -> bytes of these gradients.
+    """
+    if ranks is None or ranks.tensor_parallel == 1:
+        return []
+    found = [_around_ring(GRADIENTS, module, n, ranks) for module, n in nbytes.items()]
+    return [replace(exchange, forward=0, repeated=False) for exchange in found]
+
+
+def _around_ring(kind: str, module: str, nbytes: int, ranks: Ranks) -> Exchange:
+    """`nbytes` go around a ring of tensor-parallel ranks, in each forward and in each backward."""
     group, per_node = ranks.tensor_parallel, ranks.per_node
     nodes = 1 if per_node % group == 0 else max(2, ceil(group / per_node))
-    sharing = min(per_node, ranks.count)
-    leaving = 2 * nbytes * (nodes - 1) // nodes // min(group, per_node)
-    return [Exchange(SUM, module, 2 * ring_bytes(nbytes, group), leaving, sharing) for module in modules]
+    leaving = nbytes * (nodes - 1) // nodes // min(group, per_node)
+    return Exchange(kind, module, ring_bytes(nbytes, group), leaving, min(per_node, ranks.count))
 
 
 def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:

@@ -395,9 +395,9 @@ def choose_together(
     return result
 
 
-def change_divided(out: Path, name: str) -> dict[str, Any]:
+def change_divided(out: Path, name: str, rule: str) -> dict[str, Any]:
     """Read and change a divided parameter, and load a state dict of plain tensors."""
-    model, optimizer, _ = wrapped(out, name, 2)
+    model, optimizer, _ = wrapped(out, name, 2, rule=rule)
     before = state_of(model, optimizer)["weights"]
     full = pagoda.full_state_dict(model)
     export(model, out / "exported")

@@ -116,7 +116,7 @@ def in_pages(
         home, updated = shares[kind.partition("-")[0]]
         split = pagoda.Split(device_home_share=home, device_update_share=updated)
         # Where both are asked for, there is room for a part of what the device updates.
-        sizes |= {"device": "cpu:1MiB" if kind.startswith("both") else "cpu:4MiB", "split": split}
+        sizes |= {"device": "cpu:1MiB" if kind.startswith("both") else "cpu:8MiB", "split": split}
     while True:
         try:
             return pagoda.wrap(model, rule, memory=pagoda.Memory(**sizes), mesh=mesh, **settings)

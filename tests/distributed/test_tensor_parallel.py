@@ -108,11 +108,21 @@ def test_tensor_parallel_ranks_divide_experts_with_others(ranks: RankServer, tmp
 """The mean difference is a thousandth of a step; an element whose gradient is rounding noise may step the other way."""
 
 
-@pytest.mark.parametrize("way", [pytest.param("checkpoint", marks=SLOW), "dcp"])
+@pytest.mark.parametrize(
+    ("way", "rule"),
+    [
+        pytest.param("checkpoint", "adamw", marks=SLOW),
+        ("dcp", "adamw"),
+        ("checkpoint", "muon"),
+        pytest.param("dcp", "muon", marks=SLOW),
+        pytest.param("checkpoint", "adafactor", marks=SLOW),
+        pytest.param("dcp", "adafactor", marks=SLOW),
+    ],
+)
 def test_a_checkpoint_of_divided_tensors_resumes_however_they_are_divided(
-    way: str, ranks: RankServer, tmp_path: Path
+    way: str, rule: str, ranks: RankServer, tmp_path: Path
 ) -> None:
-    shared = {"name": "mixer", "directory": str(tmp_path / "step-2"), "way": way}
+    shared = {"name": "mixer", "directory": str(tmp_path / "step-2"), "way": way, "rule": rule}
     saved = ranks.run("save_divided", 2, tmp_path / "save", tensor=2, **shared)
     for result in ranks.run("resume_divided", 2, tmp_path / "same", tensor=2, kind="ssd", **shared):
         assert_same_state(saved[0], result)
@@ -181,8 +191,10 @@ def test_layers_that_are_not_divided_are_computed_in_tiles(ranks: RankServer, tm
     assert all(torch.equal(whole["weights"][name], weight) for name, weight in saved["weights"].items())
 
 
-def test_divided_parameters_are_read_changed_and_loaded_as_wholes(ranks: RankServer, tmp_path: Path) -> None:
-    results = ranks.run("change_divided", 2, tmp_path, name="mixer")
+@pytest.mark.parametrize("rule", [pytest.param("adamw", marks=SLOW), "muon"])
+def test_divided_parameters_are_read_changed_and_loaded_as_wholes(rule: str, ranks: RankServer, tmp_path: Path) -> None:
+    """Those that Muon takes whole are stored whole, others in parts."""
+    results = ranks.run("change_divided", 2, tmp_path, name="mixer", rule=rule)
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert exported.keys() == results[0]["full"].keys()
     assert all(torch.equal(value, results[0]["full"][name]) for name, value in exported.items())

@@ -80,6 +80,18 @@ def test_each_layer_adds_up_twice_in_each_of_three_passes() -> None:
     assert made.tokens_per_step == 2 * 2 * 1024  # two groups of four ranks
 
 
+def test_parameters_that_an_optimizer_takes_whole_are_stored_whole_and_their_gradients_gathered() -> None:
+    whole, config = describe_model("gpt-1b", batch_size=1, seq_len=1024), named(tensor_parallel=4, optimizer="muon")
+    made, parts = (forecast(each, find_machine_for(each)) for each in (config, replace(config, optimizer="adamw")))
+    assert made.described.params == whole.params
+    assert made.described.forward_flops == parts.described.forward_flops
+    gathers = [span for span in made.timeline.spans if span.name.startswith("gradients ")]
+    matrices = {p.name: p.numel for layer in layers_of(whole.root) for p in layer.walk() if len(p.shape) == 2}
+    assert sum(span.nbytes for span in gathers) == sum(2 * numel * 3 // 4 for numel in matrices.values())
+    assert not [span for span in parts.timeline.spans if span.name.startswith("gradients ")]
+    assert made.timeline.step_s > parts.timeline.step_s
+
+
 def test_sums_of_ranks_on_several_nodes_share_the_network() -> None:
     (inside,) = of_sums(["m"], GB, Ranks(2, PER_NODE, tensor_parallel=4))
     (across,) = of_sums(["m"], GB, Ranks(2, PER_NODE, tensor_parallel=8))

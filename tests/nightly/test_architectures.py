@@ -16,7 +16,7 @@ from nightly.in_pages import assert_same_weights, in_pages
 from nightly.tiny_models import classes, inputs, loss_of, tiny_model
 from pagoda.config.training import ActivationMode
 
-pytestmark = pytest.mark.slow, pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 STEPS = 2
 MOST_PARAMETERS = 20_000_000
 KNOWN: dict[tuple[str, str], str] = {}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import pagoda
 from nightly.in_pages import assert_same_weights, in_pages
 
-pytestmark = pytest.mark.slow, pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 STEPS = 3
 MOST_CASES = 20
 """Of a module: some have hundreds."""
