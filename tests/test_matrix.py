@@ -232,7 +232,7 @@ def check(case: Case, directory: Path) -> None:
     plan, place = outcome.plan, case["place"]
     assert plan is not None
     on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
-    small = len(plan.units) < 4  # all may fit the buffers that are needed
+    small = len(plan.units) < 4 or case["rule"] == "sgd"  # all may fit the buffers that are needed
     assert "weight" not in on_ssd or place in NO_WEIGHTS_IN_RAM
     assert not on_ssd or place in ON_SSD
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
