@@ -39,7 +39,7 @@ from pagoda.distributed.start import (
     agreed_plan,
     check_equal,
     least_budgets,
-    on_any_rank,
+    rank_independent_text,
 )
 from pagoda.distributed.tensors import check_tensor_parallel, divided_in
 from pagoda.errors import ConfigError, UsageError
@@ -257,7 +257,7 @@ class _Wrapping:
             budgets = least_budgets(transport, budgets)
             check_equal(
                 transport,
-                model=on_any_rank(root, root),
+                model=rank_independent_text(root, root),
                 optimizer=self._rule,
                 precision=self._training.precision,
                 options=options,

@@ -6,7 +6,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from pagoda.checkpoint.state import ParameterState, Place, all_states, said_by_everyone
+from pagoda.checkpoint.state import ParameterState, Place, all_states, gather_from_all_stages
 from pagoda.checkpoint.tensors import TensorSpec
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
@@ -56,7 +56,7 @@ class Contents:
             {parameter.stored_name: Stored.of(parameter) for parameter in parameters},
             [[names[name] for name in group["params"]] for group in groups],
         )
-        said: list[Contents] = said_by_everyone(engine, "the contents of a checkpoint", mine)
+        said: list[Contents] = gather_from_all_stages(engine, "the contents of a checkpoint", mine)
         stored: dict[str, Stored] = {}
         for each in said:
             for name, one in each.stored.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedUnit
-from pagoda.checkpoint.state import ParameterState, said_by_everyone
+from pagoda.checkpoint.state import ParameterState, gather_from_all_stages
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE, UNDO
 from pagoda.runtime.engine import Engine
@@ -45,7 +45,7 @@ class KeptPages:
             for unit in engine.units
             for state in engine.plan.layout.states
         ]
-        said = said_by_everyone(engine, "what a checkpoint keeps on SSD", mine)
+        said = gather_from_all_stages(engine, "what a checkpoint keeps on SSD", mine)
         copied = {(at, state) for each in said for at, state, _, can_stay in each if not can_stay}
         names: dict[str, set[str]] = {}
         for each in said:

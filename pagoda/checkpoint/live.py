@@ -11,7 +11,7 @@ from torch import nn
 from pagoda.checkpoint.lazy import LazyTensor, cat
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.reader import BUFFERS
-from pagoda.checkpoint.state import ParameterState, Place, all_states, said_by_ranks, states_of, unpaged
+from pagoda.checkpoint.state import ParameterState, Place, all_states, gather_from_stage, states_of, unpaged
 from pagoda.distributed.tensors import Form
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
@@ -52,7 +52,7 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]
     tensors = {**_whole_tensors(engine, range(ranks if all_ranks else 1)), BUFFERS: buffers}
     is_first = engine.rank_group is None or engine.rank_group.rank == 0
     yield Weights(f"The {type(model).__name__}", model_record(model), tensors, is_first)
-    said_by_ranks(engine, "the end of reading all weights", None)
+    gather_from_stage(engine, "the end of reading all weights", None)
 
 
 def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict[str, LazyTensor]]:
@@ -62,7 +62,7 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
     by_part, group = [mine], engine.rank_group
     if group is not None and group.parts > 1:
         apart = group.collectives.mesh.ranks.tensor_parallel
-        by_part = said_by_ranks(engine, "the places of all weights", mine)[::apart][: group.parts]
+        by_part = gather_from_stage(engine, "the places of all weights", mine)[::apart][: group.parts]
     found: dict[str, dict[str, LazyTensor]] = {}
     for state in [state.name for state in engine.plan.layout.states if state.name in (WEIGHT, LOW)]:
         tiles: dict[str, list[tuple[Place, LazyTensor]]] = {}

@@ -20,7 +20,7 @@ from pagoda.checkpoint.paged import PAGED, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.state import ParameterState, said_by_everyone, unpaged
+from pagoda.checkpoint.state import ParameterState, gather_from_all_stages, unpaged
 from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
@@ -69,7 +69,9 @@ class Snapshot:
         buffers = dict(unpaged(self._model))
         buffer_specs = self._buffer_specs(buffers)
         # The first rank decides which checkpoints are replaced, and the new checkpoint's id.
-        said = said_by_everyone(self._engine, "save_checkpoint()", (rng_state(), list(replaces), new_checkpoint_id()))
+        said = gather_from_all_stages(
+            self._engine, "save_checkpoint()", (rng_state(), list(replaces), new_checkpoint_id())
+        )
         generators, (_, replaces, checkpoint_id) = [generator for generator, _, _ in said], said[0]
         contents = Contents.of(self._engine, groups)
         content = {
@@ -279,7 +281,7 @@ class Snapshot:
                     "persistent=False."
                 )
         mine = [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
-        said = said_by_everyone(self._engine, "the buffers of a checkpoint", mine)
+        said = gather_from_all_stages(self._engine, "the buffers of a checkpoint", mine)
         return [*{spec.name: spec for specs in said for spec in specs}.values()]
 
     def _check_fits(self, checkpoint: Checkpoint, contents: Contents, groups: list[NamedGroup]) -> None:

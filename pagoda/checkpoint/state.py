@@ -365,7 +365,7 @@ def settle(states: Iterable[ParameterState]) -> None:
         engine.settle()
 
 
-def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
+def gather_from_stage(engine: Engine, what: str, mine: Any) -> list[Any]:
     """Gather a value from each rank of this stage, in rank order. All ranks call it at the same point of the program.
 
     `what`: a name for this point.
@@ -375,9 +375,9 @@ def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
     return [pickle.loads(said) for said in engine.rank_group.announce(what, pickle.dumps(mine))]
 
 
-def said_by_everyone(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """Like `said_by_ranks`, for the ranks of all stages, one stage after another."""
-    of_stage, stages = said_by_ranks(engine, what, mine), engine.links.stages
+def gather_from_all_stages(engine: Engine, what: str, mine: Any) -> list[Any]:
+    """Like `gather_from_stage`, for the ranks of all stages, one stage after another."""
+    of_stage, stages = gather_from_stage(engine, what, mine), engine.links.stages
     return of_stage if stages is None else [*chain(*stages.announce(what, of_stage))]
 
 

@@ -104,7 +104,8 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> copy of the fp32 master in the parameter's shape, for parameters that train; not for frozen or tied ones.
+    """Name -> copy of the fp32 master in the parameter's shape, for each parameter that requires a gradient. A tied
+    parameter is there once, under its first name.
 
     For adapters: `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` is peft's own writer
     without copies of the frozen weights in RAM, which `model.state_dict()` would make. Raises UsageError in the cases

@@ -54,7 +54,7 @@ def _readable(value: object) -> str:
     return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
 
 
-def on_any_rank(thing: object, root: ModuleSpec) -> str:
+def rank_independent_text(thing: object, root: ModuleSpec) -> str:
     """The text of a part of a model or a plan, which is the same on every rank. Experts are numbered within a rank's
     part. The first element of a tile is left out, because it follows from the sizes of the tiles before."""
     text = _START.sub("start=", repr(thing))
@@ -93,7 +93,7 @@ def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec
     Raises BudgetError on every rank if one has no plan, and ConfigError if plans differ.
     """
     plan = made_by_all(make, transport.announce, "Rank")
-    check_equal(transport, plan=on_any_rank(in_common(plan), root))
+    check_equal(transport, plan=rank_independent_text(in_common(plan), root))
     return plan
 
 

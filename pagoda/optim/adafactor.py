@@ -61,9 +61,9 @@ def _vectors(_name: str, shape: Shape) -> Shape | None:
 class Adafactor(TensorRule):
     """Settings of Adafactor, with the names and defaults of ``torch.optim.Adafactor``.
 
-    lr: most of the relative step, >= 0; without `relative_step`, the step itself.
+    lr: upper limit of the relative step, >= 0. Without `relative_step`, the step itself.
     beta2_decay: exponent of the step in the second moment's rate, <= 0.
-    eps: least second moment (None: the epsilon of fp32), and least RMS of a parameter that steps scale with.
+    eps: lower limit of the second moment (None: the epsilon of fp32), and of the RMS with which steps scale.
     d: RMS above which an update is clipped to it, >= 1.
     weight_decay: decoupled weight decay coefficient, >= 0.
 

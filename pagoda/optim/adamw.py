@@ -56,8 +56,10 @@ class AdamW(Adam):
     lr: learning rate, >= 0. betas: decay rates of the first and second moment, each in [0, 1). eps: added to the
     denominator, > 0. weight_decay: decoupled weight decay coefficient, >= 0.
 
-    In addition to torch's settings: moments: how the moments are stored between updates (`codecs`): "fp32", exact;
-    "bf16", rounded stochastically; "8bit", quantized in blocks. seed: seed of the stochastic rounding.
+    In addition to torch's settings:
+    moments: how the moments are stored between updates (`codecs`): "fp32", exact; "bf16", rounded stochastically;
+        "8bit", quantized in blocks.
+    seed: seed of the stochastic rounding.
 
     Raises ConfigError, naming the field, for a value outside its range.
     """

@@ -294,8 +294,8 @@ def _line(x: Any, slope: Any, offset: Any) -> Any:
 
 @part
 def _cell(x: Any, by: Any) -> Any:
-    """`u` of the contract, multiplied by `by`, without the line that only exp_avg_sq needs. All of exp_avg's values on
-    that line are in its first cell, where the next line ends."""
+    """`u` of `codecs`, multiplied by `by`, without the lowest line, which only exp_avg_sq needs. For exp_avg, that line
+    gives values in the first cell only, and the next line gives the same cell."""
     u = _lower(_line(x, by * A1, by * B1), _line(x, by * A2, by * B2))
     v = _lower(_line(x, by * A3, by * B3), _line(x, by * A4, by * B4))
     return _lower(u, _lower(v, _lower(_line(x, by * A5, by * B5), _line(x, by * A6, by * B6))))

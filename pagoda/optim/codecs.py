@@ -1,8 +1,8 @@
-"""Codecs: how a moment is kept between two updates, when not in fp32. Lossy, and so opt-in.
+"""Codecs: how a moment is stored between two updates, if not in fp32. They lose precision, so users must ask for them.
 
-An update decodes both moments to fp32, takes the step of `adamw` with them, and encodes the new ones; the weight's
-change is computed before encoding. State beside the bf16 weight takes 6 bytes a parameter with "bf16" moments, 4 and
-1/32 for scales with "8bit" ones, 10 with fp32.
+An update decodes both moments to fp32, takes the step of `adamw` with them, and encodes the new moments. The weight's
+change is computed from the fp32 moments. In addition to the bf16 weight, the state of a parameter takes 10 bytes with
+fp32 moments, 6 bytes with "bf16", and 4 bytes with "8bit" (and 1/32 byte for scales).
 
 **Contract of "bf16": stochastic rounding.** With beta2 = 0.999 a second moment changes by a thousandth of itself in a
 step, and bf16 has steps of 1/256: rounded to nearest, it would often stand still. Rounded up with the probability of
@@ -49,9 +49,9 @@ Every operation is in fp32 and rounds once. Decoding, with k the code of exp_avg
     value = p * (f * (0.9 / 128) - 0.8), but 0 for k = 0, and 1 for k = 255 (exp_avg: k = 127)
     moment = value * scale          exp_avg: bit 7 of its code is the sign of value
 
-Encoding, with x = abs(moment) * (1 / scale). `u` runs through the values of the map in order, each power of ten a piece
-of a concave line, and its whole part is the number of the cell that x lies in. The first fifth of a piece's first cell
-is nearer to the piece below::
+Encoding, with x = abs(moment) * (1 / scale). `u` is a concave function of x, with one straight piece for each power of
+ten. Its integer part is the number of the value of the map whose cell contains x. An exception is the first fifth of
+the first cell of each piece, which is nearer to the last value of the piece below::
 
     u = min(x * a + b for a, b in LINES)
     exp_avg:    u = max(u, 1)                     exp_avg_sq: u = max(2 * u, 2)

@@ -35,9 +35,9 @@ class GradientKernels(NamedTuple):
 
 
 def arriving_dtype(kept: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    """The dtype in which a gradient of weights in `weight` arrives, before it is stored or added in `kept`.
+    """The dtype in which a gradient of weights in `weight` is given to the kernels, which store or add it in `kept`.
 
-    It is converted before only if that does not make it longer.
+    The gradient is converted to `kept` before only if `kept` is not a longer dtype.
     """
     return weight if kept in (torch.float32, weight) else kept
 

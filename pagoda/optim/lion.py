@@ -11,8 +11,9 @@ operations is that of the PyPI package ``lion-pytorch``.
     w = w - lr * sign(c)                        sign(0) = sign(NaN) = 0
     m = m * beta2 + g * one_minus_beta2
 
-The package's code in torch fuses the second product of c and of m with the sum. So the bits are its where these
-products are exact, as with betas that are powers of two, and else c and m are within a rounding of its.
+The package's code in torch fuses the second product of c and of m with the sum. If these products are exact, as with
+betas that are powers of two, the bits are the package's. Otherwise c and m differ from the package's by one rounding at
+most.
 """
 
 from dataclasses import dataclass

@@ -26,15 +26,14 @@ ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_at
 class Muon(TensorRule):
     """Settings of Muon, with the names of ``torch.optim.Muon``, and of the AdamW beside it.
 
-    lr, weight_decay: of both; >= 0.
+    lr, weight_decay: of Muon and of AdamW, >= 0.
     momentum, nesterov, ns_coefficients, eps, ns_steps: as in torch.
-    adjust_lr_fn: how the step of a matrix follows from lr. "match_rms_adamw", which is not torch's default, makes it as
-        large as AdamW's, so that one lr and one weight decay fit both; "original" is Jordan's.
+    adjust_lr_fn: how the step of a matrix follows from lr. "match_rms_adamw", which is not torch's default, makes steps
+        as large as AdamW's, so that one lr and one weight decay fit both. "original" is Jordan's.
+    betas, adamw_eps: settings of AdamW, which updates parameters that are not matrices, and the matrices below.
+    adamw_for: shell patterns of the names of matrices that AdamW updates: embeddings and the output head.
 
-    betas, adamw_eps: AdamW's, for parameters that are no matrices, and for matrices whose name matches one of
-    adamw_for (shell patterns): embeddings and the output head.
-
-    State beside the fp32 master is 4 bytes a parameter of Muon's, 8 of AdamW's.
+    In addition to the fp32 master, the state takes 4 bytes for a parameter that Muon updates, and 8 for AdamW's.
     Raises ConfigError, naming the field, for a value outside its range.
     """
 

@@ -98,7 +98,7 @@ def check_groups(source: str, saved: list[Any], live: list[NamedGroup]) -> None:
     if members == wanted:
         return
     differing = {*chain(*members)} ^ {*chain(*wanted)}
-    what = f"only one of the two has {min(differing)!r}" if differing else "they divide them otherwise"
+    what = f"only one of the two has {min(differing)!r}" if differing else "the same parameters are in different groups"
     raise CheckpointError(
         f"{source} has 'param_groups' of {[*map(len, members)]} parameters; this run has {[*map(len, wanted)]}, and "
         f"{what}. Give wrap(param_groups=...) and add_param_group() what the run that saved it had."

@@ -75,7 +75,8 @@ class Probe:
         unknown = sorted(found.keys() - self.forms.keys())
         if unknown:
             raise ConfigError(
-                f"{self.label} keeps {unknown} for {parameter!r}, of shape {list(shape)}, and for no other."
+                f"{self.label} has the states {unknown} for {parameter!r}, of shape {list(shape)}, but not for "
+                "parameters of common shapes: pagoda.Optim cannot run it with this model."
             )
         return found
 

@@ -1,4 +1,4 @@
-"""Update rules: the contract between the math of an optimizer and the code that moves its state.
+"""Update rules: the interface between the math of an optimizer and the code that moves its state.
 
 A rule is a frozen dataclass of settings, with the names and defaults of torch's class where torch has one. It says
 
@@ -23,10 +23,10 @@ This is lossless for every bit pattern. (Ties to even is not: int16 holds -0x800
     weight_low = int16(rint((master - weight) / unit))   at most 2 ** 14 in magnitude
     master     = weight + weight_low * unit
 
-fp16 has fewer exponents than fp32, so the bits of the master cannot be cut in two: kept beside is the distance to the
-weight, in units of its last place / 2 ** 15. That is exact from 2 ** -16 (1.5e-5) on in magnitude; below, where fp16
-itself is denormal, the master is rounded to a multiple of 2 ** -39 (1.8e-12). What was joined is kept exactly when it
-is split again.
+fp16 has fewer exponents than fp32, so the bits of the master cannot be cut in two. Instead, ``weight_low`` is the
+difference of master and weight, in units of the weight's last place / 2 ** 15. The pair is exact for magnitudes from
+2 ** -16 (1.5e-5) on. Below, where fp16 itself is denormal, the master is rounded to a multiple of 2 ** -39 (1.8e-12).
+A master that was joined from two halves is split into the same halves again.
 """
 
 import math

@@ -11,11 +11,10 @@ Source: Sutskever, Martens, Dahl and Hinton, "On the importance of initializatio
     d = g + m * momentum where nesterov is 1, else m
     w = w - lr * d
 
-At a parameter's first update torch makes the buffer the gradient, whatever the dampening: ``taken`` is then 1 and
-``carried`` -0.0, so that the sum has even the sign of the gradient's zeros. Without momentum there is no buffer, and d
-is g. torch fuses the multiplications with the additions that follow them where its code is vectorised. So the bits are
-torch's where the products are exact, as with settings that are powers of two, and else each of the five lines is within
-a rounding of torch's.
+At a parameter's first update, torch sets the buffer to the gradient, whatever the dampening. ``taken`` is then 1 and
+``carried`` -0.0, so that even zeros keep the gradient's sign. Without momentum there is no buffer, and d is g. torch's
+vectorised code fuses multiplications with the additions that follow. If the products are exact, as with settings that
+are powers of two, the bits are torch's. Otherwise each of the five lines differs from torch's by one rounding at most.
 """
 
 from dataclasses import dataclass

@@ -85,8 +85,9 @@ class Optim(TensorRule):
         found = kept_in(optimizer, param)
         if {name: _shape(value) for name, value in found.items()} != {n: tuple(s.shape) for n, s in states.items()}:
             raise UsageError(
-                f"{self._probe.label} keeps {sorted(found)} for a parameter of shape {list(weight.shape)}, where tiny "
-                f"ones have {sorted(states)}, or in other shapes: pagoda.Optim cannot run it with these settings."
+                f"{self._probe.label} has the states {sorted(found)} for a parameter of shape {list(weight.shape)}, "
+                f"but {sorted(states)}, or states of other shapes, for a tiny one: pagoda.Optim cannot run it with "
+                "these settings."
             )
         for name, kept in states.items():
             value = found[name]

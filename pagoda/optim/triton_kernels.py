@@ -54,9 +54,11 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
         scalars = tuple(arguments[random:])
         tensors = [_bits(state) for state in states]
         if precision == "fp32":
-            tensors.insert(0, tensors[0])  # there is no low half: its pointer is not used
+            tensors.insert(0, tensors[0])  # there is no low half, and its pointer is not used
         if plain:
-            tensors = [*tensors, tensors[0], tensors[0]][:4]  # nor are those of moments that the rule has not
+            tensors = [*tensors, tensors[0], tensors[0]][
+                :4
+            ]  # nor are the pointers of moments that the rule does not have
         grid = (cdiv(n, _SIZE),)
         function[grid](*tensors, _bits(grad), n, *noise, scalars, **constants, **forms, size=_SIZE, **_STRICT)
 

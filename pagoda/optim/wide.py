@@ -1,15 +1,17 @@
 """The codec of 8-bit moments for CPUs that look bytes up in registers (AVX-512 VBMI): 64 elements at a time.
 
-`arithmetic` computes the maps, which any vector unit can do. A lookup takes a third of the instructions, but compilers
-do not make one of a loop. So this is LLVM's vectors, written out. All tables come from `arithmetic`, and the bits are
-the same.
+`arithmetic` computes the same codes by arithmetic alone, which any vector unit can do. Table look-ups take a third of
+the instructions, but compilers do not turn a loop into them. So this file writes LLVM's vector instructions itself. All
+tables are computed with `arithmetic`, and the bits are the same.
 
-Decoding looks each of the four bytes of a value up by its code, and interleaves them.
+Decoding: a table for each of the four bytes of an fp32 value, with the code as the index. The bytes are then
+interleaved.
 
-Encoding looks up which line of `codecs` gives the code of x. From `_LEAST` to 1, no two lines begin at values whose
-bits agree but for the last 24. So the upper bits say which line may begin here, and `carries` has what makes a sum with
-the bits of x carry into the bits above, where it has begun. The sum's upper bits are the number of the line. A line's
-last cell ends where the next line begins: hence the least with `_TOPS` times its offset.
+Encoding: `codecs` computes u as the least of several straight lines (`LINES`). So the line that gives the least depends
+on x alone. From `_LEAST` to 1, each line is the least from some value of x on, and the upper 8 bits of no two of these
+values are equal. The upper 8 bits of x give a number of `carries`. It is added to the bits of x, and carries into the
+upper bits if x is not below the value where the line begins. The upper bits of the sum then give the slope and the
+offset. The last cell of a line ends where the next line begins. So u is at most `_TOPS` times the line's offset.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ from pagoda.optim.jit import HAS_BYTE_LOOKUPS, float_of
 WIDTH = 64
 """Elements that are encoded or decoded at a time."""
 _LEAST = 2.0**-28
-"""Below it x has the code of what is just above zero, or of zero."""
+"""Smaller values of x have the code of zero, or of the smallest value above zero."""
 _TOPS = {True: 2.22, False: 2.245}
 """By `signed`: times the offset of any line, it lies in the last cell of that line."""
 

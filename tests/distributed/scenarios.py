@@ -27,7 +27,7 @@ from pagoda.checkpoint.export import export
 from pagoda.checkpoint.state import ParameterState
 from pagoda.construction.construct import describe
 from pagoda.distributed.service import Service
-from pagoda.distributed.start import in_common, on_any_rank
+from pagoda.distributed.start import in_common, rank_independent_text
 from pagoda.distributed.transport import Transport
 from pagoda.distributed.world import join, launched
 from pagoda.errors import RankError, StorageError
@@ -591,7 +591,7 @@ def say_what_is_common(out: Path) -> list[str]:
     for rule in (pagoda.AdamW(), pagoda.Muon(), pagoda.Adafactor(), pagoda.Optim(torch.optim.Adagrad)):
         root, states = describe(model), rule.states("bf16")
         plan = make_plan(root, states, Budgets(1 << 30), Options(PAGE, 16 << 10), Ranks(2, 2), rank=0)
-        said.append(str(on_any_rank(in_common(plan), root)))
+        said.append(str(rank_independent_text(in_common(plan), root)))
     return said
 
 
