@@ -51,9 +51,13 @@ class Sharding(Settings):
     """In a mixture of experts: number of ranks over which the experts of each layer are divided. Tokens are sent to the
     ranks of their experts."""
 
+    tensor_parallel: int = 1
+    """Consecutive ranks that divide every layer and get the same batches."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("replicas", self.replicas, 1)
+        require_count("tensor_parallel", self.tensor_parallel, 1)
         require_count("expert_parallel", self.expert_parallel, 1)
 
 

@@ -100,6 +100,11 @@ class Mesh:
         return self.rank % self.ranks.tensor_parallel
 
     @property
+    def batch_index(self) -> int:
+        """Number of this rank's group among those that have batches of their own, from 0."""
+        return self.rank // self.ranks.tensor_parallel
+
+    @property
     def tensor_ranks(self) -> tuple[int, ...]:
         """Torchrun's numbers of the ranks that have the parts of this rank's parameters, in order."""
         first = self.rank - self.tensor_index

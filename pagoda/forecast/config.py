@@ -38,8 +38,6 @@ class PlanConfig(Run):
     gpus_per_node: int | None = None
     """GPUs in use on each node, or processes if the CPU computes. By default all that the hardware has. Each has its
     own batches, and all of them divide the state."""
-    tensor_parallel: int = 1
-    """Consecutive ranks that divide every layer and get the same batches."""
     pipeline_parallel: int = 1
     """Stages of a pipeline, which have equally many ranks each, and a part of the layers. A step has
     --accumulation-steps micro-batches."""
@@ -57,7 +55,6 @@ class PlanConfig(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("nodes", self.nodes, 1)
-        require_count("tensor_parallel", self.tensor_parallel, 1)
         require_count("pipeline_parallel", self.pipeline_parallel, 1)
         if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):
             raise ConfigError("--max-model searches with data-parallel ranks only: name the model in --model")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
-from pagoda.forecast.divisions import OF_PAPERS, Division, divisions_of, heads_of
+from pagoda.models.divisions import OF_PAPERS, Division, divisions_of, heads_of
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
 from pagoda.plan.exchanges import Exchange

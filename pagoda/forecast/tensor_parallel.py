@@ -5,13 +5,12 @@ output, the last ones by rows of their input. So ranks add up the outputs of the
 gradients of the first ones. Every rank has the embedding, the head and the norms whole.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from pagoda.errors import ConfigError
-from pagoda.forecast.divisions import COLUMN, ROW, Division
 from pagoda.forecast.model_description import ModelDescription
+from pagoda.models.divisions import COLUMN, ROW, Division, divided
 from pagoda.plan.units import ModuleSpec, ParamSpec, TensorShard
 
 
@@ -28,13 +27,10 @@ def tensor_part_of(
     asked = f"--tensor-parallel is {ranks}"
     if described.top_k:
         raise ConfigError(f"{asked}, but {described.name!r} is a mixture of experts: use --expert-parallel")
-    divided = dict(_divided(described.root, described.divisions))
-    if not divided:
-        raise ConfigError(f"{asked}, but nothing says how the layers of {described.name!r} are divided: leave it out")
-    if described.heads % ranks:
-        raise ConfigError(f"{asked}, which does not divide the {described.heads} heads of {described.name!r}")
     specs = {module.name: module for module in described.root.modules()}
-    for name, division in divided.items():
+    layers = [name for name, module in specs.items() if module.params]
+    divisions = divided(described.name, layers, described.divisions, described.heads, ranks)
+    for name, division in divisions.items():
         dim = 0 if division == COLUMN else 1
         size = specs[name].params[0].shape[dim]
         if size % ranks:
@@ -43,7 +39,7 @@ def tensor_part_of(
     wholes: dict[str, int] = {}
 
     def part(param: ParamSpec, module: str) -> ParamSpec:
-        mine = _part(param, divided[module], ranks)
+        mine = _part(param, divisions[module], ranks)
         if mine.shard is None or stored_whole is None or not stored_whole(param.name, param.shape):
             return mine
         wholes[module] = wholes.get(module, 0) + param.numel
@@ -51,27 +47,20 @@ def tensor_part_of(
 
     def visit(module: ModuleSpec) -> ModuleSpec:
         params = module.params
-        if module.name in divided:
+        if module.name in divisions:
             params = tuple(part(param, module.name) for param in params)
         return replace(module, params=params, children=tuple(map(visit, module.children)))
 
-    flops = {name: n / (ranks if name in divided else 1) for name, n in described.forward_flops.items()}
+    flops = {name: n / (ranks if name in divisions else 1) for name, n in described.forward_flops.items()}
     return replace(
         described,
         root=visit(described.root),
         forward_flops=flops,
         tensor_parallel=ranks,
-        summed=tuple(name for name, division in divided.items() if division == ROW),
+        summed=tuple(name for name, division in divisions.items() if division == ROW),
         stored_whole=wholes,
         measurable=False,
     )
-
-
-def _divided(root: ModuleSpec, divisions: Mapping[str, Division]) -> Iterator[tuple[str, Division]]:
-    for module in root.modules():
-        division = next((d for pattern, d in divisions.items() if fnmatchcase(module.name, pattern)), None)
-        if division is not None and module.params:
-            yield module.name, division
 
 
 def _part(param: ParamSpec, division: Division, ranks: int) -> ParamSpec:

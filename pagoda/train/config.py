@@ -189,6 +189,8 @@ class TrainConfig(Run):
             raise ConfigError("--plan search plans the training of all weights: leave it out with --lora.rank")
         if self.tile_limit is not None:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
+        if self.tensor_parallel > 1:
+            raise ConfigError("--lora.rank adapts whole layers: leave out --tensor-parallel")
 
     def settings(self) -> dict[str, Any]:
         """All settings in JSON's types. `from_settings` makes an equal configuration of them."""

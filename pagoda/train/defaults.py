@@ -57,7 +57,7 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
             if was_restarted() and run_dir.config.exists():  # these processes go on with what others began
                 return replace(run_dir.started_config(), out=config.out), []
             run_dir.check_free()
-        return _chosen(config, mesh.size, console)
+        return _chosen(config, mesh.ranks.data_parallel, console)
 
     chosen, reasons = from_first(mesh, "the choice of settings", choices)
     say(console, *(f"Chosen: {reason}" for reason in reasons))

@@ -42,11 +42,11 @@ class Evaluator:
 
     def __init__(self, batches: Batches, mesh: Mesh) -> None:
         self._batches, self._mesh = batches, mesh
-        count, at_once = len(batches.rows), batches.batch_size * mesh.size
+        count, at_once = len(batches.rows), batches.batch_size * batches.ranks
         # All ranks must call the model equally often. So some ranks repeat a row, which does not count.
         padded = np.full(-(-count // at_once) * at_once, -1, dtype=np.int64)
         padded[:count] = np.arange(count)
-        self._mine = padded.reshape(-1, mesh.size, batches.batch_size)[:, mesh.rank]
+        self._mine = padded.reshape(-1, batches.ranks, batches.batch_size)[:, batches.rank]
 
     def measure(self, session: Session, step: int) -> Evaluation:
         """The loss after `step` steps, the same on every rank."""
@@ -62,7 +62,7 @@ class Evaluator:
                 counted += count
             else:
                 session.loss(batch)
-        found = from_all(self._mesh, "an evaluation", (total, counted))
+        found = from_all(self._mesh, "an evaluation", (total, counted))[:: self._mesh.ranks.tensor_parallel]
         tokens = sum(count for _, count in found)
         loss = math.fsum(part for part, _ in found) / tokens
         about = self._batches.rows.tokens.about

@@ -63,8 +63,8 @@ def batches_of(
         seed=config.seed,
         continued=continued,
         positions=apart,
-        rank=mesh.rank,
-        ranks=mesh.size,
+        rank=mesh.batch_index,
+        ranks=mesh.ranks.data_parallel,
     )
     return batches, None if held_out is None else replace(batches, rows=held_out)
 

@@ -19,6 +19,7 @@ from pagoda.forecast.report import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.build import build_model, model_directory
 from pagoda.models.chunked_loss import chunked_loss
+from pagoda.models.divisions import divide
 from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
@@ -46,7 +47,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     cannot be used. Raises CheckpointError if no checkpoint can be used, or if the last one belongs to another model or
     text. Raises NonFiniteGradientError if a gradient is NaN or infinite.
     """
-    mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel)
+    mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel, config.tensor_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
     config = completed(config, mesh, console)
     run_dir = RunDir(config.out)
@@ -82,6 +83,8 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         built = add_adapters(built, config.lora)
         trained = sum(param.numel() for param in built.parameters() if param.requires_grad)
         say(console, f"Adapters: rank {config.lora.rank}, {trained:,} parameters train, and the model's own are frozen")
+    if config.tensor_parallel > 1:
+        divide(built, config.model, mesh.tensor)
     kept = config.kept_on_ssd(mesh.world.nodes) and config.checkpoints_on_ssd
     matrices_only = config.optim.decay == "matrices"
     model, optimizer = wrap(

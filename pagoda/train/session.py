@@ -34,15 +34,15 @@ class Session:
         self.batches = batches
         self.model = model
         self.optimizer = optimizer
-        self._ranks = mesh.size
+        self._ranks = mesh.ranks.data_parallel
         self._is_switch = getattr(model.config, "model_type", None) == "switch_transformers"
         self._scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self._device = next(model.parameters()).device
         self._ran = False
         """Whether the model has run a forward pass."""
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
-        # on it. Each rank drops other elements.
-        seed_all(config.seed + mesh.rank)
+        # on it. Ranks with other batches drop other elements.
+        seed_all(config.seed + mesh.batch_index)
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Load `checkpoint`. Raises CheckpointError if it belongs to another model or text."""

@@ -102,7 +102,7 @@ def in_pages(
     if "ssd" in kind or settings.get("activations") == "offload":
         sizes["ssd"] = f"{out}:64MiB"
     if kind == "moments-ssd":  # 2 bytes a parameter are weights
-        of_each = 9 if settings.get("update", pagoda.Updates()).staleness else 4  # late updates keep a second copy
+        of_each = 11 if settings.get("update", pagoda.Updates()).staleness else 4  # late updates keep a second copy
         sizes["host"] = of_each * sum(param.numel() for param in model.parameters()) + room
     elif "ssd" in kind:
         sizes["host"] = PAGE

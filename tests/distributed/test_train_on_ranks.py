@@ -8,6 +8,7 @@ import pytest
 import torch
 from files import flip
 
+from pagoda.checkpoint.reader import Checkpoint
 from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, Rows
@@ -61,6 +62,35 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
         assert first["loss"] != second["loss"]
         assert two["bytes_moved"]["collective"] > 0
         assert two["step"] == step + 1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_tensor_parallel_ranks_train_as_one_rank_does(
+    ranks: RankServer, config: TrainConfig, tmp_path: Path, optimizer: str
+) -> None:
+    """They get the same batches, and only sums have another order. One rank goes on from their checkpoint."""
+    lr = {"adamw": 1e-3, "adafactor": 1e-2}[optimizer]
+    config = replace(
+        config, optimizer=optimizer, optim=replace(config.optim, lr=lr), eval_share=0.2, out=tmp_path / "one"
+    )
+    divided = replace(config, tensor_parallel=2, steps=STEPS - 2, out=tmp_path / "two")
+    assert started(ranks, 1, tmp_path / "a", config) == [0]
+    assert started(ranks, 2, tmp_path / "b", divided) == [0, 0]
+    with Checkpoint(RunDir(divided.out).latest().path) as checkpoint:
+        parts = checkpoint.parts("model.layers.0.mlp.up_proj.weight")
+    assert len(parts) == (2 if optimizer == "adamw" else 1)
+    goes_on = replace(config, out=divided.out, resume=True)
+    assert started(ranks, 1, tmp_path / "c", goes_on) == [0]
+    for name in ("metrics", "evals"):
+        alone, together = (read_metrics(getattr(RunDir(run.out), name)) for run in (config, divided))
+        assert [line["loss"] for line in together] == pytest.approx([line["loss"] for line in alone], rel=1e-4)
+        assert all(one.get("tokens") == two.get("tokens") for one, two in zip(alone, together, strict=True))
+
+
+def test_a_model_that_cannot_be_divided_is_refused(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
+    unknown = replace(config, model="gpt-2x64", tensor_parallel=2)
+    assert started(ranks, 2, tmp_path / "a", unknown) == [1, 1]
+    assert "nothing says how the layers of 'gpt-2x64' are divided" in (tmp_path / "a" / "error-0.txt").read_text()
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
