@@ -30,7 +30,7 @@ OF_A_RUN = {
     "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
 }  # fmt: skip
 OF_A_MACHINE = {
-    "hardware", "nodes", "gpus_per_node", "tensor_parallel", "pipeline_parallel", "search_degrees", "max_model", "json",
+    "hardware", "nodes", "gpus_per_node", "pipeline_parallel", "search_degrees", "max_model", "json",
     "plot",
 }  # fmt: skip
 COMMANDS = {"train": TrainRequest, "plan": PlanConfig}

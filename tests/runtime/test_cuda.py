@@ -167,6 +167,7 @@ def test_a_gpu_without_room_is_refused() -> None:
 
 def test_a_device_budget_that_is_too_small_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
     recipe = Recipe("llama")
+    gc.collect()  # what earlier tests have left
     before = torch.cuda.memory_allocated()
     small = pagoda.Memory(device=str(PAGE), host="64MiB", page_size=PAGE, unit_limit=UNIT_LIMIT)
     with pytest.raises(pagoda.BudgetError) as refused:
