@@ -27,12 +27,12 @@ _SIZES = ((3, 5, 7, 11, 13, 17), (5, 7, 11, 13, 17, 19))
 """Sizes of the distinct dimensions in each of the two runs."""
 _STEPS = 3
 _TAKEN = {"weight", "weight_low", "weight_back", "grad", "grad_queue", "buffers"}
-"""Names of states that every rule has."""
+"""Names that Pagoda uses for states of its own."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """One state of parameters of one kind."""
+class ProbedState:
+    """One state that the class keeps for parameters of one kind."""
 
     dtype: torch.dtype
     dims: tuple[int | tuple[int, ...], ...]
@@ -52,40 +52,40 @@ class Probe:
     def __init__(self, label: str, make: Make) -> None:
         self.label = label
         self._make = make
-        self._forms: dict[Kind, Mapping[str, Form] | str] = {}
+        self._by_kind: dict[Kind, Mapping[str, ProbedState] | str] = {}
         """kind -> its states by name, or why the class refuses it."""
-        self.forms: dict[str, Form] = {}
-        """State -> its form in the first kind that has it."""
+        self.states: dict[str, ProbedState] = {}
+        """Name -> the state, of the first kind that has it."""
         for shape in COMMON_SHAPES:
             found = self._found(kind_of(shape))
-            for name, form in found.items() if not isinstance(found, str) else ():
+            for name, state in found.items() if not isinstance(found, str) else ():
                 if not name.isidentifier() or name in _TAKEN:
                     raise ConfigError(f"{label} cannot be run: its state {name!r} has a name that Pagoda uses itself.")
-                known = self.forms.setdefault(name, form)
-                if (known.dtype, known.number) != (form.dtype, form.number):
+                known = self.states.setdefault(name, state)
+                if (known.dtype, known.number) != (state.dtype, state.number):
                     raise ConfigError(f"{label} cannot be run: its state {name!r} is not always {known.dtype}.")
-        if all(isinstance(found, str) for found in self._forms.values()):
-            raise ConfigError(f"{label} cannot be run: {self._forms[kind_of(COMMON_SHAPES[1])]}")
+        if all(isinstance(found, str) for found in self._by_kind.values()):
+            raise ConfigError(f"{label} cannot be run: {self._by_kind[kind_of(COMMON_SHAPES[1])]}")
 
-    def of(self, parameter: str, shape: tuple[int, ...]) -> Mapping[str, Form]:
+    def of(self, parameter: str, shape: tuple[int, ...]) -> Mapping[str, ProbedState]:
         """The states of a parameter, by name. Raises ConfigError if the class refuses the parameter."""
         found = self._found(kind_of(shape))
         if isinstance(found, str):
             raise ConfigError(f"{self.label} cannot update {parameter!r}, of shape {list(shape)}: {found}")
-        unknown = sorted(found.keys() - self.forms.keys())
+        unknown = sorted(found.keys() - self.states.keys())
         if unknown:
             raise ConfigError(
-                f"{self.label} has the states {unknown} for {parameter!r}, of shape {list(shape)}, but not for "
-                "parameters of common shapes: pagoda.Optim cannot run it with this model."
+                f"{self.label} keeps {unknown} for {parameter!r}, of shape {list(shape)}, but for none of the shapes "
+                "that were tried first: pagoda.Optim cannot run it with this parameter."
             )
         return found
 
-    def _found(self, kind: Kind) -> Mapping[str, Form] | str:
-        if kind not in self._forms:
-            self._forms[kind] = self._probed(kind)
-        return self._forms[kind]
+    def _found(self, kind: Kind) -> Mapping[str, ProbedState] | str:
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._probed(kind)
+        return self._by_kind[kind]
 
-    def _probed(self, kind: Kind) -> Mapping[str, Form] | str:
+    def _probed(self, kind: Kind) -> Mapping[str, ProbedState] | str:
         """The states of a kind, or the class's message if it refuses the kind."""
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             runs = []
@@ -98,12 +98,12 @@ class Probe:
         first, second = (run.states for run in runs)
         if first.keys() != second.keys():
             raise ConfigError(f"{self.label} cannot be run: what it keeps depends on a parameter's size.")
-        return {name: self._form(name, first[name], second[name], [run.shape for run in runs]) for name in first}
+        return {name: self._state(name, first[name], second[name], [run.shape for run in runs]) for name in first}
 
-    def _form(self, name: str, one: Any, other: Any, shapes: list[tuple[int, ...]]) -> Form:
-        """The form of a state, from its values in two runs."""
+    def _state(self, name: str, one: Any, other: Any, shapes: list[tuple[int, ...]]) -> ProbedState:
+        """A state, from its values in two runs."""
         if isinstance(one, bool | int | float):
-            return Form(torch.float64 if isinstance(one, float) else torch.int64, (), type(one))
+            return ProbedState(torch.float64 if isinstance(one, float) else torch.int64, (), type(one))
         if not isinstance(one, torch.Tensor) or one.layout is not torch.strided or one.dim() != other.dim():
             kind = type(one).__name__
             raise ConfigError(f"{self.label} cannot be run: its state {name!r} is a {kind}, not a tensor or a number.")
@@ -119,7 +119,7 @@ class Probe:
                     f"{list(shapes[0])} and {list(other.shape)} for {list(shapes[1])}, which follows no known rule."
                 )
             dims.append(followed)
-        return Form(one.dtype, tuple(dims))
+        return ProbedState(one.dtype, tuple(dims))
 
 
 class _Run:

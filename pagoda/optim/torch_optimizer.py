@@ -61,10 +61,10 @@ class Optim(TensorRule):
         return other
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """The states of the class. Numbers have one element."""
+        """The states of the class. A state that is a number has one element."""
         return tuple(
-            StateSpec(name, form.dtype, shape_of=partial(self._shape_of, name))
-            for name, form in self._probe.forms.items()
+            StateSpec(name, state.dtype, shape_of=partial(self._shape_of, name))
+            for name, state in self._probe.states.items()
         )
 
     def defaults(self) -> dict[str, Any]:
@@ -85,9 +85,9 @@ class Optim(TensorRule):
         found = kept_in(optimizer, param)
         if {name: _shape(value) for name, value in found.items()} != {n: tuple(s.shape) for n, s in states.items()}:
             raise UsageError(
-                f"{self._probe.label} has the states {sorted(found)} for a parameter of shape {list(weight.shape)}, "
-                f"but {sorted(states)}, or states of other shapes, for a tiny one: pagoda.Optim cannot run it with "
-                "these settings."
+                f"{self._probe.label} keeps the states {sorted(found)} for a parameter of shape {list(weight.shape)}, "
+                f"but the tiny parameters that were tried have {sorted(states)}, or states of other shapes: "
+                "pagoda.Optim cannot run it with these settings."
             )
         for name, kept in states.items():
             value = found[name]
@@ -110,11 +110,11 @@ class Optim(TensorRule):
         return super().kept_states(tensors, parameter, shape)
 
     def _shape_of(self, state: str, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        form = self._probe.of(parameter, shape).get(state)
-        return None if form is None else form.shape(shape)
+        probed = self._probe.of(parameter, shape).get(state)
+        return None if probed is None else probed.shape(shape)
 
     def _value(self, name: str, kept: torch.Tensor) -> Any:
-        number = self._probe.forms[name].number
+        number = self._probe.states[name].number
         return kept if number is None else number(kept.item())
 
 
