@@ -12,7 +12,7 @@ ParamGroups = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iter
 """What torch's optimizers take: parameters, named parameters, or dictionaries of `params` and their own settings."""
 
 Reserve = nn.Module | Iterable[nn.Parameter | nn.Module]
-"""Parameters, and modules for all of their parameters."""
+"""Parameters, or modules, which stand for all of their parameters."""
 
 NamedGroup = dict[str, Any]
 """A param group whose `params` are names of parameters."""
@@ -53,7 +53,7 @@ def named_groups(model: nn.Module, groups: ParamGroups | None) -> list[NamedGrou
             if name is None:
                 raise ConfigError(
                     f"param_groups[{index}] has a parameter of shape {tuple(param.shape)} that is not the model's: "
-                    "make the groups of the model that is wrapped, before it is."
+                    "make the groups from the model that you pass to wrap, before you call wrap."
                 )
             if not param.is_floating_point():
                 raise ConfigError(f"param_groups[{index}] has {name!r}, which is {param.dtype}: it cannot be trained.")
@@ -75,7 +75,7 @@ def reserved_names(model: nn.Module, reserve: Reserve) -> set[str]:
             if name is None:
                 raise ConfigError(
                     f"reserve has a parameter of shape {tuple(param.shape)} that is not the model's: give modules or "
-                    "parameters of the model that is wrapped, before it is."
+                    "parameters of the model that you pass to wrap, from before you call wrap."
                 )
             found.add(name)
     return found
@@ -98,7 +98,8 @@ def check_groups(source: str, saved: list[Any], live: list[NamedGroup]) -> None:
     if members == wanted:
         return
     differing = {*chain(*members)} ^ {*chain(*wanted)}
-    what = f"only one of the two has {min(differing)!r}" if differing else "the same parameters are in different groups"
+    same = "the same parameters are in other groups, or the groups are in another order"
+    what = f"only one of the two has {min(differing)!r}" if differing else same
     raise CheckpointError(
         f"{source} has 'param_groups' of {[*map(len, members)]} parameters; this run has {[*map(len, wanted)]}, and "
         f"{what}. Give wrap(param_groups=...) and add_param_group() what the run that saved it had."
@@ -106,7 +107,7 @@ def check_groups(source: str, saved: list[Any], live: list[NamedGroup]) -> None:
 
 
 def _parameters(params: Any, index: int) -> Iterator[nn.Parameter]:
-    """The parameters of one group, in any of the forms that torch accepts."""
+    """The parameters of one group, given in any way that torch accepts."""
     if isinstance(params, nn.Parameter):
         params = [params]
     if isinstance(params, set | frozenset):

@@ -218,7 +218,7 @@ def test_a_checkpoint_has_the_groups(wrap: Wrap, tmp_path: Path) -> None:
         stepped.step()
     assert_same_state((model, optimizer), (twin, twin_optimizer))
     _, other = wrap(layers())
-    with pytest.raises(pagoda.CheckpointError, match=r"\[2, 2, 2\] parameters; this run has \[6\].*otherwise"):
+    with pytest.raises(pagoda.CheckpointError, match=r"\[2, 2, 2\] parameters; this run has \[6\].*in other groups"):
         other.load_checkpoint(tmp_path / "step")
 
 
