@@ -1,4 +1,4 @@
-"""The contracts of element-wise rules in plain torch, one operation at a time: every kernel must give their bits."""
+"""The definitions of element-wise rules in plain torch, one operation at a time: every kernel must give their bits."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ def update(
 
 
 class InMemory:
-    """An optimizer by the contract of a rule, with the methods that training loops use."""
+    """An optimizer by the definition of a rule, with the methods that training loops use."""
 
     def __init__(self, params: Iterable[torch.nn.Parameter], rule: ElementwiseRule, is_split: bool = False) -> None:
         self.rule, self.stats = rule, SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})

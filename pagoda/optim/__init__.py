@@ -1,13 +1,13 @@
 """Update rules: the mathematics of optimizers, on the states that Pagoda moves.
 
-``rule`` is their interface. ``adamw``, ``adam``, ``sgd`` and ``lion`` are element-wise rules: their settings, their
-states, and the scalars of one step. ``codecs`` defines how AdamW stores its moments. ``adafactor`` and ``muon`` take
-whole parameters. ``torch_optimizer`` runs any optimizer class of torch, after ``probe`` has found out which states it
-keeps.
+``rule`` is the interface of rules. ``adamw``, ``adam``, ``sgd`` and ``lion`` are element-wise rules: each defines its
+settings, its states, the scalars of one step, and every operation on an element. ``codecs`` defines how AdamW stores
+its moments. ``adafactor`` and ``muon`` take whole parameters. ``torch_optimizer`` runs any optimizer class of torch.
+``probe`` finds out which states such a class keeps.
 
-``arithmetic`` has the operations on one element, for the CPU and the GPU. The ``kernels`` files run them in loops on
-the CPU; lane threads call these by address. ``flat`` does the same for tensors. The ``triton`` files run it on a GPU.
-All of these are imported by name, so that reading a configuration does not load Numba.
+``arithmetic`` has the code of these definitions, for the CPU and the GPU. The ``kernels`` files run it in loops on the
+CPU; the runtime's threads call them by address. ``flat`` calls them on tensors. The ``triton`` files run it on a GPU.
+This file imports none of them, so that reading a configuration does not load Numba.
 """
 
 from pagoda.optim.adafactor import Adafactor

@@ -4,9 +4,9 @@ Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Me
 of ``torch.optim.Adafactor``. There are also options of the paper (and of transformers) that torch leaves out: a first
 moment, and steps that do not shrink with 1 / sqrt(t) or scale with the parameter.
 
-With t the step, g the gradient times its factor, R and C the means over rows and columns (over the last two
-dimensions; parameters with one or none are one row and keep C alone, with r = 1), RMS(x) the root of the mean square,
-eps1 of fp32 if None::
+t is the step, and g the gradient times grad_scale. R and C, the *factors*, are running means of g * g over each row and
+each column of the last two dimensions. A parameter with fewer dimensions is one row: it keeps C alone, and r = 1.
+RMS(x) is the root of the mean square. eps1 is the epsilon of fp32 if it is None::
 
     R, C = R + (mean(g * g) - R) * t ** beta2_decay
     r    = R / max(mean(R), eps1)
@@ -18,20 +18,21 @@ eps1 of fp32 if None::
     m    = m * beta1 + u * (1 - beta1);  u = m      where there is a first moment
     w    = w * (1 - lr * weight_decay) - u
 
-All this is fp32, each operation rounded once. The code is in `arithmetic`.
+All this is fp32, and each operation is rounded once. The code is in `arithmetic`.
 
-**Sums** are fp64, and their order follows from the parameter's shape alone. So the CPU and the GPU have the same bits,
-and a sum of a part of a parameter has the bits that it has in the whole. To *fold* n values is to add the second half
-to the first until one is left; the first half is the largest power of two below n. A matrix is cut into blocks of 64
-rows and 1,024 columns from its first element on, the last ones smaller.
+**Sums** are fp64. Their order depends on the parameter's shape alone, so the CPU and the GPU give the same bits. To
+*fold* n values is to add the second half to the first, repeatedly, until one value is left. The length of the first
+half is the largest power of two below n. A matrix is cut into blocks of 64 rows and 1,024 columns. The last ones may be
+smaller.
 
-- A column's squares: in a block from the first row to the last; then blocks are folded.
-- A row's squares: in a block in 128 sums, of which element i adds to number i modulo 128; these are folded, and then
-  blocks.
-- Squares of all weights, or of all updates: in a block by columns, and these are folded; then blocks, row by row.
+- Squares of a column: added in each block from the first row to the last. The sums of blocks are folded.
+- Squares of a row: added in each block to 128 sums, element i to sum i modulo 128. These are folded, and then the sums
+  of blocks.
+- Squares of all weights, or of all updates: added in each block by column. These sums are folded, and then the sums of
+  blocks, in the order of rows of blocks.
 - The mean of R: all rows are folded.
 
-A mean is the sum rounded to fp32, over the number of elements in fp32.
+A mean is the sum, rounded to fp32, divided by the number of elements in fp32.
 """
 
 import math
@@ -63,14 +64,14 @@ class Adafactor(TensorRule):
 
     lr: upper limit of the relative step, >= 0. Without `relative_step`, the step itself.
     beta2_decay: exponent of the step in the second moment's rate, <= 0.
-    eps: lower limit of the second moment (None: the epsilon of fp32), and of the RMS with which steps scale.
-    d: RMS above which an update is clipped to it, >= 1.
+    eps: lower limits of the second moment's root (None: the epsilon of fp32), and of the RMS in `scale_parameter`.
+    d: upper limit of an update's RMS before it is multiplied by the step, >= 1.
     weight_decay: decoupled weight decay coefficient, >= 0.
 
     In addition to those of torch:
-    beta1: rate of a first moment, in [0, 1); None: there is none, and the factors take next to nothing.
-    relative_step: the step shrinks with 1 / sqrt(t) once that is below lr.
-    scale_parameter: the step is relative to the parameter's RMS.
+    beta1: decay rate of a first moment, in [0, 1). None: there is none, so states take almost no memory.
+    relative_step: the step is 1 / sqrt(t) once that is below lr.
+    scale_parameter: the step is multiplied by the parameter's RMS.
 
     Param groups may differ in beta1, but it is None in all or in none.
     Raises ConfigError, naming the field, for a value outside its range.
@@ -152,7 +153,7 @@ class Adafactor(TensorRule):
 
 
 def as_matrices(shape: Shape) -> tuple[int, int, int]:
-    """The number of matrices as which a parameter is updated, and their rows and columns."""
+    """(matrices, rows, columns) of a parameter, which is updated as a stack of matrices."""
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     return math.prod(shape[:-2]), shape[-2], shape[-1]

@@ -2,7 +2,7 @@
 
 Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015).
 
-**Contract**, as that of `adamw`, in all but where the decay goes::
+**Definition**, like that of `adamw` except that the decay is added to the gradient::
 
     g     = float(gradient) * grad_scale
     g     = g + w * weight_decay
@@ -22,11 +22,11 @@ from pagoda.optim.rule import ElementwiseRule, StateSpec, check, check_betas, ch
 
 
 class Scalars(NamedTuple):
-    """The scalars of the contract, in the order of the kernels' arguments; each is exactly an fp32 value."""
+    """The scalars of Adam and AdamW, in the order of the kernels' arguments. Each is exactly an fp32 value."""
 
     grad_scale: float
     decay: float
-    """AdamW's, or Adam's ``weight_decay``."""
+    """For Adam, ``weight_decay``. For AdamW, 1 - lr * weight_decay."""
     beta1: float
     one_minus_beta1: float
     beta2: float

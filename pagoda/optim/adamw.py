@@ -2,7 +2,7 @@
 
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019).
 
-**Contract.** Every kernel of this rule (CPU, GPU, reference) computes, per element, in fp32, in this order,
+**Definition.** Every kernel of this rule (CPU, GPU, reference) computes, per element, in fp32, in this order,
 rounding once after each operation (to nearest, ties to even), with no fused multiply-add, with division and
 square root correctly rounded, and without flushing denormals::
 
@@ -13,9 +13,8 @@ square root correctly rounded, and without flushing denormals::
     denom = sqrt(v) / bias2_sqrt + eps
     w     = w - step_size * (m / denom)
 
-The new state is then a function of the old state, the gradient and the scalars alone: the same bits for any
-block size, thread count, tier or device. The scalars come from
-`AdamW.scalars`.
+The new state is then a function of the old state, the gradient and the scalars (`AdamW.scalars`) alone: the same bits
+for any block size, thread count, tier or device.
 """
 
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from pagoda.optim.adam import Adam, Scalars
 from pagoda.optim.codecs import BLOCK, Key, Moments
 from pagoda.optim.rule import StateSpec, check, fp32
 
-# Each codec has its own names, so that no checkpoint of one is taken for a checkpoint of another.
+# States of different codecs have different names, so that no checkpoint is loaded with a wrong codec.
 _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
     "fp32": (
         StateSpec("exp_avg", torch.float32, of_gradients=True),
@@ -53,12 +52,13 @@ MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 class AdamW(Adam):
     """Settings of AdamW, with the names and defaults of ``torch.optim.AdamW``.
 
-    lr: learning rate, >= 0. betas: decay rates of the first and second moment, each in [0, 1). eps: added to the
-    denominator, > 0. weight_decay: decoupled weight decay coefficient, >= 0.
+    lr: learning rate, >= 0.
+    betas: decay rates of the first and second moment, each in [0, 1).
+    eps: added to the denominator, > 0.
+    weight_decay: decoupled weight decay coefficient, >= 0.
 
-    In addition to torch's settings:
-    moments: how the moments are stored between updates (`codecs`): "fp32", exact; "bf16", rounded stochastically;
-        "8bit", quantized in blocks.
+    In addition to those of torch:
+    moments: format of the moments between updates: "fp32", "bf16" (rounded stochastically) or "8bit" (quantized).
     seed: seed of the stochastic rounding.
 
     Raises ConfigError, naming the field, for a value outside its range.
@@ -76,11 +76,11 @@ class AdamW(Adam):
         check(self.name, "moments", self.moments, self.moments in known, f"one of {', '.join(known)}")
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """Codes of both moments, then their scales, in the order of the kernels' arguments."""
+        """Both moments, as values or codes, then their scales, in the order of the kernels' arguments."""
         return _MOMENTS[self.moments]
 
     def states_of(self, moment: str) -> tuple[StateSpec, ...]:
-        """The states that store one of `MOMENT_NAMES`: codes, then scales."""
+        """The states that store one of `MOMENT_NAMES`: values or codes, then scales."""
         return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
 
     def noise(self, parameter: str, step: int) -> Key | None:
@@ -108,7 +108,7 @@ class AdamW(Adam):
         return {"step": torch.tensor(float(step)), **moments}
 
     def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Accepts moments of a run that stores them in another way. Moments from `torch_state` come back unchanged."""
+        """Accepts moments of a run with another codec. Moments from `torch_state` come back unchanged."""
         from pagoda.optim.flat import encode_moment
 
         kept: dict[str, torch.Tensor] = {}

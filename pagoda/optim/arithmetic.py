@@ -1,7 +1,7 @@
 """The arithmetic of updates on single elements, written once for the CPU and the GPU: rules, formats and codecs.
 
-The functions use a vocabulary that both compilers have. `jit` defines it for the CPU. `triton_parts` compiles the
-source of this file with its own definitions for the GPU. So both compute the same operations in the same order.
+The functions call primitives that exist for both compilers. `jit` defines them for the CPU. `triton_parts` compiles the
+source of this file with its own primitives for the GPU. So both compute the same operations in the same order.
 
 A value is fp32. A word is an unsigned 32-bit integer, which wraps. A form is the format in which weights or gradients
 are stored. A function that takes a constant (a form, a flag) is compiled for it, so a kernel has no code for other
@@ -55,7 +55,7 @@ PLAIN: Mapping[str, tuple[int, bool]] = {
 """`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16, rounded as `codecs` defines (otherwise
 they are fp32). All kernels except the one for 8-bit moments."""
 
-# One element of a rule: the contracts of `adamw`, `adam`, `sgd` and `lion`. Each returns the weight and its moments.
+# The update of one element, as `adamw`, `adam`, `sgd` and `lion` define it. Each returns the weight and its moments.
 
 
 @part
@@ -100,13 +100,13 @@ def lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
 
 @part
 def factor_element(factor: Any, squares: Any, count: Any, rate: Any) -> Any:
-    """A factor after a step. `squares` is the sum of `count` squares."""
+    """An element of R or C in `adafactor` after a step. `squares` is the sum of `count` squares."""
     return factor + (divide(fp32(squares), count) - factor) * rate
 
 
 @part
 def row_share(factor: Any, total: Any, count: Any, eps: Any) -> Any:
-    """A row's factor divided by the mean of all. `total` is the sum of all."""
+    """`r` in `adafactor`: an element of R divided by the mean of R. `total` is the sum of R."""
     mean = divide(fp32(total), count)
     return divide(factor, where(mean < eps, eps, mean))
 
@@ -146,8 +146,8 @@ def bf16_to_fp32(half: Any) -> Any:
 
 @part
 def fp16_to_fp32_in_integers(half: Any) -> Any:
-    # Shifted into fp32's place, the exponent is 112 too small: one exact multiplication, also for denormals. Infinity
-    # and NaN have no larger exponent to go to, and get fp32's; a NaN becomes a quiet one.
+    # After the shift, the exponent is 112 too small. Multiplying by 2 ** 112 is exact, also for denormals. Infinity and
+    # NaN get fp32's largest exponent instead. A NaN becomes a quiet one.
     magnitude = shift_left(bit_and(half, 0x7FFF), 13)
     widened = bits_of(float_of(magnitude) * fp32(5192296858534827628530496329220096.0))
     special = bit_or(magnitude, where(magnitude > 0x0F800000, word(0x7FC00000), word(0x7F800000)))
@@ -157,7 +157,7 @@ def fp16_to_fp32_in_integers(half: Any) -> Any:
 
 @part
 def fp32_to_fp16_in_integers(value: Any) -> Any:
-    # To nearest, ties to even. Denormals: adding 0.5, whose last place is fp16's smallest step, rounds to it.
+    # To nearest, ties to even. Adding 0.5 rounds denormals, because its last place is the smallest fp16 denormal.
     bits = bits_of(value)
     magnitude = bit_and(bits, 0x7FFFFFFF)
     odd = bit_and(shift_right(magnitude, 13), 1)
@@ -197,8 +197,8 @@ def halves_of(form: Any, value: Any) -> Any:
     """The two halves of a master, as words of which 16 bits are stored."""
     if form == FP16:
         high = fp32_to_fp16(value)
-        # Every step is exact but the rounding to an integer: in 1.5 * 2 ** 23 the last place is one, and the low bits
-        # are the integer's own.
+        # Every operation is exact except the last sum. It rounds to an integer, because the last place of 1.5 * 2 ** 23
+        # is one, and its low bits are those of the integer.
         per_unit = float_of(shift_left(subtract(127 + 40, _exponent(high)), 23))
         low = quiet_bits((value - fp16_to_fp32(high)) * per_unit + fp32(12582912.0))
     else:
@@ -207,7 +207,7 @@ def halves_of(form: Any, value: Any) -> Any:
     return high, low
 
 
-# Codecs of moments: the contracts in `codecs`.
+# Codecs of moments, as `codecs` defines them.
 
 MAX_NOISY = codecs.MAX_NOISY
 TENTH_STEPS = codecs.TENTH_STEPS
@@ -252,11 +252,11 @@ def _has_bit(bits: Any, at: Any) -> Any:
 
 
 @part
-def _map_value(place: Any) -> Any:
-    # `place` is from 1 to below 256. The three steps of the contract ask for the three bits of its exponent, and bring
-    # it to that of 128, which is exact. Maps are computed, not looked up: gathers are several times slower on a CPU.
-    # On one that looks bytes up in registers, `wide` takes the place of this.
-    bits = bits_of(place)
+def _map_value(unscaled: Any) -> Any:
+    # `unscaled` is f in `codecs` before the three steps, from 1 to below 256. Each step tests a bit of its exponent.
+    # They scale f to 128 or more, which is exact. Values are computed, because gathers from a table are several times
+    # slower on a CPU. `wide` replaces this on CPUs that look bytes up in registers.
+    bits = bits_of(unscaled)
     exponent = add(bits, 1 << 23)
     f = float_of(bit_or(bit_and(bits, 0x7FFFFF), 0x43000000))
     p = where(_has_bit(exponent, 25), fp32(1.0), fp32(1e-4))
@@ -294,8 +294,8 @@ def _line(x: Any, slope: Any, offset: Any) -> Any:
 
 @part
 def _cell(x: Any, by: Any) -> Any:
-    """`u` of `codecs`, multiplied by `by`, without the lowest line, which only exp_avg_sq needs. For exp_avg, that line
-    gives values in the first cell only, and the next line gives the same cell."""
+    """`u` of `codecs`, multiplied by `by`, without line 0, which only exp_avg_sq needs. On line 0, exp_avg has the
+    single code 1, which line 1 gives there too."""
     u = _lower(_line(x, by * A1, by * B1), _line(x, by * A2, by * B2))
     v = _lower(_line(x, by * A3, by * B3), _line(x, by * A4, by * B4))
     return _lower(u, _lower(v, _lower(_line(x, by * A5, by * B5), _line(x, by * A6, by * B6))))
@@ -310,7 +310,7 @@ def _nearest(u: Any) -> Any:
 @part
 def encode(value: Any, inverse: Any, signed: Any) -> Any:
     """The code of a moment, as a word. `inverse` is 1 divided by its block's scale."""
-    # Steps of the contract that cannot change a code are left out.
+    # Steps of `codecs` that cannot change a code are left out.
     x = float_of(magnitude(value)) * inverse
     if signed:
         u = _lower(_nearest(_cell(x, 1)), fp32(126.5))

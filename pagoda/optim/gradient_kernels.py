@@ -1,9 +1,10 @@
 """CPU kernels that store and add gradients, and sum their squares on the way.
 
 Squares of fp32 values are exact in float64 and cannot overflow there, so a sum of squares is non-finite if and only if
-an element is. It is kept in LANES partial sums. In each row of 4 * LANES elements, the four that share a lane are added
-first, then go to the lane. So the number of elements alone fixes the order, not the width of the CPU's vectors.
-(64 lanes spread the stores of one row so far apart that fp32 copies lost a fifth of their rate.)
+an element is. It is kept in LANES partial sums (*lanes*), element i in lane i modulo LANES. In each row of 4 * LANES
+elements, the four squares of a lane are added to each other, and then to the lane. In the end, the lanes are added from
+first to last. So the order depends on the number of elements alone, not on the width of the CPU's vectors.
+(With 64 lanes, the stores of a row were so far apart that fp32 copies took a quarter more time.)
 """
 
 from collections.abc import Callable
@@ -35,15 +36,16 @@ class GradientKernels(NamedTuple):
 
 
 def arriving_dtype(kept: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    """The dtype in which a gradient of weights in `weight` is given to the kernels, which store or add it in `kept`.
+    """The dtype in which gradients are given to kernels. `kept`: dtype in which they are stored. `weight`: dtype of the
+    weights, in which autograd makes them.
 
-    The gradient is converted to `kept` before only if `kept` is not a longer dtype.
+    Kernels widen 16 bits to fp32. The caller makes any other conversion.
     """
     return weight if kept in (torch.float32, weight) else kept
 
 
 def gradient_kernels(kept: torch.dtype, arriving: torch.dtype | None = None) -> GradientKernels:
-    """The kernels for gradients that arrive in `arriving` and are kept in `kept`, which is the same dtype or fp32."""
+    """The kernels for gradients that are given in `arriving` and stored in `kept`, which is the same dtype or fp32."""
     forms = FORMS[kept], FORMS[arriving or kept]
     adding = _add_bf16 if forms == (BF16, BF16) else compiled(*forms, True)
     return GradientKernels(compiled(*forms, False), adding)

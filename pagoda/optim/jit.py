@@ -1,9 +1,9 @@
-"""The vocabulary of `arithmetic` for the CPU: strict Numba on single elements.
+"""The primitives of `arithmetic` for the CPU: strict Numba on single elements.
 
-Strict means no fast-math and no contraction: each operation rounds once, in the order that the rules define.
+Strict means no fast-math and no fused multiply-add: each operation rounds once, in the order that the rules define.
 
 Integers are unsigned 32-bit integers that wrap. Numba would compute in 64 bits, and a vector would hold half as many.
-So each operation is LLVM's own.
+So each operation is LLVM's 32-bit instruction.
 
 Numba's disk cache only compares the text of a kernel's own file. If you change this file, `arithmetic` or `wide`,
 delete the folder's `__pycache__`.

@@ -8,12 +8,12 @@ Invariants the caller keeps: each address is the start of ``n`` elements of the 
 and unshared during the call; regions do not overlap; scalars are Python floats; the thread does not flush
 denormals (``torch.set_flush_denormal``), as that changes bits. Any alignment is correct; 64 bytes is best.
 
-A kernel is compiled for the forms (`arithmetic`) of the master and of the gradient, once a process. A rule computes in
-fp32 whatever is stored, so the bits are those that the same values in fp32 would give. Which of several rules a kernel
-is for is a constant of it, too: Numba does not cache a kernel that is given a function.
+A kernel is compiled for the forms (`arithmetic`) of the master and of the gradient, once a process. It computes in
+fp32, so the bits are those that the same values stored in fp32 would give. Its rule is a constant too, and not an
+argument, because Numba does not cache kernels that take functions.
 
-Here are the kernels of rules, those that split and join masters, and the codec of 8-bit moments by itself.
-`gradient_kernels` has what takes gradients.
+This file has the kernels of rules, those that split and join masters, and the codec of 8-bit moments by itself.
+`gradient_kernels` has the kernels that store and add gradients.
 """
 
 from collections.abc import Callable

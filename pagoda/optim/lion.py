@@ -3,7 +3,7 @@
 Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (NeurIPS 2023), algorithm 2. The order of
 operations is that of the PyPI package ``lion-pytorch``.
 
-**Contract**: per element, in fp32, in this order, rounding once after each operation, with no fused multiply-add::
+**Definition**: per element, in fp32, in this order, rounding once after each operation, with no fused multiply-add::
 
     g = float(gradient) * grad_scale
     w = w * decay                               decay = 1 - lr * weight_decay
@@ -11,9 +11,8 @@ operations is that of the PyPI package ``lion-pytorch``.
     w = w - lr * sign(c)                        sign(0) = sign(NaN) = 0
     m = m * beta2 + g * one_minus_beta2
 
-The package's code in torch fuses the second product of c and of m with the sum. If these products are exact, as with
-betas that are powers of two, the bits are the package's. Otherwise c and m differ from the package's by one rounding at
-most.
+The package fuses the second multiplication of c and of m with the addition. So its bits are the same where these
+products are exact, for example with betas that are powers of two. Elsewhere, its c and m may differ by one rounding.
 """
 
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ from pagoda.optim.rule import ElementwiseRule, StateSpec, check_betas, check_not
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(ElementwiseRule):
-    """Settings of Lion: 8 bytes a parameter in all.
+    """Settings of Lion. Weight and momentum take 8 bytes a parameter.
 
-    lr: learning rate, >= 0: every weight moves by it. The paper advises a third to a tenth of AdamW's.
-    betas: rates of the momentum in the update's direction and in what is kept, each in [0, 1).
-    weight_decay: decoupled weight decay coefficient, >= 0; three to ten times AdamW's keeps lr * weight_decay.
+    lr: learning rate, >= 0. Each step changes every weight by lr. The paper advises a third to a tenth of AdamW's.
+    betas: decay rates of the momentum, in the direction of the update and in the stored momentum, each in [0, 1).
+    weight_decay: decoupled weight decay coefficient, >= 0. Three to ten times AdamW's keeps lr * weight_decay.
 
     Raises ConfigError, naming the field, for a value outside its range.
     """
@@ -54,7 +53,7 @@ class Lion(ElementwiseRule):
         return "lion"
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-        """grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2 and lr; every step is like the first."""
+        """grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2 and lr: the same in every step."""
         beta1, beta2 = self.betas
         decay = 1.0 - self.lr * self.weight_decay
         return tuple(map(fp32, (grad_scale, decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, self.lr)))

@@ -1,7 +1,7 @@
 """Means of the gradients of several ranks, added in a fixed order.
 
-**Contract.** Per element: the ranks' gradients are widened to fp32 and added one after another, in the given order, and
-each sum is rounded once. The sum is divided by the number of all ranks, and rounded once to the gradient's dtype (to
+**Definition.** Per element, the ranks' gradients are widened to fp32 and added one after another, in the given order.
+Each sum is rounded once. The sum is divided by the number of all ranks, and rounded once to the gradient's dtype (to
 nearest, ties to even). So the mean is a function of the gradients and their order alone: no transport, block size,
 thread count or device can change a bit.
 """

@@ -1,9 +1,9 @@
 """Muon on whole matrices, and AdamW on all else.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the scale of Liu et al.,
-"Muon is Scalable for LLM Training" (2025). A matrix is updated by torch's own function, so the bits are those of
-``torch.optim.Muon``; all else by the contract of `adamw`, which is element-wise, so large embeddings need not be in RAM
-whole.
+"Muon is Scalable for LLM Training" (2025). torch's own function updates matrices, so the bits are those of
+``torch.optim.Muon``. All other parameters are updated as in `adamw`. That rule is element-wise, so a large embedding
+need not be in RAM whole.
 """
 
 from collections.abc import Mapping
@@ -24,16 +24,16 @@ ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_at
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(TensorRule):
-    """Settings of Muon, with the names of ``torch.optim.Muon``, and of the AdamW beside it.
+    """Settings of Muon, with the names of ``torch.optim.Muon``, and of AdamW for parameters that Muon does not update.
 
-    lr, weight_decay: of Muon and of AdamW, >= 0.
+    lr, weight_decay: for Muon and AdamW, >= 0.
     momentum, nesterov, ns_coefficients, eps, ns_steps: as in torch.
-    adjust_lr_fn: how the step of a matrix follows from lr. "match_rms_adamw", which is not torch's default, makes steps
-        as large as AdamW's, so that one lr and one weight decay fit both. "original" is Jordan's.
-    betas, adamw_eps: settings of AdamW, which updates parameters that are not matrices, and the matrices below.
-    adamw_for: shell patterns of the names of matrices that AdamW updates: embeddings and the output head.
+    adjust_lr_fn: how lr is scaled for a matrix. "match_rms_adamw" (not torch's default) makes updates as large as
+        AdamW's, so that the same lr and weight_decay suit both. "original" is Jordan's scale.
+    betas, adamw_eps: of AdamW. It updates all parameters that are not matrices, and matrices named by adamw_for.
+    adamw_for: shell patterns for names of matrices. The default matches embeddings and output heads.
 
-    In addition to the fp32 master, the state takes 4 bytes for a parameter that Muon updates, and 8 for AdamW's.
+    In addition to the fp32 master, Muon's parameters take 4 bytes each and AdamW's take 8.
     Raises ConfigError, naming the field, for a value outside its range.
     """
 

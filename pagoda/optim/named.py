@@ -32,7 +32,7 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 
 def rule_from(name: str, asked: StatesConfig, settings: Mapping[str, Any]) -> Rule:
-    """The rule of that name with `asked` and with the settings on which its states depend. Raises like `rule_named`."""
+    """The rule of that name with `settings`, and with the moments and options of `asked`. Raises like `rule_named`."""
     if name == "adamw":
         settings = {**settings, "moments": asked.moments}
     else:

@@ -1,13 +1,13 @@
 """Update rules: the interface between the math of an optimizer and the code that moves its state.
 
-A rule is a frozen dataclass of settings, with the names and defaults of torch's class where torch has one. It says
+A rule is a frozen dataclass of settings, with the names and defaults of torch's class where torch has one. It defines
 
 - which states a parameter has beside its gradient (`states`), weights first,
-- which of its settings a param group carries (`defaults`), and what it is with those of a group (`with_group`),
-- how its states look in a torch ``state_dict`` (`torch_state`, `kept_states`),
+- which of its settings a param group can change (`defaults`), and the rule with a group's settings (`with_group`),
+- how its states appear in a torch ``state_dict`` (`torch_state`, `kept_states`),
 
-and how an update is computed. An `ElementwiseRule` is a kernel on flat blocks of any cut, with the scalars of one step;
-a `TensorRule` is a function of a parameter's whole tensors.
+and how an update is computed. An `ElementwiseRule` has a kernel that updates flat blocks of any size. A `TensorRule`
+has a function that updates a parameter's whole tensors.
 
 **Split master.** In precision "bf16" the fp32 master weight is stored as two halves. With ``bits`` its 32
 bits as an unsigned integer, modulo 2**32::
@@ -23,10 +23,10 @@ This is lossless for every bit pattern. (Ties to even is not: int16 holds -0x800
     weight_low = int16(rint((master - weight) / unit))   at most 2 ** 14 in magnitude
     master     = weight + weight_low * unit
 
-fp16 has fewer exponents than fp32, so the bits of the master cannot be cut in two. Instead, ``weight_low`` is the
-difference of master and weight, in units of the weight's last place / 2 ** 15. The pair is exact for magnitudes from
-2 ** -16 (1.5e-5) on. Below, where fp16 itself is denormal, the master is rounded to a multiple of 2 ** -39 (1.8e-12).
-A master that was joined from two halves is split into the same halves again.
+fp16 has fewer exponents than fp32, so the bits of the master cannot be cut in two. Instead, weight_low is the
+difference between master and weight, in units of 2 ** -15 of the weight's last place. This is exact for magnitudes of
+at least 2 ** -16 (1.5e-5). Smaller masters are rounded to a multiple of 2 ** -39 (1.8e-12). Splitting a joined master
+again changes nothing.
 """
 
 import math
@@ -61,15 +61,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of a parameter, flat in its home.
+    """One state of a parameter. Pages store it flat.
 
     It has one element of ``dtype`` for every ``per`` elements of the parameter; the last one covers the rest if ``per``
     does not divide their number. With ``shape_of``, a function of the parameter's name and shape returns the state's
     own shape, or None if the parameter does not have the state.
 
-    ``whole`` is a function of a parameter's name and shape: whether its update takes the whole state. None: for no
-    parameter, so that any block of elements can be updated by itself. ``copied``: whether such an update computes on
-    fp32 copies (`TensorRule.copies`).
+    ``whole`` is a function of a parameter's name and shape. It returns whether the update needs the whole state. None:
+    no update does, so any block of elements can be updated by itself. ``copied``: whether an update of the whole state
+    computes on fp32 copies (`TensorRule.copies`).
 
     ``of_gradients``: its new value is a function of gradients and of its old value, but not of weights.
     """
@@ -83,8 +83,8 @@ class StateSpec:
     of_gradients: bool = False
 
     def elements(self, numel: int) -> int:
-        """Elements of the state for ``numel`` elements of the parameter. Also the place of the first one, if ``per``
-        divides it."""
+        """Number of elements of the state for ``numel`` elements of the parameter. Also converts an index in the
+        parameter to an index in the state, if ``per`` divides it."""
         return -(-numel // self.per)
 
     def shape(self, parameter: str, shape: Shape) -> Shape | None:
@@ -146,7 +146,7 @@ class Rule(ABC):
             changed = {key: value for key, value in rule.defaults().items() if value != mine[key]}
             raise ConfigError(
                 f"{self.name} keeps {kept or 'no states'}, and a param group with {changed} needs {wanted or 'none'}: "
-                "these settings decide on states, so give them to the rule, for all groups"
+                "these settings determine which states exist, so give them to the rule, for all groups"
             )
         return rule
 
@@ -160,8 +160,7 @@ class Rule(ABC):
     def steps_in(self, state: Mapping[str, Any]) -> int:
         """Number of updates that the parameter of such an entry has had. 0 for an empty entry.
 
-        If updates are not counted, any positive number of them is 1, because the number does not matter after the
-        first.
+        If the rule does not count updates, this is 1 after one or more: only the first update differs from the others.
         """
         if self.counts_steps:
             return int(state.get("step", 0))

@@ -3,7 +3,7 @@
 Source: Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in deep learning" (ICML
 2013), in torch's form, where the learning rate is not in the buffer.
 
-**Contract**: per element, in fp32, in this order, rounding once after each operation, with no fused multiply-add::
+**Definition**: per element, in fp32, in this order, rounding once after each operation, with no fused multiply-add::
 
     g = float(gradient) * grad_scale
     g = g + w * weight_decay
@@ -11,10 +11,12 @@ Source: Sutskever, Martens, Dahl and Hinton, "On the importance of initializatio
     d = g + m * momentum where nesterov is 1, else m
     w = w - lr * d
 
-At a parameter's first update, torch sets the buffer to the gradient, whatever the dampening. ``taken`` is then 1 and
-``carried`` -0.0, so that even zeros keep the gradient's sign. Without momentum there is no buffer, and d is g. torch's
-vectorised code fuses multiplications with the additions that follow. If the products are exact, as with settings that
-are powers of two, the bits are torch's. Otherwise each of the five lines differs from torch's by one rounding at most.
+``carried`` is the momentum and ``taken`` is 1 - dampening. At a parameter's first update, torch sets the buffer to the
+gradient, whatever the dampening. So ``taken`` is then 1 and ``carried`` is -0.0, which also keeps the sign of zeros.
+Without momentum there is no buffer, and d is g.
+
+torch's vectorised code fuses each multiplication with the addition that follows. So its bits are the same where the
+products are exact, for example with settings that are powers of two. Elsewhere, each line may differ by one rounding.
 """
 
 from dataclasses import dataclass
@@ -32,12 +34,12 @@ class SGD(ElementwiseRule):
     """Settings of SGD, with the names and defaults of ``torch.optim.SGD``.
 
     lr: learning rate, >= 0.
-    momentum: share of the buffer that is carried on, >= 0. 0 keeps no buffer: 4 bytes a parameter in all.
+    momentum: factor of the buffer in each step, >= 0. With 0 there is no buffer, and weights take 4 bytes a parameter.
     dampening: share of the gradient that is left out of the buffer.
     weight_decay: coefficient of the weight that is added to the gradient (L2 penalty), >= 0.
     nesterov: look ahead by one step of momentum; needs momentum, and no dampening.
 
-    Param groups may differ in momentum, but none can have it where the rule has none.
+    Param groups may differ in momentum, but it is 0 in all of them or in none.
     Raises ConfigError, naming the field, for a value outside its range.
     """
 

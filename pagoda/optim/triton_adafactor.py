@@ -27,7 +27,7 @@ OF_GRADIENT, OF_WEIGHT, OF_UPDATE = (tl.constexpr(number) for number in range(3)
 
 
 @jit()
-def _place(rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
+def _block_of_program(rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
     """The number of a program's matrix, and the row and column of its block, counted in blocks."""
     number = tl.program_id(0).to(tl.int64)
     blocks, groups = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
@@ -69,7 +69,7 @@ def sum_block(
 ) -> None:
     """Sums of squares in a block: of the gradients of each column, shape [groups, matrices, columns], or of all its
     weights or updates, one number per block."""
-    matrix, group, block = _place(rows, columns)
+    matrix, group, block = _block_of_program(rows, columns)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < columns
     total = tl.zeros([COLUMNS], tl.float64)

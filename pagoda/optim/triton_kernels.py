@@ -54,11 +54,9 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
         scalars = tuple(arguments[random:])
         tensors = [_bits(state) for state in states]
         if precision == "fp32":
-            tensors.insert(0, tensors[0])  # there is no low half, and its pointer is not used
+            tensors.insert(0, tensors[0])  # stands for the low half, which the kernel does not use
         if plain:
-            tensors = [*tensors, tensors[0], tensors[0]][
-                :4
-            ]  # nor are the pointers of moments that the rule does not have
+            tensors = [*tensors, tensors[0], tensors[0]][:4]  # stand for moments that the rule does not have
         grid = (cdiv(n, _SIZE),)
         function[grid](*tensors, _bits(grad), n, *noise, scalars, **constants, **forms, size=_SIZE, **_STRICT)
 
@@ -179,7 +177,7 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: tor
 
 
 def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-    # Aligned like every block of a unit.
+    # Aligned like every block of a unit, because Triton compiles a kernel for the alignment of its arguments.
     states = rule.states(precision)
     tensors = [torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device) for state in states]
     noise = () if rule.noise("", 1) is None else (0, 0, 0)

@@ -1,4 +1,4 @@
-"""`arithmetic` on a GPU. Triton compiles its source with the vocabulary below in place of the CPU's.
+"""`arithmetic` on a GPU. Triton compiles its source with the primitives below in place of the CPU's.
 
 Triton's `*`, `+` and `-` on fp32 round once each if the launch has `enable_fp_fusion=False`. `/` and `sqrt` do not, so
 division and square root are `tl.div_rn` and `tl.sqrt_rn`. Integers wrap if `sanitize_overflow` is off.
@@ -114,17 +114,17 @@ def square_root(value: tl.tensor) -> tl.tensor:
     return tl.sqrt_rn(value)
 
 
-def _on_gpu(words: dict[str, Any], source: ModuleType) -> dict[str, Any]:
-    """The functions of `source`, by name. They see each other, the vocabulary, and the constants of `source`."""
+def _on_gpu(primitives: dict[str, Any], source: ModuleType) -> dict[str, Any]:
+    """The functions of `source`, by name. They see each other, the primitives, and the constants of `source`."""
     numbers = {name: tl.constexpr(value) for name, value in vars(source).items() if isinstance(value, int | float)}
-    scope = {**words, **numbers, "tl": tl, "Any": tl.tensor, "__name__": __name__}
+    scope = {**primitives, **numbers, "tl": tl, "Any": tl.tensor, "__name__": __name__}
     for name, value in vars(source).items():
         plain = getattr(value, "py_func", None)
         if plain is not None and name not in scope:
             function = FunctionType(plain.__code__, scope, plain.__name__)
             function.__module__, function.__qualname__ = __name__, plain.__qualname__
             scope[name] = jit()(function)
-    # The CPU's own may be an instruction.
+    # The CPU's version may be an instruction.
     scope["fp16_to_fp32"], scope["fp32_to_fp16"] = scope["fp16_to_fp32_in_integers"], scope["fp32_to_fp16_in_integers"]
     return scope
 

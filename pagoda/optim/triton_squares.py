@@ -30,12 +30,11 @@ def _row(gradient: tl.tensor, at: tl.tensor, form: tl.constexpr) -> tl.tensor:
 def square_sums(gradient: tl.tensor, sums: tl.tensor, n: tl.tensor, piece: tl.constexpr, form: tl.constexpr) -> None:
     """The partial sums of squares of each `piece` of ``n`` elements, shape [pieces, LANES] in fp64.
 
-    gradient: bf16 or fp16, as int16, or fp32, as `form` says. A program computes one piece, and a thread one lane of
-    it. A lane adds up every LANES-th element, four at a time, as `gradient_kernels` does. The sum of a piece's lanes,
-    from first to last, has the bits of `store_gradient`.
+    gradient: bf16 or fp16, as int16, or fp32, as `form` says. A program has one piece, and each of its threads has one
+    lane. The order of additions is that of `gradient_kernels`: adding the lanes of a piece from first to last gives the
+    bits of `store_gradient`.
 
-    Additions follow one another, but loads need not: _AHEAD rows are loaded at once. Otherwise a piece would wait for
-    memory once a row.
+    Rows are added one after another, but _AHEAD rows are loaded together. Otherwise each row would wait for memory.
     """
     first = tl.program_id(0) * piece
     count = tl.minimum(n - first, piece)

@@ -1,4 +1,4 @@
-"""Update kernels on a GPU: the contracts of rules, with every codec of moments.
+"""Update kernels on a GPU: the element-wise rules, with every codec of moments.
 
 A kernel takes pointers to the first of `n` elements: bf16 values and int16 halves as int16, codes as uint8, fp32 as
 fp32. It does not use pointers to states that its rule does not have. `scalars` are the rule's, as a tuple.

@@ -1,17 +1,17 @@
 """The codec of 8-bit moments for CPUs that look bytes up in registers (AVX-512 VBMI): 64 elements at a time.
 
-`arithmetic` computes the same codes by arithmetic alone, which any vector unit can do. Table look-ups take a third of
-the instructions, but compilers do not turn a loop into them. So this file writes LLVM's vector instructions itself. All
-tables are computed with `arithmetic`, and the bits are the same.
+`arithmetic` computes the maps of `codecs` with instructions of every vector unit. Lookups in tables take a third of the
+instructions, but compilers do not make lookups of a loop. So this file emits LLVM's vector instructions itself. It
+fills the tables with the functions of `arithmetic`, so the bits are the same.
 
-Decoding: a table for each of the four bytes of an fp32 value, with the code as the index. The bytes are then
-interleaved.
+Decoding looks up each of the four bytes of a value by its code, and interleaves the bytes.
 
-Encoding: `codecs` computes u as the least of several straight lines (`LINES`). So the line that gives the least depends
-on x alone. From `_LEAST` to 1, each line is the least from some value of x on, and the upper 8 bits of no two of these
-values are equal. The upper 8 bits of x give a number of `carries`. It is added to the bits of x, and carries into the
-upper bits if x is not below the value where the line begins. The upper bits of the sum then give the slope and the
-offset. The last cell of a line ends where the next line begins. So u is at most `_TOPS` times the line's offset.
+Encoding looks up the line of `codecs.LINES` on which x lies, where `arithmetic` computes all lines. The index of the
+tables is the upper 8 of the 32 bits of x, modulo 16. From `_LEAST` to 1, at most one line begins among the values with
+the same upper bits. The first table, `carries`, has a number to add to the bits of x: the sum carries into the upper
+bits if x is past the beginning of that line. The upper bits of the sum are the index in the tables of slopes and
+offsets. The last cell of a line extends into the next power of ten (see `codecs`), and there u is limited to `_TOPS`
+times the line's offset.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ from pagoda.optim.jit import HAS_BYTE_LOOKUPS, float_of
 WIDTH = 64
 """Elements that are encoded or decoded at a time."""
 _LEAST = 2.0**-28
-"""Smaller values of x have the code of zero, or of the smallest value above zero."""
+"""A smaller x has the code of this value, or of zero."""
 _TOPS = {True: 2.22, False: 2.245}
-"""By `signed`: times the offset of any line, it lies in the last cell of that line."""
+"""By `signed`: a factor that gives u in the last cell of any line, if multiplied by the line's offset."""
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BYTES, _WORDS = ir.VectorType(_I8, WIDTH), ir.VectorType(_I16, WIDTH // 2)
@@ -54,7 +54,7 @@ def _bits(value: float) -> int:
 
 
 def _first_with(code: int, signed: bool) -> int:
-    """The bits of the least x that has a code."""
+    """The bits of the least x with this code or a higher one."""
     low, high = 0, _bits(1.0)
     while low < high:
         middle = (low + high) // 2
@@ -63,8 +63,8 @@ def _first_with(code: int, signed: bool) -> int:
 
 
 def _lines(signed: bool) -> tuple[list[int], list[float], list[float]]:
-    """(carries, slopes, offsets), each by the lowest four bits of an index. What is added to the code of exp_avg_sq is
-    one, so that it too begins with a power of two on each line."""
+    """The tables (carries, slopes, offsets), by the lowest four bits of an index. For exp_avg_sq, slopes and offsets
+    give its code plus 1, which begins with a power of two on each line, as exp_avg's code does."""
     by, extra = (1, 0) if signed else (2, 1)
     pieces = [(_first_with(by * 2**e - extra, signed), by * a, by * b) for e, (a, b) in enumerate(LINES)]
     top = 127 if signed else 255
@@ -112,13 +112,13 @@ def _spread(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def _by_lanes(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Bytes whose 128-bit lanes have changed places with their 32-bit parts."""
+    """Bytes as a transposed 4 x 4 matrix of 32-bit parts, whose rows are the 128-bit lanes."""
     parts = b.bitcast(value, _INTS)
     return b.bitcast(_shuffled(b, parts, parts, [4 * lane + part for part in range(4) for lane in range(4)]), _BYTES)
 
 
 def _interleaved(b: ir.IRBuilder, low: ir.Value, high: ir.Value, vector: ir.Type) -> list[ir.Value]:
-    """Elements of twice the size from the halves of each, in two vectors, lane by lane."""
+    """Join elements' low and high halves, within each 128-bit lane. Returns two vectors."""
     count = low.type.count
     lane, half = count // 4, count // 8
     places = [[lane * n + k + h for n in range(4) for k in range(half) for h in (0, count)]]
@@ -127,7 +127,7 @@ def _interleaved(b: ir.IRBuilder, low: ir.Value, high: ir.Value, vector: ir.Type
 
 
 def _packed(b: ir.IRBuilder, name: str, vector: ir.Type, values: Sequence[ir.Value]) -> list[ir.Value]:
-    """Pairs of vectors as one of elements half as large, lane by lane."""
+    """Pack each pair of vectors into one with elements of half the size, within each 128-bit lane."""
     return [_call(b, name, vector, *values[i : i + 2]) for i in range(0, len(values), 2)]
 
 
@@ -140,7 +140,7 @@ def _most(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
 
 
 def _decode(b: ir.IRBuilder, codes: ir.Value, values: ir.Value, scale: ir.Value, signed: bool) -> None:
-    """Values, at an address, of the codes at another."""
+    """Emit the decoding of `WIDTH` codes at one address to values at another."""
     scales = _spread(b, scale)
     table = [_bits(_value_of(code, signed)) for code in range(256)]
     code = _by_lanes(b, b.load(_at(b, codes, _BYTES), align=1))
@@ -163,13 +163,13 @@ def _decode(b: ir.IRBuilder, codes: ir.Value, values: ir.Value, scale: ir.Value,
 
 
 def _encode(b: ir.IRBuilder, values: ir.Value, codes: ir.Value, inverse: ir.Value, signed: bool) -> None:
-    """Codes, at an address, of the values at another; `inverse` is 1 over their scale."""
+    """Emit the encoding of `WIDTH` values at one address to codes at another. `inverse` is 1 / scale."""
     steps, a, o = _lines(signed)
     carries, slopes, offsets = _constant(_I32, steps), _constant(_F32, a), _constant(_F32, o)
     inverses = _spread(b, inverse)
     to_top = _bits(_TOPS[signed] * LINES[0][1]) - _bits(LINES[0][1])
     shift, least = _all(_I32, 24), _all(_I32, _bits(_LEAST))
-    # Each operation on all vectors: so the CPU finds work while one waits for its operands.
+    # Each operation is emitted for all vectors, so that the CPU has other work while one waits for its operands.
     raw = [b.load(_at(b, values, _INTS, index), align=1) for index in range(4)]
     magnitudes = [b.and_(bits, _all(_I32, 0x7FFFFFFF)) for bits in raw]
     x = [b.bitcast(b.fmul(b.bitcast(value, _FLOATS), inverses), _INTS) for value in magnitudes]
@@ -199,12 +199,12 @@ def _encode(b: ir.IRBuilder, values: ir.Value, codes: ir.Value, inverse: ir.Valu
     b.store(code, _at(b, codes, _BYTES), align=1)
 
 
-def _intrinsic(write: Callable[..., None], signed: bool) -> Any:
-    """What `write` writes, as a function of two addresses and a factor."""
+def _intrinsic(emit: Callable[..., None], signed: bool) -> Any:
+    """A function of two addresses and a factor, for kernels. `emit` emits its instructions."""
 
     def typed(_context: Any, _source: Any, _target: Any, _factor: Any) -> Any:
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            write(builder, *args, signed)
+            emit(builder, *args, signed)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.float32), codegen
@@ -218,8 +218,8 @@ _encode_signed, _encode_unsigned = _intrinsic(_encode, True), _intrinsic(_encode
 
 @part
 def _decode_groups(codes: Any, values: Any, n: Any, scale: Any, signed: Any) -> Any:
-    """Decode the first of `n` codes at an address to fp32 at another; returns how many: all but less than `WIDTH`. Of
-    exp_avg, which is `signed`, or exp_avg_sq."""
+    """Decode codes at one address to fp32 at another, in groups of `WIDTH`: all of `n` except an incomplete last group.
+    Returns their number. `signed`: of exp_avg, otherwise of exp_avg_sq."""
     done = n - n % WIDTH
     for i in range(0, done, WIDTH):
         if signed:
@@ -231,7 +231,7 @@ def _decode_groups(codes: Any, values: Any, n: Any, scale: Any, signed: Any) -> 
 
 @part
 def _encode_groups(values: Any, codes: Any, n: Any, inverse: Any, signed: Any) -> Any:
-    """The reverse; `inverse` is 1 over the scale."""
+    """The reverse. `inverse` is 1 / scale."""
     done = n - n % WIDTH
     for i in range(0, done, WIDTH):
         if signed:

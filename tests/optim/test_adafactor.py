@@ -40,7 +40,7 @@ def update(rule: Adafactor, step: int, states: States, gradient: torch.Tensor, g
     rule.update(step, states["weight"], gradient, own, states.get("weight_low"), grad_scale)
 
 
-# --- the contract, in plain torch ---------------------------------------------------------------------------------
+# --- the definition, in plain torch -------------------------------------------------------------------------------
 
 
 def folded(values: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def root(value: torch.Tensor) -> torch.Tensor:
     return value.double().sqrt().float()
 
 
-def contract(rule: Adafactor, step: int, states: States, gradient: torch.Tensor, grad_scale: float = 1.0) -> None:
+def defined(rule: Adafactor, step: int, states: States, gradient: torch.Tensor, grad_scale: float = 1.0) -> None:
     """`update` of fp32 weights, by the docstring of `adafactor`."""
     numbers = [torch.tensor(number) for number in rule.scalars(step, grad_scale)]
     scale, share, eps, floor, rate, least, most, decay, beta1, one_minus_beta1 = numbers
@@ -124,7 +124,7 @@ def test_the_kernels_have_the_bits_of_the_contract(rule: Adafactor, shape: tuple
     ours, theirs = fresh(rule, shape), fresh(rule, shape)
     for step in range(1, 4):
         update(rule, step, ours, randn(shape, step), 0.7)
-        contract(rule, step, theirs, randn(shape, step), 0.7)
+        defined(rule, step, theirs, randn(shape, step), 0.7)
     assert_same_states(ours, theirs)
 
 
@@ -156,7 +156,7 @@ def test_rows_and_columns_are_summed_in_the_stated_order(name: str) -> None:
     gradient = TELLING[name]
     ours, theirs = (fresh(DEFAULTS, tuple(gradient.shape)) for _ in range(2))
     update(DEFAULTS, 1, ours, gradient)
-    contract(DEFAULTS, 1, theirs, gradient)
+    defined(DEFAULTS, 1, theirs, gradient)
     assert_same_states(ours, theirs)
 
 
@@ -167,7 +167,7 @@ def test_weights_are_summed_in_the_stated_order(shape: tuple[int, ...]) -> None:
         ours, theirs = (fresh(DEFAULTS, shape) for _ in range(2))
         ours["weight"], theirs["weight"] = (telling(1, gradient.numel(), seed).view(shape) for _ in range(2))
         update(DEFAULTS, 1, ours, gradient)
-        contract(DEFAULTS, 1, theirs, gradient)
+        defined(DEFAULTS, 1, theirs, gradient)
         assert_same_states(ours, theirs)
 
 
@@ -182,7 +182,7 @@ def test_factors_of_rows_are_summed_in_the_stated_order() -> None:
     ours, theirs = copy_of(given), copy_of(given)
     rule, gradient = Adafactor(eps=(1e-12, 1e-3)), torch.full(shape, 2.0**-15)
     update(rule, late, ours, gradient)
-    contract(rule, late, theirs, gradient)
+    defined(rule, late, theirs, gradient)
     assert_same_states(ours, theirs)
 
 

@@ -1,4 +1,4 @@
-"""The update kernels keep the rules' contracts: bits, blocks, threads, formats, and how they were compiled."""
+"""The update kernels compute what the rules define: bits, blocks, threads, formats, and how they were compiled."""
 
 import platform
 import re

@@ -159,7 +159,7 @@ def test_placement_does_not_change_a_bit(
 
 
 def plain(model: nn.Module, loop: Loop) -> Outcome:
-    """Training with torch alone, one parameter at a time, by the contract of the update."""
+    """Training with torch alone, one parameter at a time, by the definition of the update."""
     for router in [module for module in model.modules() if type(module).__name__ == "SwitchTransformersTop1Router"]:
         router.classifier = SwitchRouter.of(router.classifier)  # theirs casts its own weight to fp32, for good
     outcome = Outcome()
