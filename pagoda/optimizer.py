@@ -16,7 +16,7 @@ from pagoda.checkpoint.state import ParameterState, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
 from pagoda.checkpoint.torch_file import torch_file
 from pagoda.construction.model_checks import check_step
-from pagoda.distributed.tensors import Form
+from pagoda.distributed.tensors import DTensorForm
 from pagoda.errors import UsageError
 from pagoda.optim.param_groups import NamedGroup, check_groups
 from pagoda.optim.rule import Rule
@@ -235,7 +235,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         One parameter's states are in RAM at a time. The file appears, or is replaced, only when it is complete. Raises
         StorageError, and UsageError if tensor-parallel ranks divide parameters.
         """
-        if any(isinstance(form, Form) for unit in self._engine.units for form in unit.forms):
+        if any(isinstance(form, DTensorForm) for unit in self._engine.units for form in unit.forms):
             raise UsageError(
                 "Each tensor-parallel rank has only a part of each state: use save_checkpoint, or "
                 "torch.distributed.checkpoint with pagoda.OptimizerState."

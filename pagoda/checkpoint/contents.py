@@ -6,7 +6,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from pagoda.checkpoint.state import ParameterState, Place, all_states, gather_from_all_stages
+from pagoda.checkpoint.state import ParameterState, Position, all_states, gather_from_all_stages
 from pagoda.checkpoint.tensors import TensorSpec
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
@@ -19,7 +19,7 @@ class Stored:
 
     states: dict[str, Shape]
     """Name of each of its states -> shape of the state."""
-    place: Place
+    position: Position
     whole_states: dict[str, Shape]
     """`states` of the whole parameter that it is a part of."""
     steps: int | None
@@ -29,13 +29,13 @@ class Stored:
     def of(cls, parameter: ParameterState) -> "Stored":
         """This rank's part of a parameter."""
         engine, unit, slot = parameter
-        place, states = parameter.place, {name: span.shape for name, span in parameter.spans().items()}
+        position, states = parameter.position, {name: span.shape for name, span in parameter.spans().items()}
         wholes = {
             state.name: shape
             for state in engine.plan.layout.states
-            if state.name in states and (shape := state.shape(place.whole, place.shape)) is not None
+            if state.name in states and (shape := state.shape(position.whole, position.shape)) is not None
         }
-        return cls(states, place, wholes, unit.steps[slot] if slot < unit.trainable else None)
+        return cls(states, position, wholes, unit.steps[slot] if slot < unit.trainable else None)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Contents:
     @property
     def steps(self) -> dict[str, int]:
         """Whole trainable parameter -> number of updates it has had."""
-        return {one.place.whole: one.steps for one in self.stored.values() if one.steps is not None}
+        return {one.position.whole: one.steps for one in self.stored.values() if one.steps is not None}
 
     def specs(self, state: StateSpec, but: Collection[str] = ()) -> list[TensorSpec]:
         """The tensors of one state, except those named in `but`."""
@@ -86,9 +86,9 @@ class Contents:
         shapes: dict[str, Shape] = {}
         for one in self.stored.values():
             if state.name in one.states:
-                name, of_whole = one.place.whole, one.whole_states[state.name]
+                name, of_whole = one.position.whole, one.whole_states[state.name]
                 if state.per > 1:
-                    of_whole = (parts(name) * state.elements(prod(one.place.shape) // parts(name)),)
+                    of_whole = (parts(name) * state.elements(prod(one.position.shape) // parts(name)),)
                 shapes[name] = of_whole
         return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
 
@@ -97,14 +97,14 @@ class Contents:
         dimension of shards, and the names of its parts in order."""
         found: dict[str, list[str]] = {}
         for name, one in self.stored.items():
-            if one.place.whole != name and (one.place.dim is not None) == shards:
-                found.setdefault(one.place.whole, []).append(name)
-        places = {name: one.place for name, one in self.stored.items()}
+            if one.position.whole != name and (one.position.dim is not None) == shards:
+                found.setdefault(one.position.whole, []).append(name)
+        positions = {name: one.position for name, one in self.stored.items()}
         return {
             whole: {
-                "shape": list(places[names[0]].shape),
-                **({"dim": places[names[0]].dim} if shards else {}),
-                "parts": sorted(names, key=lambda name: places[name].start),
+                "shape": list(positions[names[0]].shape),
+                **({"dim": positions[names[0]].dim} if shards else {}),
+                "parts": sorted(names, key=lambda name: positions[name].start),
             }
             for whole, names in found.items()
         }
@@ -112,6 +112,6 @@ class Contents:
     def groups(self, mine: list[NamedGroup]) -> list[NamedGroup]:
         """Param groups with the whole parameters that are in them on any rank."""
         return [
-            {**group, "params": list(dict.fromkeys(self.stored[name].place.whole for name in names))}
+            {**group, "params": list(dict.fromkeys(self.stored[name].position.whole for name in names))}
             for group, names in zip(mine, self.members, strict=True)
         ]

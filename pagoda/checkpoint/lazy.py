@@ -20,7 +20,7 @@ from pagoda.errors import CheckpointError
 
 Read = Callable[[int, int], torch.Tensor]
 """Function that returns elements [start, start + count) of a tensor, flat."""
-_CLOSE = 16
+_MAX_READ_RATIO = 16
 """Most elements to read for each one that is wanted, e.g. for the part of each row that one of several ranks has."""
 
 
@@ -152,7 +152,7 @@ def _read_part_of_rows(whole: LazyTensor, width: int, first: int, kept: int, sta
     rows = [(row * width + first + begin, end - begin) for row, begin, end in _rows(kept, start, count)]
     at, (last, its_count) = rows[0][0], rows[-1]
     length = last + its_count - at
-    if length > _CLOSE * count:
+    if length > _MAX_READ_RATIO * count:
         return torch.cat([whole.read(*row) for row in rows])
     values = whole.read(at, length)
     return torch.cat([values[begin - at : begin - at + some] for begin, some in rows])

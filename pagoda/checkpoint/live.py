@@ -11,8 +11,8 @@ from torch import nn
 from pagoda.checkpoint.lazy import LazyTensor, cat
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.reader import BUFFERS
-from pagoda.checkpoint.state import ParameterState, Place, all_states, gather_from_stage, states_of, unpaged
-from pagoda.distributed.tensors import Form
+from pagoda.checkpoint.state import ParameterState, Position, all_states, gather_from_stage, states_of, unpaged
+from pagoda.distributed.tensors import DTensorForm
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.store import LOW
@@ -58,21 +58,21 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]
 def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict[str, LazyTensor]]:
     """State -> name in the user's model -> tensor, for weights and low halves of masters."""
     parameters = all_states(engine)
-    mine = [parameter.place for parameter in parameters]
+    mine = [parameter.position for parameter in parameters]
     by_part, group = [mine], engine.rank_group
     if group is not None and group.parts > 1:
         apart = group.collectives.mesh.ranks.tensor_parallel
-        by_part = gather_from_stage(engine, "the places of all weights", mine)[::apart][: group.parts]
+        by_part = gather_from_stage(engine, "the positions of all weights", mine)[::apart][: group.parts]
     found: dict[str, dict[str, LazyTensor]] = {}
     for state in [state.name for state in engine.plan.layout.states if state.name in (WEIGHT, LOW)]:
-        tiles: dict[str, list[tuple[Place, LazyTensor]]] = {}
+        tiles: dict[str, list[tuple[Position, LazyTensor]]] = {}
         for number, parameter in enumerate(parameters):
             if state not in parameter.spans():
                 continue
             tensor, divided = _whole(parameter, state), parameter.unit.index in engine.plan.layout.expert_units
-            for part, places in enumerate(by_part if divided else [mine]):
+            for part, positions in enumerate(by_part if divided else [mine]):
                 its = tensor if len(by_part) == 1 or not divided else _of_part(parameter, tensor, part, receivers)
-                tiles.setdefault(places[number].whole, []).append((places[number], its))
+                tiles.setdefault(positions[number].whole, []).append((positions[number], its))
         for name, of_name in tiles.items():
             joined = cat([tensor for _, tensor in sorted(of_name, key=lambda tile: tile[0].start)])
             shape = of_name[0][0].shape
@@ -83,7 +83,7 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
 def _whole(parameter: ParameterState, state: str) -> LazyTensor:
     """A state of a whole parameter, which tensor-parallel ranks may have divided."""
     mine, form = parameter.lazy(state), parameter.unit.forms[parameter.slot]
-    if not isinstance(form, Form) or parameter.spec.shard is None:
+    if not isinstance(form, DTensorForm) or parameter.spec.shard is None:
         return mine
     latest: list[torch.Tensor] = []
 

@@ -10,7 +10,7 @@ from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.state import ParameterState, WholeState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
-from pagoda.distributed.tensors import Form
+from pagoda.distributed.tensors import DTensorForm
 from pagoda.errors import CheckpointError
 from pagoda.optim.param_groups import check_groups
 from pagoda.optim.rule import Rule
@@ -57,7 +57,7 @@ def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
     """
     engine, unit, slot = state
     form = unit.forms[slot]
-    if isinstance(form, Form):
+    if isinstance(form, DTensorForm):
         wholes = {k: v for k, v in entry.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
         entry = {**entry, **{key: state.stored(value) for key, value in wholes.items()}}
     unit.steps[slot] = engine.rule.steps_in(entry)

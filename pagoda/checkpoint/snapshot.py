@@ -69,9 +69,8 @@ class Snapshot:
         buffers = dict(unpaged(self._model))
         buffer_specs = self._buffer_specs(buffers)
         # The first rank decides which checkpoints are replaced, and the new checkpoint's id.
-        said = gather_from_all_stages(
-            self._engine, "save_checkpoint()", (rng_state(), list(replaces), new_checkpoint_id())
-        )
+        mine = rng_state(), list(replaces), new_checkpoint_id()
+        said = gather_from_all_stages(self._engine, "save_checkpoint()", mine)
         generators, (_, replaces, checkpoint_id) = [generator for generator, _, _ in said], said[0]
         contents = Contents.of(self._engine, groups)
         content = {

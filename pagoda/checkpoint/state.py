@@ -27,7 +27,7 @@ from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of this rank's part of a parameter in the user's model."""
 
     whole: str
@@ -81,14 +81,14 @@ class ParameterState(NamedTuple):
         return (0, 1) if shard is None else (shard.dim, shard.ranks)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         part, shard = self.spec.part, self.spec.shard
         if shard is not None:
-            return Place(self.whole, self.unit.part_index(self.slot), shard.dim, shard.shape)
+            return Position(self.whole, self.unit.part_index(self.slot), shard.dim, shard.shape)
         return (
-            Place(self.whole, 0, None, self.spec.shape)
+            Position(self.whole, 0, None, self.spec.shape)
             if part is None
-            else Place(self.whole, part.start, None, part.shape)
+            else Position(self.whole, part.start, None, part.shape)
         )
 
     @property

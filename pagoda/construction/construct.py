@@ -109,7 +109,7 @@ def describe(
                 parts.update({id(param): Part(*whole, start) for param, start in module.parts(short)})
             tiles.update(module.tiles.values())
         if isinstance(module, RoutedExperts):
-            rows.add(module.row)
+            rows.add(module.container)
         children = tuple(
             visit(child, _join(name, short), read_above=not has_forward(child))
             for short, child in module.named_children()

@@ -47,8 +47,8 @@ class Call:
     """For ON_ALL_RANKS: the name of the collective, for errors."""
     version: int = 0
     """The unit's number of updates. In a list, the number since the part of the program began."""
-    due: int = field(default=0, compare=False)
-    """Compute's position in the trace when the rank wanted it. An entry of a list waits until compute is there."""
+    position: int = field(default=0, compare=False)
+    """Compute's position in the trace."""
     lists: tuple[int, ...] = ()
     """For BEGIN: a hash of each list that the rank can follow. 0 for none."""
 
@@ -65,7 +65,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Part:
+class ProgramPart:
     """A part of compute's program: a step from its first access to its end, or what comes after a step."""
 
     number: int | None
@@ -114,7 +114,7 @@ class Order:
         self._family = family
         self._sharers = sharers
         self._listed = listed
-        self._part: Part | None = None
+        self._part: ProgramPart | None = None
         """The current part of this rank's program."""
         self._known: dict[int, list[Sequence[Call]]] = defaultdict(lambda: [(), ()])
         """By part: the list of the last time, and the last list that all ranks had in common."""
@@ -136,7 +136,7 @@ class Order:
         self.served = 0
         """The number of collectives in which this rank took part without wanting them."""
 
-    def come_to(self, call: Call, part: Part | None) -> bool:
+    def come_to(self, call: Call, part: ProgramPart | None) -> bool:
         """Reach a collective about a unit. Returns True if all ranks that share the unit take part now, and False if
         this rank must request the weights by itself."""
         if part is not self._part:
@@ -151,7 +151,7 @@ class Order:
         asking = self._askers(call, self._settle(call))
         return {*self._sharers(call.about)}.issubset(asking)
 
-    def come_together(self, call: Call, part: Part | None, step: bool | None) -> None:
+    def come_together(self, call: Call, part: ProgramPart | None, step: bool | None) -> None:
         """Reach a collective that needs all ranks. `step` is not None if a step ends with it. It then says whether the
         next step is expected to be like this one."""
         if part is not self._part or step is not None:
@@ -174,7 +174,7 @@ class Order:
         self.leave(whole=False)
         self._settle(Call(CollectiveKind.LEAVE))
 
-    def fail(self, call: Call, part: Part | None, alike: bool) -> None:
+    def fail(self, call: Call, part: ProgramPart | None, alike: bool) -> None:
         """Take part in a collective whose input has failed here, and stop the others. If all ranks run this collective
         `alike`, stop them only at the next announcement, because more such collectives may follow."""
         self.failed = True
@@ -184,7 +184,7 @@ class Order:
         if not alike:
             self._stop()
 
-    def _enter(self, part: Part | None) -> None:
+    def _enter(self, part: ProgramPart | None) -> None:
         """Begin another part of compute's program."""
         self.leave(whole=True)
         self._part = part
@@ -213,7 +213,7 @@ class Order:
         self._wanted.append(entry)
         for place in range(self._next, len(self._list)):
             found = self._list[place]
-            if found == entry and found.due <= entry.due:
+            if found == entry and found.position <= entry.position:
                 passed, self._next = self._list[self._next : place], place + 1
                 self._pass_over(passed)
                 return True
@@ -318,5 +318,5 @@ def _hash(calls: Sequence[Call], updates: int) -> int:
     """The hash of a list in a part that begins after `updates` updates. 0 for an empty list."""
     if not calls:
         return 0
-    said = repr([updates, *((call.kind.value, call.about, call.what, call.version, call.due) for call in calls)])
+    said = repr([updates, *((call.kind.value, call.about, call.what, call.version, call.position) for call in calls)])
     return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest()) or 1

@@ -41,7 +41,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Form:
+class DTensorForm:
     """How a DTensor presents a rank's part of it, and what pages store of it on this rank."""
 
     mesh: DeviceMesh
@@ -53,7 +53,7 @@ class Form:
     """Whether pages store the whole tensor on every rank, and not only this rank's part."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, stored_whole: bool = False) -> Form | None:
+    def of(cls, tensor: torch.Tensor, stored_whole: bool = False) -> DTensorForm | None:
         """The form of a DTensor. None for any other tensor."""
         distributed = as_dtensor(tensor)
         if distributed is None:

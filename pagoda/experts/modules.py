@@ -32,7 +32,7 @@ class RoutedExperts(Announcing):
     exchange: ExpertExchange | None = None
 
     @property
-    def row(self) -> nn.Module:
+    def container(self) -> nn.Module:
         """The module whose children are the experts."""
         raise NotImplementedError
 
@@ -100,7 +100,7 @@ class ExpertStack(Tiled, RoutedExperts):
         self.exchange = exchange
 
     @property
-    def row(self) -> nn.Module:
+    def container(self) -> nn.Module:
         return self.tiles
 
     def pieces(self) -> list[tuple[nn.Module, int]]:
@@ -130,7 +130,7 @@ class SwitchExperts(RoutedExperts):
         self.exchange = exchange
 
     @property
-    def row(self) -> nn.Module:
+    def container(self) -> nn.Module:
         return self
 
     def pieces(self) -> list[tuple[nn.Module, int]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pagoda.distributed.mesh import Mesh
-from pagoda.distributed.order import Call, CollectiveKind, Order, Part
+from pagoda.distributed.order import Call, CollectiveKind, Order, ProgramPart
 from pagoda.distributed.shards import Shards
 from pagoda.distributed.transport import Group, Transport
 from pagoda.errors import NonFiniteGradientError
@@ -62,7 +62,7 @@ class Collectives:
         self._device = device
         self._units = units
         self._scheduler = scheduler
-        self._part: Part | None = None
+        self._part: ProgramPart | None = None
         """The part of compute's program that it is in."""
         self._part_is_new = False
         """Whether the part has had no collective yet."""
@@ -85,9 +85,9 @@ class Collectives:
             self._begin(wanted)
 
     def _begin(self, number: int | None) -> None:
-        self._part, self._part_is_new = Part(number, self._scheduler.order.trace, ()), True
+        self._part, self._part_is_new = ProgramPart(number, self._scheduler.order.trace, ()), True
 
-    def _come(self) -> Part | None:
+    def _come(self) -> ProgramPart | None:
         """The part of the next collective. Its versions are taken at its first one, since `step()` has changed them."""
         if self._part is not None and self._part_is_new:
             self._part = replace(self._part, versions=tuple(unit.version for unit in self._units))
@@ -109,7 +109,7 @@ class Collectives:
         `alike` says that every rank submits it at this point of the same step, so ranks need not announce it.
         """
         part = self._part if alike else self._come()
-        call = Call(kind, unit.index, version=unit.version, due=self._scheduler.order.position)
+        call = Call(kind, unit.index, version=unit.version, position=self._scheduler.order.position)
 
         def run() -> None:
             try:
@@ -132,7 +132,7 @@ class Collectives:
         `step` is given if a step ends with it, and says whether to expect the next one to be like it. On a device,
         `work` goes into compute's queue."""
         queue, part = self._device.as_compute(), self._come()
-        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, due=self._scheduler.order.position)
+        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.order.position)
 
         def run() -> None:
             with self._device.beside_compute():

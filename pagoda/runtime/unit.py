@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagoda.distributed.tensors import Form
+from pagoda.distributed.tensors import DTensorForm
 from pagoda.errors import UsageError
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.hidden import as_plain, hidden_class, hide, name_of
@@ -93,7 +93,7 @@ class LiveUnit:
         """The marker of each trainable parameter, which it shows as its gradient while the gradient is in its
         extent."""
         self.forms = [
-            Form.of(param, stored_whole=slot.param.shard is None) or QuantizedForm.of(param, dtype)
+            DTensorForm.of(param, stored_whole=slot.param.shard is None) or QuantizedForm.of(param, dtype)
             for param, slot in zip(params, spec.slots, strict=True)
         ]
         """How a DTensor shows this rank's part, or a quantized parameter its bytes. None for other parameters."""
@@ -120,7 +120,7 @@ class LiveUnit:
     def part_index(self, slot: int) -> int:
         """Index of this rank's part among the equal parts of a parameter. 0 if this rank has all of it."""
         form = self.forms[slot]
-        if not isinstance(form, Form) or self.spec.slots[slot].param.shard is None:
+        if not isinstance(form, DTensorForm) or self.spec.slots[slot].param.shard is None:
             return 0
         return form.mesh.get_local_rank()
 
@@ -140,7 +140,7 @@ class LiveUnit:
     def shown(self, slot: int, stored: torch.Tensor) -> torch.Tensor:
         """What a parameter shows of a tensor as pages store it: a view."""
         form = self.forms[slot]
-        return form.shown(stored) if isinstance(form, Form) else stored
+        return form.shown(stored) if isinstance(form, DTensorForm) else stored
 
     def set_part(self, slot: int, part: torch.Tensor) -> None:
         """Make a parameter show `part`, for everyone to use. It stays the leaf that autograd knows."""
@@ -232,7 +232,7 @@ class LiveUnit:
         """From now on, hide the parameters outside forwards."""
         for slot, param in enumerate(self.params):
             self._kinds[slot] = type(param)
-            if isinstance(self.forms[slot], Form):
+            if isinstance(self.forms[slot], DTensorForm):
                 hide(self.placeholders[slot], self.name(slot))
             hide(param, self.name(slot))
 

@@ -30,8 +30,8 @@ _LINEARS = (nn.Linear, LateHead)
 _ADAPTED = "base_layer"
 """The name of the adapted layer in peft's adapters, which read its parameters."""
 
-Place = tuple[nn.Module, str]
-"""A module, and the name of one of its children."""
+Parent = tuple[nn.Module, str]
+"""A module, and the name under which it has a child."""
 
 
 class Tiling:
@@ -63,18 +63,18 @@ class Tiling:
         """
         self._most_elements = most_elements
         self._exchange = exchange
-        self._replaced: list[tuple[list[Place], nn.Module, nn.Module]] = []
-        """(places of a layer, the whole layer, its replacement)"""
+        self._replaced: list[tuple[list[Parent], nn.Module, nn.Module]] = []
+        """(parents of a layer, the whole layer, its replacement)"""
         self._parts: dict[tuple[int, str], list[nn.Parameter]] = {}
         """(identity of the whole parameter, its name in a layer) -> its parts, which tied layers share."""
         self._whole: dict[int, tuple[nn.Parameter, int]] = {}
         self._users: dict[int, list[nn.Module]] = {}
-        self._places: dict[nn.Module, list[Place]] = {}
+        self._parents: dict[nn.Module, list[Parent]] = {}
         for module in model.modules():
             for param in module.parameters(recurse=False):
                 self._users.setdefault(id(param), []).append(module)
             for name, child in module.named_children():
-                self._places.setdefault(child, []).append((module, name))
+                self._parents.setdefault(child, []).append((module, name))
         self._replace_experts(model, cuts_stacks)
         if most_elements is not None:
             self._replace_large(model, most_elements)
@@ -96,7 +96,7 @@ class Tiling:
         for name, module in model.named_modules():
             made: RoutedExperts | None = None
             if is_switch(module, "Top1Router") and type(linear := module.get_submodule("classifier")) is nn.Linear:
-                self._replaced.append((self._places[linear], linear, SwitchRouter.of(linear)))
+                self._replaced.append((self._parents[linear], linear, SwitchRouter.of(linear)))
             elif is_switch(module, "Experts") and self._is_free(module, compiled):
                 made = self._switch_experts(name, module)
             elif is_expert_stack(module):
@@ -105,7 +105,7 @@ class Tiling:
                 elif self._exchange is not None:
                     kept.append(name)
             if made is not None:
-                self._replaced.append((self._places[module], module, made))
+                self._replaced.append((self._parents[module], module, made))
                 found += 1
         if self._exchange is not None and (kept or not found):
             why = f"those of {kept[0]!r} cannot be divided" if kept else "the model has no experts to divide"
@@ -121,14 +121,14 @@ class Tiling:
             weight = module._parameters.get("weight")
             if weight is None or local(weight).numel() <= most_elements:
                 continue
-            if module in replaced or module not in self._places:
+            if module in replaced or module not in self._parents:
                 continue
             users = self._users[id(weight)]
-            whole = next((user for user in users if not _can_be_tiled(user) or user not in self._places), None)
+            whole = next((user for user in users if not _can_be_tiled(user) or user not in self._parents), None)
             if whole is None:
                 tiled = self._tiles_of(module, weight, most_elements)
                 _share_forward_hooks(module, tiled)
-                self._replaced.append((self._places[module], module, tiled))
+                self._replaced.append((self._parents[module], module, tiled))
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 warnings.warn(_stays_whole(model, module, whole), stacklevel=2)
 
@@ -176,8 +176,8 @@ class Tiling:
         held = list(experts.parameters(recurse=False))
         return (
             experts not in compiled
-            and experts in self._places
-            and all(name != _ADAPTED for _, name in self._places[experts])
+            and experts in self._parents
+            and all(name != _ADAPTED for _, name in self._parents[experts])
             and not _has_hooks(experts)
             and all(self._users[id(param)] == [experts] and as_dtensor(param) is None for param in held)
         )
@@ -273,6 +273,6 @@ def _can_be_tiled(layer: nn.Module) -> bool:
     return type(layer) in _LINEARS and layer.get_parameter("weight").layout is torch.strided
 
 
-def _put(places: list[Place], module: nn.Module) -> None:
-    for parent, name in places:
+def _put(parents: list[Parent], module: nn.Module) -> None:
+    for parent, name in parents:
         parent._modules[name] = module

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pagoda.distributed.order import Call, CollectiveKind, Order, Part
+from pagoda.distributed.order import Call, CollectiveKind, Order, ProgramPart
 from pagoda.errors import RankError, UsageError
 
 from .wire import FakeWire, Table
@@ -53,7 +53,7 @@ class Rank(threading.Thread):
             self.error = error
 
     def step(self, events: Sequence[Event]) -> None:
-        part, position = Part(0, "trace", (0,) * UNITS), 0
+        part, position = ProgramPart(0, "trace", (0,) * UNITS), 0
         for kind, about in events:
             fails = kind == "fail"
             kind, about = about if fails else (kind, about)
@@ -64,10 +64,10 @@ class Rank(threading.Thread):
                 continue
             wanted = None if kind == "evaluate" else 1
             if part.number not in (1, wanted):
-                part = Part(wanted, "trace", (0,) * UNITS)
+                part = ProgramPart(wanted, "trace", (0,) * UNITS)
             if kind in ("gather", "reduce"):
                 position = max(position, about if kind == "gather" else 2 * UNITS - about)
-            call = Call(KINDS.get(kind, CollectiveKind.GATHER), about, due=position)
+            call = Call(KINDS.get(kind, CollectiveKind.GATHER), about, position=position)
             if fails:
                 self.order.fail(call, part, alike=False)
                 raise OSError("the drive is gone")
@@ -86,8 +86,8 @@ class Rank(threading.Thread):
         return [(kind, unit) for kind, unit, _ in self.log]
 
 
-def together(what: str, due: int = 0) -> Call:
-    return Call(CollectiveKind.ON_ALL_RANKS, what=what, due=due)
+def together(what: str, position: int = 0) -> Call:
+    return Call(CollectiveKind.ON_ALL_RANKS, what=what, position=position)
 
 
 def play(by_rank: Sequence[Sequence[Sequence[Event]]], listed: bool = True) -> list[Rank]:
@@ -209,14 +209,14 @@ def followed(*entries: Call) -> Order:
 
 def step_of(order: Order, *entries: Call, trace: str = "trace", version: int = 0) -> list[bool]:
     """Whether the rank came to each of these collectives with the others, and how often it said something."""
-    part = Part(1, trace, (version,) * UNITS)
+    part = ProgramPart(1, trace, (version,) * UNITS)
     found = [order.come_to(entry, part) for entry in entries]
     order.come_together(together("optimizer.step()"), part, True)
     return found
 
 
-def weights(unit: int, due: int = 0, version: int = 0) -> Call:
-    return Call(CollectiveKind.GATHER, unit, version=version, due=due)
+def weights(unit: int, position: int = 0, version: int = 0) -> Call:
+    return Call(CollectiveKind.GATHER, unit, version=version, position=position)
 
 
 def test_what_is_not_due_yet_is_not_come_to() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagoda.distributed.tensors import Form, local
+from pagoda.distributed.tensors import DTensorForm, local
 from pagoda.errors import UsageError
 from pagoda.plan.activations import Policy
 from pagoda.runtime.accesses import Accesses
@@ -39,7 +39,7 @@ class WeightReference:
     def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor, graph: Graph) -> None:
         self._graph = graph
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self._view, self._form = View(local(tensor)), Form.of(tensor)
+        self._view, self._form = View(local(tensor)), DTensorForm.of(tensor)
         self._accesses = accesses
         self._unit = unit
         self._version = unit.version
@@ -149,7 +149,7 @@ class Packing:
         reference = self._reference(tensor)
         if reference is not None:
             return reference.unpack
-        form = Form.of(tensor)
+        form = DTensorForm.of(tensor)
         if form is None:
             return self._pack_part(tensor, alike=True)
         part = self._pack_part(local(tensor), form.replicated)
