@@ -89,7 +89,7 @@ def wrap(
     activations: ActivationMode | Activations = "keep",
     tiles: Tiles | None = None,
     mesh: Mesh | DeviceMesh | None = None,
-    **moved: Never,
+    **misplaced: Never,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages. Returns the model and the optimizer that steps it.
 
@@ -102,14 +102,13 @@ def wrap(
     and their own settings (`lr`, `weight_decay`, `betas`, ...; see `no_decay_groups`). By default, all trainable
     parameters are one group. Frozen parameters in a group may be unfrozen at any time, and any parameter may be frozen.
     A frozen parameter gets no gradient and no update, and keeps its state. `reserve` lists parameters, or modules for
-    all of their parameters, that are in no group yet, for a later `optimizer.add_param_group`. Only parameters in
-    groups or in `reserve` take memory for gradients and optimizer state. All others take memory only for their weights,
-    and stay frozen.
+    all of their parameters, that a later `optimizer.add_param_group` may add. Only parameters in groups or in `reserve`
+    take memory for gradients and optimizer state. All others take memory only for their weights, and stay frozen.
 
     `clip_grad_norm` clips the exact global norm of the gradients in all tiers. If something else clips too
     (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. `accumulation_steps` is the
-    number of backward passes before each `step()`. If it is given and nothing clips, units are updated during backward.
-    By default, any number of passes may precede a step.
+    number of backward passes before each `step()`. If it is given and nothing clips, updates run during backward. By
+    default, any number of passes may precede a step.
 
     `update="async"` changes the algorithm: weights lag behind gradients by one step, or by at most `Updates("async",
     max_staleness=...)` steps. The lag depends only on the number of the step, so equal runs give equal bits. Each
@@ -121,8 +120,8 @@ def wrap(
     `activations` and `tiles` choose how activations are kept and which operators run in pieces: see `Activations` and
     `Tiles`. Call `torch.compile` on blocks before `wrap`.
 
-    Each expert of a transformers mixture of experts is a unit, which is fetched after a router has chosen it. A mesh
-    with `expert_parallel` divides the experts of every layer over ranks: build the whole model on each rank.
+    Each expert of a transformers mixture of experts is fetched by itself, after a router has chosen it. A mesh with
+    `expert_parallel` divides the experts of every layer over ranks: build the whole model on each rank.
 
     Under torchrun, the ranks train one model. Each rank has its own batches and its own budgets. Gradients are the mean
     over ranks, and the initial weights are those of rank 0. `mesh` says what the ranks divide (`pagoda.open_mesh`, or a
@@ -138,9 +137,9 @@ def wrap(
 
     Raises BudgetError if the state does not fit `memory` (before any of it is allocated), StorageError if an SSD
     directory is missing or full, ConfigError for other invalid settings and for a model that cannot be trained with
-    them, and UsageError for a model that is wrapped already and for an argument that has moved.
+    them, and UsageError for a model that is wrapped already and for a setting that belongs in one of the classes above.
     """
-    _check_moved(moved)
+    _refuse_misplaced(misplaced)
     training = training_of(
         precision=precision,
         clip_grad_norm=clip_grad_norm,
@@ -333,9 +332,9 @@ _GROUPS: Mapping[str, type] = {
 """Arguments of `wrap` that take a group of settings."""
 
 
-def _check_moved(arguments: Mapping[str, object]) -> None:
-    """Raises UsageError for a setting that belongs to a group, and says which; raises TypeError for unknown
-    arguments."""
+def _refuse_misplaced(arguments: Mapping[str, object]) -> None:
+    """Raises UsageError for a setting that belongs to a group of settings, and says which. Raises TypeError for an
+    unknown argument."""
     for name in arguments:
         for argument, group in _GROUPS.items():
             if any(field.name == name for field in fields(group)):
@@ -366,9 +365,10 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
 
 
 def _check_extents(rule: Rule, plan: Plan) -> None:
-    """Raises ConfigError if whole-parameter updates would share pages of the weights' two extents on SSD.
+    """Raises ConfigError for asynchronous updates of whole parameters if weights are on SSD.
 
-    An update would overwrite the new values of another parameter.
+    Weights then have two extents, and parameters share pages there. So the update of one parameter would overwrite new
+    values of another.
     """
     if plan.options.max_staleness is not None and isinstance(rule, TensorRule) and plan.placement.pages(SSD, WEIGHT):
         raise ConfigError(
