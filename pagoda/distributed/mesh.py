@@ -53,7 +53,7 @@ class Mesh:
         self.peers = replace(
             world, rank=self.pipeline_stage, size=ranks.pipeline_parallel, first=place, apart=ranks.count
         )
-        """The ranks with the same place as this one, in every stage."""
+        """The ranks with the same index in their stage as this one, one in every stage."""
         self.ranks = ranks
         self.lane: OnAllRanks | None = None
         """Orders all collectives while a model is wrapped."""

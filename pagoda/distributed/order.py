@@ -138,7 +138,7 @@ class Order:
 
     def come_to(self, call: Call, part: ProgramPart | None) -> bool:
         """Reach a collective about a unit. Returns True if all ranks that share the unit take part now, and False if
-        this rank must request the weights by itself."""
+        this rank must request the weights from their `Service`."""
         if part is not self._part:
             self._enter(part)
         if self._wanted is not None and self._broken is None:

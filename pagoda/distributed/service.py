@@ -27,7 +27,7 @@ refuse."""
 
 class Service:
     """Answers the other ranks on a separate thread and in a separate process group, independently of all other work. So
-    a request never waits for the rank that makes it."""
+    a rank is answered even if this rank's other work waits for it."""
 
     def __init__(self, transport: Transport, answer: Answer) -> None:
         """Every rank must create its service at the same point."""

@@ -17,7 +17,7 @@ class Shards:
         self._mesh = mesh or Mesh(World(), Ranks(1, 1))
         self.rank = self._mesh.rank
         self.copies = self._mesh.copies()
-        """The ranks that have the same slices as this one."""
+        """The ranks that have the same slices as this one, one in each replica."""
         self._sharers = {unit.index: self._mesh.sharers(self._is_expert(unit)) for unit in layout.units}
         self._updated: dict[tuple[int, int], Span] = {}
         """(unit, rank) -> the elements that the rank updates."""
@@ -31,7 +31,7 @@ class Shards:
         return frozenset(self._mesh.family(self._is_expert(unit)))
 
     def having(self, unit: UnitSpec, slot: int) -> tuple[int, ...]:
-        """The ranks that have the same parameter, or the same part of it."""
+        """The ranks that have the same parameter, or the same part of it, as this one."""
         if unit.slots[slot].param.shard is None and not self._is_expert(unit):
             return tuple(range(self._mesh.size))
         return tuple(sorted(self.family(unit)))
@@ -93,8 +93,8 @@ class Shards:
         return known
 
     def origin(self, unit: UnitSpec, state: str) -> int:
-        """The first element that this rank updates, as a position in its extent of a state. Not for states with their
-        own shapes."""
+        """The position, in this rank's extent of a state, of the first element that it updates. Not for states with
+        their own shapes."""
         return 0 if self.is_cut(unit, state) else self.updated(unit).start
 
     def _place(self, unit: UnitSpec, rank: int | None) -> int:

@@ -55,13 +55,13 @@ def _readable(value: object) -> str:
 
 
 def rank_independent_text(thing: object, root: ModuleSpec) -> str:
-    """The text of a part of a model or a plan, which is the same on every rank. Experts are numbered within a rank's
-    part. The first element of a tile is left out, because it follows from the sizes of the tiles before."""
+    """The text of a model or of values of a plan, without what differs between ranks. Each rank's experts are numbered
+    from 0. The first element of a tile is left out, because it follows from the sizes of the tiles before."""
     text = _START.sub("start=", repr(thing))
     first: dict[str, int] = {}
     for expert in root.experts():
-        row = expert.rstrip("0123456789")
-        first.setdefault(row, int(expert[len(row) :]))
+        prefix = expert.rstrip("0123456789")
+        first.setdefault(prefix, int(expert[len(prefix) :]))
     if not any(first.values()):
         return text
     numbered = re.compile(rf"({'|'.join(map(re.escape, first))})(\d+)")

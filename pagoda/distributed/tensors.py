@@ -42,7 +42,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DTensorForm:
-    """How a DTensor presents a rank's part of it, and what pages store of it on this rank."""
+    """The division of a DTensor over ranks, and what pages store of it on this rank."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -83,8 +83,8 @@ class DTensorForm:
 
     @torch.no_grad()
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What pages store on this rank of a tensor with the whole shape. The tensor is a DTensor, divided in any way,
-        or a tensor that every rank has."""
+        """The part of a tensor that pages store on this rank. The tensor has the whole shape. It is a DTensor, divided
+        in any way, or a tensor that every rank has."""
         distributed = as_dtensor(tensor)
         if distributed is None:
             return (tensor if self.stored_whole else self._part(tensor)).contiguous()
@@ -114,8 +114,8 @@ def shard_of(
 ) -> tuple[tuple[int, ...], TensorShard | None]:
     """The shape of what this rank stores of a parameter, and how it is divided (None if this rank has all of it).
 
-    `stored_whole` is a function of a parameter's name and shape: whether every rank stores all of it, as optimizers
-    need that take it whole (`StateSpec.whole`). None: for no parameter.
+    `stored_whole` is a function of a parameter's name and shape. It returns whether every rank stores all of it, which
+    optimizers need that take it whole (`StateSpec.whole`). None: no parameter is.
 
     Raises ConfigError for a DTensor that is not divided into equal parts along one dimension.
     """

@@ -37,11 +37,12 @@ class RoutedExperts(Announcing):
         raise NotImplementedError
 
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """The results [n, H] of `tokens` [n, H], sorted by expert. `counts`: number of tokens of each expert."""
+        """The results [n, H] of `tokens` [n, H], sorted by expert. `piece`: an expert, or a tile of several. `counts`:
+        number of tokens of each expert."""
         raise NotImplementedError
 
     def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
-        """Parameters of idle pieces that get a gradient of zeros, as in transformers' own module."""
+        """Parameters of pieces without tokens that get a gradient of zeros, as in transformers' own module."""
         raise NotImplementedError
 
     def route(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
