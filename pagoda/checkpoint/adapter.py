@@ -15,7 +15,8 @@ from pagoda.models.lora import ADAPTER as NAME, adapted_as
 
 
 class AdaptedModel:
-    """The model of a checkpoint's record with its adapter, on the meta device except for what `merged` has read."""
+    """The model that a checkpoint's record describes, with its adapter. It is on the meta device, except for what
+    `merged` has read."""
 
     def __init__(self, record: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
         """`read`: returns a whole parameter in its shape, given its name in the checkpoint.
@@ -63,7 +64,7 @@ class AdaptedModel:
         return [path.name for path in files], len(values), sum(value.nbytes for value in values.values())
 
     def merged(self, name: str, read: Read, dtype: torch.dtype) -> Read:
-        """A function that reads a weight, by its name in the checkpoint, with what the adapter adds to it.
+        """A function that reads a weight, including what the adapter adds to it. `name` is its name in the checkpoint.
 
         `read`: reads the weight without the adapter, in fp32. Raises CheckpointError if the adapter does more than add
         (DoRA).

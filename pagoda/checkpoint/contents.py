@@ -20,8 +20,9 @@ class Stored:
     states: dict[str, Shape]
     """Name of each of its states -> shape of the state."""
     position: Position
+    """Where this part is in the whole parameter."""
     whole_states: dict[str, Shape]
-    """`states` of the whole parameter that it is a part of."""
+    """Like `states`, with the shapes for the whole parameter."""
     steps: int | None
     """Number of updates it has had. None if it is frozen."""
 
@@ -78,10 +79,10 @@ class Contents:
         ]
 
     def whole_specs(self, state: StateSpec, parts: Callable[[str], int]) -> list[TensorSpec]:
-        """The tensors of one state for whole parameters, before they were cut into parts.
+        """The tensors of one state for whole parameters.
 
-        `parts`: for a state with one element for several of the parameter's, the number of equal parts that have
-        separate elements.
+        `parts` returns the number of equal parts into which ranks had divided a parameter when the state was saved. No
+        element of a block-wise state (`StateSpec.per`) belongs to two parts.
         """
         shapes: dict[str, Shape] = {}
         for one in self.stored.values():
@@ -93,8 +94,8 @@ class Contents:
         return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
 
     def cuts(self, shards: bool) -> dict[str, Any]:
-        """Parameter that is cut into tiles, or with `shards` divided over tensor-parallel ranks -> its shape, the
-        dimension of shards, and the names of its parts in order."""
+        """Parameter that is stored in parts -> its shape and the names of its parts in order. The parts are tiles, or
+        with `shards` those of tensor-parallel ranks; then the entry also has the dimension that is divided."""
         found: dict[str, list[str]] = {}
         for name, one in self.stored.items():
             if one.position.whole != name and (one.position.dim is not None) == shards:

@@ -175,7 +175,7 @@ class Removable:
             sync_directory(self.directory.parent)
 
     def forget(self, places: Sequence[str | Path]) -> None:
-        """Delete its commits from the stores in `places`. Raises StorageError."""
+        """Free its pages in the SSD directories `places`: delete the commits that keep them. Raises StorageError."""
         for reference in self.references:
             forget_commit(reference, self.checkpoint_id, places)
 
@@ -189,7 +189,7 @@ class Removable:
 
 
 def remove(directory: Path, places: Sequence[str | Path] = ()) -> None:
-    """Delete a checkpoint, and the commits of its pages in the SSD stores in `places`.
+    """Delete a checkpoint, and free its pages in the SSD directories `places`.
 
     If a crash interrupts this, `remove_leftovers` deletes the rest, or the next opening of the SSD directories does.
     Raises CheckpointError if it must be kept (see `Removable.of`), and StorageError.

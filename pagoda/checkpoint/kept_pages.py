@@ -93,7 +93,7 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
 def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
     """Whether the pages of one more checkpoint can be kept, once the replaced ones are deleted.
 
-    This does not count on the spare slots for undoing updates: pages left by a deleted run may occupy the other slots.
+    The slots for undoing updates must stay free. Other slots may be occupied, by pages that a deleted run has left.
     """
     ssd, plan = engine.store.ssd, engine.plan
     if ssd is None:

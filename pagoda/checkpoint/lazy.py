@@ -21,7 +21,8 @@ from pagoda.errors import CheckpointError
 Read = Callable[[int, int], torch.Tensor]
 """Function that returns elements [start, start + count) of a tensor, flat."""
 _MAX_READ_RATIO = 16
-"""Most elements to read for each one that is wanted, e.g. for the part of each row that one of several ranks has."""
+"""Parts of rows, such as those of one rank, are read at once with the elements between them. If that would read more
+than this many times the wanted elements, each part is read by itself."""
 
 
 class LazyTensor:
@@ -145,10 +146,8 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 
 
 def _read_part_of_rows(whole: LazyTensor, width: int, first: int, kept: int, start: int, count: int) -> torch.Tensor:
-    """Read from a tensor that has the `kept` elements from element `first` on of each row of `width` elements.
-
-    Reads row by row, or reads all rows at once with the elements between them.
-    """
+    """Read from a tensor that consists of a part of each row of `whole`: `kept` elements, from element `first` of the
+    row on. A row of `whole` has `width` elements."""
     rows = [(row * width + first + begin, end - begin) for row, begin, end in _rows(kept, start, count)]
     at, (last, its_count) = rows[0][0], rows[-1]
     length = last + its_count - at

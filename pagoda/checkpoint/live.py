@@ -99,7 +99,8 @@ def _whole(parameter: ParameterState, state: str) -> LazyTensor:
 
 
 def _of_part(parameter: ParameterState, mine: LazyTensor, part: int, receivers: Collection[int]) -> LazyTensor:
-    """The state on rank number `part` of those that divide experts, in the same position as this rank's."""
+    """The same state of other experts: of the parameter in this unit and slot on rank `part` of those that divide
+    experts. `mine` is this rank's."""
     rank_group = parameter.engine.rank_group
     assert rank_group is not None, "ranks divide experts"
 

@@ -78,7 +78,7 @@ def joined_pages(
 
 
 class PagesOfRank:
-    """The units of which one rank has kept pages, and the pages, open for reading if they were found."""
+    """The units of which one rank has kept pages. The pages are open for reading, if they were found."""
 
     def __init__(self, units: Sequence[PagedUnit], committed: CommittedPages | None, missing: str) -> None:
         self.units = units
@@ -170,7 +170,7 @@ class Pages:
     def _joined(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], held: Iterable[tuple[int, int, Read]]
     ) -> LazyTensor:
-        """Join a tensor from the parts of ranks. `held`: first element, end, and the function that reads from there."""
+        """Join a tensor from the parts of ranks. `held`: each part's first element, end, and reader."""
         parts: list[LazyTensor] = []
         end = 0
         for start, stop, read in sorted(held, key=itemgetter(0)):

@@ -168,7 +168,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise self._damaged(f"the parts of {whole!r}: {error}") from error
             if list(joined.shape) != shape and not (joined.ndim == 1 and joined.numel() < prod(shape)):
                 raise self._damaged(f"the parts of {whole!r} are {list(joined.shape)}, not {shape}")
-            _show(tensors, whole, joined, parts)
+            _replace_parts(tensors, whole, joined, parts)
 
     def _check_manifest(self) -> None:
         """Raises CheckpointError unless every field has the right form."""
@@ -198,13 +198,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return found.pop()
 
 
-def _show(tensors: dict[str, LazyTensor], whole: str, joined: LazyTensor, parts: Sequence[str]) -> None:
+def _replace_parts(tensors: dict[str, LazyTensor], whole: str, joined: LazyTensor, parts: Sequence[str]) -> None:
     """Put the whole parameter at the position of its first part, and remove the parts."""
-    shown: dict[str, LazyTensor] = {}
+    replaced: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if name == parts[0]:
-            shown[whole] = joined
+            replaced[whole] = joined
         elif name not in parts:
-            shown[name] = tensor
+            replaced[name] = tensor
     tensors.clear()
-    tensors.update(shown)
+    tensors.update(replaced)

@@ -28,12 +28,12 @@ from pagoda.runtime.unit import LiveUnit
 
 
 class Position(NamedTuple):
-    """The position of this rank's part of a parameter in the user's model."""
+    """Where a tile, or a rank's part of a parameter, is in the parameter of the user's model."""
 
     whole: str
-    """Name of the parameter that it is a tile of. The parameter's own name if it is not a tile."""
+    """Name of the parameter in the user's model."""
     start: int
-    """Index of its first element in that parameter. If tensor-parallel ranks divide the parameter, the index of this
+    """Index of the first element in that parameter. If tensor-parallel ranks divide the parameter, the index of this
     rank's part among equal parts."""
     dim: int | None
     """The dimension along which tensor-parallel ranks divide the parameter. None if they do not."""
@@ -219,7 +219,8 @@ class ParameterState(NamedTuple):
         return self.unit.as_param(self.slot, self.unit.shown(self.slot, values).contiguous())
 
     def stored(self, values: torch.Tensor) -> torch.Tensor:
-        """What pages store on this rank of values in the whole parameter's shape, which may be a DTensor."""
+        """The part of `values` that pages store on this rank. They have the shape of the whole parameter, and may be a
+        DTensor."""
         return self.unit.stored(self.slot, values)
 
     def out_of(self, whole: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""A wrapped model's weights as dictionaries: torch's `state_dict`, a full one for all ranks, trained masters, all
-masters."""
+"""A wrapped model's weights as dictionaries: torch's `state_dict`, that of the whole model on several ranks, and fp32
+masters of the trained or of all parameters."""
 
 from typing import Any
 from weakref import WeakValueDictionary
@@ -104,12 +104,11 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> copy of the fp32 master in the parameter's shape, for each parameter that requires a gradient. A tied
-    parameter is there once, under its first name.
+    """Name -> copy of the fp32 master in the parameter's shape, for each parameter that trains. A tied parameter
+    appears once, under its first name.
 
-    For adapters: `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` is peft's own writer
-    without copies of the frozen weights in RAM, which `model.state_dict()` would make. Raises UsageError in the cases
-    of `ModelState`.
+    `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` saves a peft adapter without
+    copying the frozen weights to RAM, as `model.state_dict()` would. Raises UsageError in the cases of `ModelState`.
     """
     trained = {name: state for name, p in model.named_parameters() if p.requires_grad and (state := state_of(p))}
     if not trained:

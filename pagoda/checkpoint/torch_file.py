@@ -14,12 +14,12 @@ from pagoda.errors import StorageError
 from pagoda.memory.arena import tensor_bytes
 
 WriteTensor = Callable[[Any, torch.Tensor], None]
-"""Writes a CPU tensor to the place of an entry of the file's content, which has the same dtype and shape."""
+"""Writes a CPU tensor as the values of an entry of the file's content, which has the same dtype and shape."""
 
 
 @contextmanager
 def torch_file(path: Path, content: Any) -> Iterator[tuple[Any, WriteTensor]]:
-    """A file that `torch.load` reads as `content`, whose tensors are on meta and get their values in the block.
+    """A file that `torch.load` reads as `content`. Its tensors are on meta, and get their values inside the block.
 
     Yields the content with an entry for each tensor, and a function that writes an entry's values. `path` is created or
     replaced if the block succeeds. Tensors that were not written are zeros. Raises StorageError if the file cannot be

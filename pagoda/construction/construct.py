@@ -51,10 +51,10 @@ def init() -> Iterator[None]:
 
     def to_meta(module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
         made = module.__dict__.setdefault(_MADE, set())
-        made.discard(name)  # it may be given the parameter of another module
+        made.discard(name)  # this may be another module's parameter, which is not made here
         if not isinstance(param, nn.Parameter) or param.is_meta or not _can_wait(module, param):
             return None
-        if module._parameters.get(name) is not None:  # its constructor has made it: this one has been loaded
+        if module._parameters.get(name) is not None:  # this replaces what the constructor made, so it has loaded values
             return None
         meta = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         meta.__dict__.update(param.__dict__)
