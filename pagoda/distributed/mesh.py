@@ -106,9 +106,9 @@ class Mesh:
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
-        """Torchrun's numbers of the ranks that have the parts of this rank's parameters, in order."""
+        """The global ranks of those that have the parts of this rank's parameters, in order."""
         first = self.rank - self.tensor_index
-        return tuple(self.world.number(first + part) for part in range(self.ranks.tensor_parallel))
+        return tuple(self.world.global_rank(first + part) for part in range(self.ranks.tensor_parallel))
 
     @cached_property
     def experts(self) -> DeviceMesh:

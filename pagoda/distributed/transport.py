@@ -119,7 +119,7 @@ class Transport:
         """The error to raise after a rank could not be reached. `rank` is None if it is not known which. The error
         names the ranks that have died on this host. If there are none, it names the ranks that have not given up like
         this one."""
-        self.broken, me = True, self.world.number(self.rank)
+        self.broken, me = True, self.world.global_rank(self.rank)
         silent = self._ask_who_is_silent()
         deadline = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < deadline:
@@ -141,9 +141,9 @@ class Transport:
         def ask() -> None:
             with suppress(RuntimeError):  # the store may have ended with its rank
                 store = dist.PrefixStore("pagoda/given-up", _get_default_store())  # type: ignore[attr-defined]
-                store.set(str(self.world.number(self.rank)), "")
+                store.set(str(self.world.global_rank(self.rank)), "")
                 time.sleep(_SECONDS_TO_DIE / 2)
-                silent.extend(rank for rank in range(self.size) if not store.check([str(self.world.number(rank))]))
+                silent.extend(rank for rank in range(self.size) if not store.check([str(self.world.global_rank(rank))]))
 
         threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # the store may be silent too
         return silent
@@ -152,7 +152,7 @@ class Transport:
         processes = self._processes or [("", 0)] * self.size
         return ", ".join(
             f"{rank} (process {process} on {host.partition('/')[0]})" if host else str(rank)
-            for rank, (host, process) in ((self.world.number(rank), processes[rank]) for rank in ranks)
+            for rank, (host, process) in ((self.world.global_rank(rank), processes[rank]) for rank in ranks)
         )
 
 

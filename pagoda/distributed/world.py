@@ -26,12 +26,12 @@ class World:
     local_size: int = 1
     """The number of processes on this node, which have consecutive ranks."""
     first: int = 0
-    """Torchrun's number of the first process."""
+    """The global rank (torchrun's RANK) of the first process."""
     apart: int = 1
-    """The distance between their numbers."""
+    """The distance between the global ranks of neighbours."""
 
-    def number(self, rank: int) -> int:
-        """Torchrun's number of a rank of this world."""
+    def global_rank(self, rank: int) -> int:
+        """The global rank of a rank of this world."""
         return self.first + rank * self.apart
 
     @property

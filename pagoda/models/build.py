@@ -80,7 +80,7 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
-    return _build_as_said(directory, _read_configuration(directory), model_class)
+    return _build_with_class(directory, _read_configuration(directory), model_class)
 
 
 def build_from_settings(directory: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> "nn.Module":
@@ -95,13 +95,13 @@ def build_from_settings(directory: Path, config: dict[str, Any], generation_conf
         generation = transformers.GenerationConfig.from_dict(generation_config)
     except Exception as error:  # transformers validates with many exception types
         raise ConfigError(f"transformers {transformers.__version__} cannot build {directory}: {error}") from error
-    model = _build_as_said(directory, configuration, None)
+    model = _build_with_class(directory, configuration, None)
     if generation_config:
         model.generation_config = generation
     return model
 
 
-def _build_as_said(directory: Path, config: Any, model_class: Any) -> "nn.Module":
+def _build_with_class(directory: Path, config: Any, model_class: Any) -> "nn.Module":
     transformers = import_transformers()
     if model_class is None:
         model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)

@@ -66,12 +66,12 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
         adapted: nn.Module = peft.get_peft_model(model, settings)
     except ValueError as error:  # peft's word for what it cannot adapt
         raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
-    if (refusal := _of_mixtures(adapted, settings)) is not None:
+    if (refusal := _mixture_refusal(adapted, settings)) is not None:
         raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {refusal}")
     return adapted.train()
 
 
-def _of_mixtures(adapted: "nn.Module", settings: Any) -> str | None:
+def _mixture_refusal(adapted: "nn.Module", settings: Any) -> str | None:
     """The reason why adapters in a mixture of experts cannot be trained, or None if they can."""
     from pagoda.models.switch import is_switch
 

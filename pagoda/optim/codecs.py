@@ -6,8 +6,8 @@ moments, and 4 with "8bit" moments, whose scales take another 1/32. 2 of these b
 
 **"bf16": stochastic rounding.** With beta2 = 0.999 a second moment may change by a thousandth of itself in a step, but
 neighbouring bf16 values differ by at least 1/256. Rounding to nearest would often leave it unchanged. So it is rounded
-up with a probability equal to the fraction that truncation would cut off, which is exact on average. All arithmetic is
-on unsigned 32-bit integers, modulo 2**32::
+up with a probability equal to the fraction that truncation would cut off, so the error is zero on average. All
+arithmetic is on unsigned 32-bit integers, modulo 2**32::
 
     x = index ^ key.low             index: of the element inside its parameter, modulo 2**32
     x = (x ^ (x >> 16)) * 0x7FEB352D
@@ -25,7 +25,7 @@ do not change it, and every kernel computes the same. The mixing function is low
 functions", 2018). It has two multiplications, which vectorise, and the lowest bias of its size that a search found.
 Generators for simulations (Philox has ten rounds) would cost more than the update itself, and rounding only needs bits
 that are unbiased and independent of the values. The second half of the key is added between the rounds, so that two
-keys do not give one sequence in another order. `Key.of` hashes everything but the index on the CPU.
+keys do not give one sequence in another order. `Key.of` hashes all but the index on the CPU, once for each update.
 
 **"8bit": blockwise dynamic quantization** (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022).
 A parameter is divided into blocks of `BLOCK` consecutive elements; the last may be shorter. A block stores one fp32
@@ -36,7 +36,7 @@ also have 0 and 1. Three things differ from bitsandbytes:
 
 - exp_avg has 1 and -1 in place of 0.993 and -0.993, where bitsandbytes has 1 beside the two. The largest element of a
   block is then exact, and encoding what was decoded gives the same bytes.
-- An exp_avg_sq above zero never becomes zero, because a step with it would be as large as m / eps.
+- An exp_avg_sq above zero never becomes zero, because the step would then be m / eps.
 - Code 0 is the value 0, because new state consists of zero bytes.
 
 Every operation is in fp32 and rounds once. Decoding, with k the code of exp_avg_sq or the low 7 bits of exp_avg's::
@@ -52,8 +52,9 @@ Every operation is in fp32 and rounds once. Decoding, with k the code of exp_avg
 
 Encoding, with x = abs(moment) * (1 / scale). `u` is a concave, piecewise linear function of x with one line for each
 power of ten. Line e maps 10**(e - 7) ... 10**(e - 6) to 2**e ... 2**(e + 1). A cell is the interval from one integer to
-the next: each value of the map is in the middle of a cell, and int(u) is the number of x's cell. But the first fifth of
-a line's first cell is nearer to the last value of the line below::
+the next, of u for exp_avg and of 2 * u for exp_avg_sq. Each value of the map is in the middle of a cell, and the
+integer is the number of the cell. But the first fifth of a line's first cell is nearer to the last value of the line
+below::
 
     u = min(x * a + b for a, b in LINES)
     exp_avg:    u = max(u, 1)                     exp_avg_sq: u = max(2 * u, 2)

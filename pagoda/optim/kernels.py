@@ -271,8 +271,8 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
     elif isinstance(rule, Adafactor):
         rule.warm_up(precision, kept, torch.device("cpu"))
     elif isinstance(rule, TensorRule):
-        for beside in rule.beside():
-            _warm_up_update(beside, "fp32")
+        for each in rule.elementwise_rules():
+            _warm_up_update(each, "fp32")
 
 
 def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> None:

@@ -101,7 +101,7 @@ class Muon(TensorRule):
             has_complex=False,
         )
 
-    def beside(self) -> tuple[AdamW, ...]:
+    def elementwise_rules(self) -> tuple[AdamW, ...]:
         """AdamW, for parameters that are not matrices."""
         return (self._adamw(),)
 

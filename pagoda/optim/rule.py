@@ -251,8 +251,8 @@ class TensorRule(Rule):
         its spec. All are zero before the first update.
         """
 
-    def beside(self) -> tuple[ElementwiseRule, ...]:
-        """Element-wise rules whose kernels it uses in fp32."""
+    def elementwise_rules(self) -> tuple[ElementwiseRule, ...]:
+        """Element-wise rules whose kernels `update` calls, in fp32."""
         return ()
 
 

@@ -163,8 +163,8 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: tor
     elif isinstance(rule, Adafactor):
         rule.warm_up(precision, gradient, device)
     elif isinstance(rule, TensorRule):
-        for beside in rule.beside():
-            _warm_up_update(beside, "fp32", torch.float32, device)
+        for each in rule.elementwise_rules():
+            _warm_up_update(each, "fp32", torch.float32, device)
         if precision != "fp32":
             kinds = weight, torch.int16, torch.float32
             halves = [torch.zeros(BLOCK, dtype=kind, device=device) for kind in kinds]

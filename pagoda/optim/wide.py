@@ -9,7 +9,7 @@ Decoding looks up each of the four bytes of a value by its code, and interleaves
 Encoding looks up the line of `codecs.LINES` on which x lies, where `arithmetic` computes all lines. The index of the
 tables is the upper 8 of the 32 bits of x, modulo 16. From `_LEAST` to 1, at most one line begins among the values with
 the same upper bits. The first table, `carries`, has a number to add to the bits of x: the sum carries into the upper
-bits if x is past the beginning of that line. The upper bits of the sum are the index in the tables of slopes and
+bits if x is at or past the beginning of that line. The upper bits of the sum are the index in the tables of slopes and
 offsets. The last cell of a line extends into the next power of ten (see `codecs`), and there u is limited to `_TOPS`
 times the line's offset.
 """
@@ -88,7 +88,7 @@ def _constant(element: ir.Type, values: Sequence[float]) -> ir.Constant:
     return ir.Constant(ir.VectorType(element, len(values)), [ir.Constant(element, kind(value)) for value in values])
 
 
-def _all(element: ir.Type, value: float) -> ir.Constant:
+def _splat(element: ir.Type, value: float) -> ir.Constant:
     return _constant(element, [value] * (8 * WIDTH // element.width if element is not _F32 else WIDTH // 4))
 
 
@@ -106,7 +106,7 @@ def _shuffled(b: ir.IRBuilder, one: ir.Value, other: ir.Value, places: Sequence[
     return b.shuffle_vector(one, other, _constant(_I32, places))
 
 
-def _spread(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _broadcast(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     first = b.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_I32, 0))
     return _shuffled(b, first, first, [0] * _FLOATS.count)
 
@@ -141,10 +141,10 @@ def _most(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
 
 def _decode(b: ir.IRBuilder, codes: ir.Value, values: ir.Value, scale: ir.Value, signed: bool) -> None:
     """Emit the decoding of `WIDTH` codes at one address to values at another."""
-    scales = _spread(b, scale)
+    scales = _broadcast(b, scale)
     table = [_bits(_value_of(code, signed)) for code in range(256)]
     code = _by_lanes(b, b.load(_at(b, codes, _BYTES), align=1))
-    is_high = b.icmp_signed("<", code, _all(_I8, 0))
+    is_high = b.icmp_signed("<", code, _splat(_I8, 0))
     planes = []
     for plane in range(4):
         quarters = [
@@ -154,7 +154,7 @@ def _decode(b: ir.IRBuilder, codes: ir.Value, values: ir.Value, scale: ir.Value,
         if not signed:
             byte = b.select(is_high, _call(b, "vpermi2var.qi", _BYTES, quarters[2], code, quarters[3]), byte)
         elif plane == 3:
-            byte = b.or_(byte, b.and_(code, _all(_I8, 0x80)))
+            byte = b.or_(byte, b.and_(code, _splat(_I8, 0x80)))
         planes.append(byte)
     halves = [_interleaved(b, planes[i], planes[i + 1], _WORDS) for i in (0, 2)]
     whole = [value for low, high in zip(*halves, strict=True) for value in _interleaved(b, low, high, _FLOATS)]
@@ -166,12 +166,12 @@ def _encode(b: ir.IRBuilder, values: ir.Value, codes: ir.Value, inverse: ir.Valu
     """Emit the encoding of `WIDTH` values at one address to codes at another. `inverse` is 1 / scale."""
     steps, a, o = _lines(signed)
     carries, slopes, offsets = _constant(_I32, steps), _constant(_F32, a), _constant(_F32, o)
-    inverses = _spread(b, inverse)
+    inverses = _broadcast(b, inverse)
     to_top = _bits(_TOPS[signed] * LINES[0][1]) - _bits(LINES[0][1])
-    shift, least = _all(_I32, 24), _all(_I32, _bits(_LEAST))
+    shift, least = _splat(_I32, 24), _splat(_I32, _bits(_LEAST))
     # Each operation is emitted for all vectors, so that the CPU has other work while one waits for its operands.
     raw = [b.load(_at(b, values, _INTS, index), align=1) for index in range(4)]
-    magnitudes = [b.and_(bits, _all(_I32, 0x7FFFFFFF)) for bits in raw]
+    magnitudes = [b.and_(bits, _splat(_I32, 0x7FFFFFFF)) for bits in raw]
     x = [b.bitcast(b.fmul(b.bitcast(value, _FLOATS), inverses), _INTS) for value in magnitudes]
     bits = [_most(b, value, least) for value in x]
     carry = [_call(b, "permvar.si", _INTS, carries, b.lshr(value, shift)) for value in bits]
@@ -180,22 +180,22 @@ def _encode(b: ir.IRBuilder, values: ir.Value, codes: ir.Value, inverse: ir.Valu
     slope = [_call(b, "permvar.sf", _FLOATS, slopes, index) for index in line]
     rise = [b.fmul(b.bitcast(value, _FLOATS), by) for value, by in zip(bits, slope, strict=True)]
     u = [b.bitcast(b.fadd(value, start), _INTS) for value, start in zip(rise, offset, strict=True)]
-    top = [b.add(b.bitcast(start, _INTS), _all(_I32, to_top)) for start in offset]
+    top = [b.add(b.bitcast(start, _INTS), _splat(_I32, to_top)) for start in offset]
     u = [_least(b, value, most) for value, most in zip(u, top, strict=True)]
     words = _packed(b, "packssdw", _WORDS, [b.fptosi(b.bitcast(value, _FLOATS), _INTS) for value in u])
     if not signed:
-        one = _all(_I16, 1)
+        one = _splat(_I16, 1)
         words = [_most(b, b.sub(value, one), one) for value in words]
         zeros = _packed(b, "packssdw", _WORDS, x)  # 0 only where x is
         words = [_least(b, value, zero) for value, zero in zip(words, zeros, strict=True)]
     (code,) = _packed(b, "packuswb", _BYTES, words)
     code = _by_lanes(b, code)
     if signed:
-        negative = [b.icmp_signed("<", value, _all(_I32, 0)) for value in raw]
+        negative = [b.icmp_signed("<", value, _splat(_I32, 0)) for value in raw]
         while len(negative) > 1:
             both = range(2 * negative[0].type.count)
             negative = [_shuffled(b, negative[i], negative[i + 1], both) for i in range(0, len(negative), 2)]
-        code = b.select(negative[0], b.or_(code, _all(_I8, 0x80)), code)
+        code = b.select(negative[0], b.or_(code, _splat(_I8, 0x80)), code)
     b.store(code, _at(b, codes, _BYTES), align=1)
 
 

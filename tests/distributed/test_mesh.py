@@ -66,8 +66,8 @@ def test_a_stage_is_a_grid_of_consecutive_ranks_that_count_from_0(tensor: int) -
         alike = Mesh(World(rank % 4, 4, rank % 4, 4), Ranks(4 // tensor, 4, tensor_parallel=tensor))
         assert (place.pipeline_stage, place.rank, place.size) == (rank // 4, rank % 4, 4)
         assert (place.sharers(), place.copies(), place.family()) == (alike.sharers(), alike.copies(), alike.family())
-        assert place.world.number(place.rank) == place.peers.number(place.pipeline_stage) == rank
-        assert [place.peers.number(stage) for stage in range(3)] == [rank % 4, rank % 4 + 4, rank % 4 + 8]
+        assert place.world.global_rank(place.rank) == place.peers.global_rank(place.pipeline_stage) == rank
+        assert [place.peers.global_rank(stage) for stage in range(3)] == [rank % 4, rank % 4 + 4, rank % 4 + 8]
         assert place.tensor_ranks == tuple(4 * place.pipeline_stage + part for part in alike.tensor_ranks)
 
 
