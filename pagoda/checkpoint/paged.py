@@ -192,7 +192,8 @@ class Pages:
 
 
 def with_ranks(places: Sequence[str | Path]) -> list[Path]:
-    """The given directories and those of ranks, below them or next to one that is a rank's. No symbolic links."""
+    """The given directories, and the ranks' directories in them, or next to a given one that is a rank's. Ranks'
+    directories that are symbolic links are left out."""
     found: dict[Path, None] = {}
     for place in map(Path, places):
         top = place.parent if _OF_RANK.fullmatch(place.name) else place

@@ -145,7 +145,7 @@ def _give(tensor: torch.Tensor, values: LazyTensor) -> None:
 
 
 def _check_plain(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> None:
-    """Raises ConfigError unless the weights are numbers that a master can start from."""
+    """Raises ConfigError unless all weights are fp32, fp16 or bf16."""
     if getattr(model.config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{directory} has quantized weights, which cannot be trained: name the directory of the original model"

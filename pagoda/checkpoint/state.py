@@ -299,7 +299,7 @@ class WholeState:
 
 
 def whole_states(states: Mapping[str, ParameterState]) -> dict[str, WholeState]:
-    """Group the states of parameters into those of the user's parameters. Keys are names."""
+    """Name of a parameter in the user's model -> its state, which has those of its tiles."""
     found: dict[str, list[ParameterState]] = {}
     for name, state in states.items():
         found.setdefault(name if state.spec.part is None else state.whole, []).append(state)
@@ -367,17 +367,15 @@ def settle(states: Iterable[ParameterState]) -> None:
 
 
 def gather_from_stage(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """Gather a value from each rank of this stage, in rank order. All ranks call it at the same point of the program.
-
-    `what`: a name for this point.
-    """
+    """Gather a value from each rank of this pipeline stage, in rank order. They call it at the same point of their
+    programs, which `what` names in errors."""
     if engine.rank_group is None:
         return [mine]
     return [pickle.loads(said) for said in engine.rank_group.announce(what, pickle.dumps(mine))]
 
 
 def gather_from_all_stages(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """Like `gather_from_stage`, for the ranks of all stages, one stage after another."""
+    """Like `gather_from_stage`, from the ranks of all pipeline stages, in the order of stages."""
     of_stage, stages = gather_from_stage(engine, what, mine), engine.links.stages
     return of_stage if stages is None else [*chain(*stages.announce(what, of_stage))]
 

@@ -19,7 +19,7 @@ class CollectiveKind(IntEnum):
     REDUCE = 1
     """Compute the mean of every rank's gradient of a unit, in slices."""
     SHARE = 2
-    """Collect a unit's updated weights, if every rank has all of them and has updated a slice (stages 1 and 2)."""
+    """Collect a unit's updated weights, if every rank has all of them and has updated a slice (ZeRO 1 and 2)."""
     ON_ALL_RANKS = 3
     """A collective that runs only once all ranks want it."""
     BEGIN = 4

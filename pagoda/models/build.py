@@ -57,7 +57,7 @@ def build_model(
         )
     text.use_cache = False
     if layers is not None:
-        _layers(name_or_dir, config)  # it has some
+        _layers(name_or_dir, config)  # raises ConfigError for a model without it
         text.num_hidden_layers = layers
         if kinds := getattr(text, "layer_types", None):
             text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
@@ -118,7 +118,7 @@ def is_encoder_decoder(name_or_dir: str) -> bool:
 
 
 def positions_of(name_or_dir: str) -> int | None:
-    """Most tokens of a sequence, or None if the model does not say.
+    """Maximum number of tokens of a sequence, or None if the configuration does not say.
 
     Raises ConfigError like `build_model`.
     """
@@ -192,9 +192,9 @@ def _built(what: str, build: Callable[..., Any], config: Any) -> "nn.Module":
 
     try:
         model: nn.Module = build(config, dtype=torch.float32).train()
-    except Exception as error:  # sizes that make no model fail wherever they are used first
+    except Exception as error:  # impossible sizes fail at their first use, with any exception type
         said = next(iter(str(error).splitlines()), "")
-        if not isinstance(error, ValueError):  # its type alone tells what is meant
+        if not isinstance(error, ValueError):  # other messages, such as a KeyError's, need their type
             said = f"{type(error).__name__}: {said}"
         raise ConfigError(f"{what} (model_type {config.model_type!r}) cannot be built: {said}") from error
     return model

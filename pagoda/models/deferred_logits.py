@@ -151,11 +151,11 @@ def _late(hidden: torch.Tensor, dtype: torch.dtype, maps: tuple[Map, ...], call:
     late.hidden, late.maps, late.call, late._made = hidden, maps, call, None
     if call.with_grad:
         with torch._C.DisableTorchFunctionSubclass():
-            late.register_hook(_lost)  # type: ignore[no-untyped-call]
+            late.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
     return late
 
 
-def _lost(_grad: torch.Tensor) -> None:
+def _refuse_gradient(_grad: torch.Tensor) -> None:
     raise UsageError(
         "Logits of a model with pagoda.chunked_loss got a gradient, but were never computed: the loss, such as a "
         "torch.autograd.Function, does not read them with torch's functions. Use torch.nn.functional.cross_entropy, or "

@@ -84,11 +84,12 @@ def cross_entropy(
 
 
 class _Reduce(torch.autograd.Function):
-    """Loops over rows outside and tokens inside, so that a row's gradient is added up in fp32 and rounded once.
+    """The outer loop is over rows of the weight, the inner one over tokens. So a row's gradient is added up in fp32 and
+    rounded once.
 
     From each block, backward needs exp(logits - the token's largest logit), in the logits' dtype. Forward keeps the
-    first blocks, and backward computes the others again, with the same bits. Factors that differ between tokens are
-    then applied to the rows of `hidden`, which are fewer. Targets are handled separately, in fp32.
+    first blocks, and backward computes the others again, with the same bits. Factors of tokens are applied to `hidden`,
+    which has fewer elements than the logits. Targets are handled separately, in fp32.
     """
 
     @staticmethod

@@ -48,7 +48,7 @@ class LoraConfig:
 
 
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
-    """Freeze a transformers model and add adapters, in training mode. Its weights may wait on meta.
+    """Freeze a transformers model and add adapters, in training mode. Its weights may be on meta.
 
     Raises ConfigError if peft is not installed, if it finds none of the targets, or if it would adapt whole experts or
     routers.
@@ -64,7 +64,7 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
     )
     try:
         adapted: nn.Module = peft.get_peft_model(model, settings)
-    except ValueError as error:  # peft's word for what it cannot adapt
+    except ValueError as error:  # peft raises it for modules that it cannot adapt
         raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
     if (refusal := _mixture_refusal(adapted, settings)) is not None:
         raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {refusal}")

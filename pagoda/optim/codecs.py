@@ -34,7 +34,7 @@ list of values, the map. The maps are the paper's. Between neighbouring powers o
 exp_avg_sq has 2, 4, 8, ... 128 values at equal distances, and that of exp_avg has 1, 2, 4, ... 64 of each sign. Both
 also have 0 and 1. Three things differ from bitsandbytes:
 
-- exp_avg has 1 and -1 in place of 0.993 and -0.993, where bitsandbytes has 1 beside the two. The largest element of a
+- exp_avg has 1 and -1 in place of 0.993 and -0.993; bitsandbytes has 0.993, -0.993 and 1. The largest element of a
   block is then exact, and encoding what was decoded gives the same bytes.
 - An exp_avg_sq above zero never becomes zero, because the step would then be m / eps.
 - Code 0 is the value 0, because new state consists of zero bytes.

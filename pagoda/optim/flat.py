@@ -1,4 +1,4 @@
-"""The kernels on flat tensors, for code that is not performance-critical. Lane threads call kernels by address
+"""The kernels on flat tensors, for code that is not performance-critical. The runtime's threads call kernels by address
 instead."""
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,11 @@
 """CPU kernels by address: strict Numba, compiled for this machine on first use.
 
-This is the hot path. A kernel takes addresses (``Tensor.data_ptr()``, or a page's address plus an offset in
-bytes) and an element count, checks nothing, and touches no Python object, so lane threads run it side by
-side (``nogil``) block by block, and a call costs about a microsecond. `flat` is the same on tensors.
+This is the hot path. A kernel takes addresses (``Tensor.data_ptr()``, or a page's address plus an offset in bytes) and
+an element count. It checks nothing and touches no Python object. So the runtime's threads run it in parallel
+(``nogil``), block by block, and a call costs about a microsecond. `flat` calls kernels on tensors.
 
-Invariants the caller keeps: each address is the start of ``n`` elements of the stated type that stay alive
-and unshared during the call; regions do not overlap; scalars are Python floats; the thread does not flush
+The caller must ensure: each address is the start of ``n`` elements of the stated type, which stay alive and which
+nothing else uses during the call; regions do not overlap; scalars are Python floats; the thread does not flush
 denormals (``torch.set_flush_denormal``), as that changes bits. Any alignment is correct; 64 bytes is best.
 
 A kernel is compiled for the forms (`arithmetic`) of the master and of the gradient, once a process. It computes in
@@ -54,8 +54,8 @@ from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
 from pagoda.optim.wide import decode_groups, encode_groups
 
 UpdateKernel = Callable[..., None]
-"""``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``. noise is empty, or, if
-states are rounded stochastically, the first element's index in its parameter and the `Key`'s two numbers."""
+"""``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``. noise is empty unless
+states are rounded stochastically. Then it is the first element's index in its parameter and both numbers of `Key`."""
 
 
 @part

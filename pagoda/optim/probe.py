@@ -19,7 +19,7 @@ from pagoda.errors import ConfigError
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Kind = tuple[int, ...]
-"""For each dimension: 0 if it is 1, otherwise its rank among the distinct others."""
+"""For each dimension: 0 if its size is 1, otherwise the place of its size, from 1, among the distinct sizes above 1."""
 
 COMMON_SHAPES = ((4,), (4, 5), (5, 4), (4, 4), (4, 5, 6), (4, 5, 3, 3))
 """Shapes whose kinds are probed before any model is known, to name the states."""
@@ -148,17 +148,17 @@ class _Run:
                 f"{self._refused}: its step changes {self._changed} in param_groups, which all parameters share. It "
                 "needs every parameter at once."
             )
-        beside = [_parameter(self.shape, 0), _parameter(self.shape, 1)]
-        together, alone = self._make(beside), _parameter(self.shape, 0)
+        pair = [_parameter(self.shape, 0), _parameter(self.shape, 1)]
+        together, alone = self._make(pair), _parameter(self.shape, 0)
         states: dict[str, Any] = {}
         for step in range(_STEPS):
-            _take(together, beside, step)
+            _take(together, pair, step)
             resumed = self._make([alone])
             if step:
                 resumed.state[alone] = states
             _take(resumed, [alone], step)
             states = kept_in(resumed, alone)
-        if not torch.equal(beside[0], self._param):
+        if not torch.equal(pair[0], self._param):
             raise ConfigError(f"{self._refused}: a parameter's update depends on the others.")
         if not torch.equal(alone, self._param):
             raise ConfigError(f"{self._refused}: it keeps something outside `state`, so it cannot be resumed.")

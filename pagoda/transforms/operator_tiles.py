@@ -133,7 +133,7 @@ class Tiling:
                 warnings.warn(_stays_whole(model, module, whole), stacklevel=2)
 
     def renamed(self, names: Iterable[str]) -> list[str]:
-        """The current names of parameters: for a parameter in tiles, the names of its parts on this rank."""
+        """The names that parameters have now: a parameter in tiles becomes its parts on this rank."""
         return [new for name in names for new in self._renamed.get(name, [name])]
 
     def whole(self, param: nn.Parameter) -> tuple[nn.Parameter, int]:
