@@ -120,7 +120,7 @@ def defined(rule: Adafactor, step: int, states: States, gradient: torch.Tensor, 
 
 
 @each_once(shape=SHAPES, rule=RULES)
-def test_the_kernels_have_the_bits_of_the_contract(rule: Adafactor, shape: tuple[int, ...]) -> None:
+def test_the_kernels_have_the_bits_of_the_definition(rule: Adafactor, shape: tuple[int, ...]) -> None:
     ours, theirs = fresh(rule, shape), fresh(rule, shape)
     for step in range(1, 4):
         update(rule, step, ours, randn(shape, step), 0.7)

@@ -68,7 +68,7 @@ def test_noise_is_uniform_and_independent_between_moments_elements_steps_and_par
         assert abs(((bits >> bit) & 1).double().mean().item() - 0.5) < 5 * 0.5 / n**0.5
 
 
-def test_keys_are_what_the_contract_says() -> None:
+def test_keys_are_as_defined() -> None:
     assert Key.of(0, "weight", 1) == Key(low=0x2159412C, high=0x3F4D8E97)
     keys = {Key.of(seed, name, step) for seed in range(3) for name in ("a", "b") for step in range(1, 4)}
     assert len(keys) == 18
@@ -136,7 +136,7 @@ def test_each_element_gets_the_nearest_value_of_the_map(
 
 @either
 @pytest.mark.parametrize("n", [BLOCK, 40], ids=["whole blocks", "less than is encoded at a time"])
-def test_codes_change_where_the_contract_has_it(moment: str, n: int) -> None:
+def test_codes_change_where_the_definition_says(moment: str, n: int) -> None:
     """At the least value that has a code, and at those beside it. In a block with 1, so that its scale is 1."""
     signed = moment == "exp_avg"
     codes, one = torch.arange(1, 128 if signed else 256), torch.ones(1)
