@@ -48,7 +48,7 @@ class Call:
     version: int = 0
     """The unit's number of updates. In a list, the number since the part of the program began."""
     position: int = field(default=0, compare=False)
-    """Compute's position in the trace."""
+    """Compute's position in the trace when the rank wanted it. An entry of a list waits until compute is there."""
     lists: tuple[int, ...] = ()
     """For BEGIN: a hash of each list that the rank can follow. 0 for none."""
 
