@@ -1,6 +1,9 @@
 """Built-in model shapes, and builders that make a model from a name or a directory."""
 
 from pagoda.models.build import build_model, layer_count
-from pagoda.models.shapes import SHAPES, Shape
+from pagoda.models.shapes import SHAPES, ModelShape
 
-__all__ = ["SHAPES", "Shape", "build_model", "layer_count"]
+Shape = ModelShape
+"""The earlier name of `ModelShape`."""
+
+__all__ = ["SHAPES", "ModelShape", "Shape", "build_model", "layer_count"]

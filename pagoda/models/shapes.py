@@ -22,7 +22,7 @@ Setting = int | float | bool | str | dict[str, float | str]
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A named model size: a transformers family and the settings that differ from its defaults."""
 
     name: str
@@ -32,7 +32,7 @@ class Shape:
 
 def _llama(
     name: str, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **others: Setting
-) -> Shape:
+) -> ModelShape:
     settings: dict[str, Setting] = {
         "vocab_size": 32_000,
         "hidden_size": hidden,
@@ -44,11 +44,11 @@ def _llama(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "tie_word_embeddings": True,
     }
-    return Shape(name, "llama", {**settings, **others})
+    return ModelShape(name, "llama", {**settings, **others})
 
 
-def _gpt2(name: str, hidden: int, layers: int, heads: int, **others: Setting) -> Shape:
-    return Shape(name, "gpt2", {"n_embd": hidden, "n_layer": layers, "n_head": heads, **others})
+def _gpt2(name: str, hidden: int, layers: int, heads: int, **others: Setting) -> ModelShape:
+    return ModelShape(name, "gpt2", {"n_embd": hidden, "n_layer": layers, "n_head": heads, **others})
 
 
 def _mixture(
@@ -59,7 +59,7 @@ def _mixture(
     heads: tuple[int, int],
     experts: tuple[int, int, int],
     **others: Setting,
-) -> Shape:
+) -> ModelShape:
     """A Mixtral or a Qwen3-MoE. `heads`: numbers of query heads and key heads. `experts`: number of experts, experts
     for each token, width of an expert."""
     count, chosen, width = experts
@@ -78,12 +78,12 @@ def _mixture(
         "tie_word_embeddings": True,
         "output_router_logits": True,  # the loss then has the load-balancing loss
     }
-    return Shape(name, family, {**settings, **named[family], **others})
+    return ModelShape(name, family, {**settings, **named[family], **others})
 
 
 def _switch(
     name: str, hidden: int, layers: int, heads: int, ffn: int, experts: int, vocab: int = _SMALL_VOCAB, every: int = 2
-) -> Shape:
+) -> ModelShape:
     """A T5 with `layers` blocks in the encoder and as many in the decoder. Every `every`th block has experts."""
     settings: dict[str, Setting] = {
         "vocab_size": vocab,
@@ -101,7 +101,7 @@ def _switch(
         "router_jitter_noise": 0.0,
         "router_aux_loss_coef": 0.01,
     }
-    return Shape(name, "switch_transformers", settings)
+    return ModelShape(name, "switch_transformers", settings)
 
 
 def _untied(vocab: int, positions: int, rope_theta: float = 1e6) -> dict[str, Setting]:
@@ -138,7 +138,7 @@ _BUILT_IN = (
     _switch("t5-moe-120m", 384, 4, 6, 2_048, 16),
     _switch("t5-moe-1b", 768, 6, 12, 3_072, 32, vocab=T5_VOCAB),
 )
-SHAPES: Mapping[str, Shape] = {shape.name: shape for shape in _BUILT_IN}
+SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _BUILT_IN}
 """Every built-in shape by name, smallest first within its family."""
 
 
@@ -157,7 +157,7 @@ def is_sized_gpt(name: str) -> bool:
     return _GPT.fullmatch(name) is not None
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> ModelShape:
     """The shape with the built-in name `name`, a paper's shape with experts, or the GPT that `gpt-<layers>x<hidden>`
     describes.
 
