@@ -113,7 +113,7 @@ def steps(choice: Choice, passing: bool) -> list[float]:
 
 
 def test_updates_on_the_device_help_where_the_cpu_is_slow_and_not_where_the_link_is() -> None:
-    slow_cpu = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e10)
+    slow_cpu = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e10, device=4 << 20)
     assert min(steps(slow_cpu, passing=True)) < 0.8 * min(steps(slow_cpu, passing=False))
     slow_link = searched(cpu_params_per_s=1e11, link_bytes_per_s=1e8)
     assert not steps(slow_link, passing=True)
