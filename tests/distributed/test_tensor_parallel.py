@@ -46,6 +46,7 @@ CASES: dict[str, Case] = {
 SLOW_CASES: dict[str, Case] = {
     "four ranks, on ssd": (4, {"name": "llama", "parts": 2}, {"kind": "ssd"}),
     "four ranks, along the sequence, fp32": (4, {"name": "mixer", "parts": 2, "precision": "fp32"}, {}),
+    "two ranks, a class of torch's": (2, {"name": "mixer", "parts": 1, "rule": "adagrad", "precision": "fp32"}, {}),
     "four ranks, stage 2": (4, {"name": "llama", "parts": 2}, {"stage": 2}),
     "four ranks, two replicas": (4, {"name": "mixer", "parts": 2}, {"replicas": 2}),
 }
