@@ -54,10 +54,24 @@ def counted(monkeypatch: Patch, name: str) -> list[int]:
     return calls
 
 
+def let_updates_overtake(monkeypatch: Patch, kept: list[int]) -> None:
+    """The writer goes on once an update has overtaken it, or after 20 seconds."""
+    write, end = TensorWriter.write, time.monotonic() + 20
+
+    def behind(self: TensorWriter, name: str, piece: int, data: memoryview) -> None:
+        while not kept and time.monotonic() < end:
+            time.sleep(0.002)
+        write(self, name, piece, data)
+
+    monkeypatch.setattr(TensorWriter, "write", behind)
+
+
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("place", ["resident", "on_ssd", "arena"])
 def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Path, monkeypatch: Patch) -> None:
     kept = counted(monkeypatch, "keep")
+    if place == "resident":
+        let_updates_overtake(monkeypatch, kept)
     run = Run(LLAMA, PLACES[place](LLAMA, tmp_path)).train(0, HALF)
     run.optimizer.save_checkpoint(tmp_path / "step", {"schedule": run.schedule.state_dict()}, wait=False)
     assert run.optimizer.checkpoint_pending
