@@ -34,6 +34,7 @@ SHORT = ("copies", "step", "baselines")
 LONG = ("bits", "whole", "limited", "largest", "largest_8bit")
 
 
+@pytest.mark.slow
 def test_a_rehearsal_has_figures_of_the_short_sections(tmp_path: Path) -> None:
     found = rehearse(SHORT, tmp_path)
     assert {"d2h"} <= set(found["copies"]["step_share"]) <= {"h2d", "d2h"}  # weights may come before the step begins

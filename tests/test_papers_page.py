@@ -58,6 +58,7 @@ def test_more_tokens_a_step_hide_more_copies() -> None:
     assert many.hit_rate > few.hit_rate
 
 
+@pytest.mark.slow
 def test_the_page_has_the_cheapest_experiment_as_the_script_writes_it_and_the_plots() -> None:
     text = papers.EXPERIMENTS_PAGE.read_text()
     assert "\n".join(sections([ten_cache()])) in text, "run `python benchmarks/papers.py experiments` and look"

@@ -42,6 +42,7 @@ def losses_of(name: str, folder: Path) -> list[float]:
     return [float(loss) for loss in (folder / "losses").read_text().split()]
 
 
+@pytest.mark.slow
 def test_systems_that_need_no_installation_train_the_same_and_resume(tmp_path: Path) -> None:
     losses = {name: losses_of(name, tmp_path / name) for name in SOME}
     plain = losses[PLAIN]

@@ -190,12 +190,12 @@ def uninterrupted(recipe: Recipe) -> Result:
     return Run(recipe, RESIDENT).train(0, 2 * HALF).finish()
 
 
-NIGHTLY = [(LLAMA, "resident", "resident"), (LLAMA, "on_ssd", "on_ssd"), (LLAMA, "one_unit", "resident"), *CASES[-3:-1]]
+DEFAULT = [*CASES[2:7], *CASES[9:12]]
 
 
 @pytest.mark.parametrize(
     ("recipe", "before", "after"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case in NIGHTLY else []) for case in CASES],
+    [pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.slow]) for case in CASES],
     ids=[f"{recipe.model}-{recipe.moments}-{one}-{two}" for recipe, one, two in CASES],
 )
 def test_a_resumed_run_continues_bit_for_bit(recipe: Recipe, before: str, after: str, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_search_of_degrees_names_flags_that_give_what_it_found(plan: Command) 
     assert "--tensor-parallel can only be 1" in " ".join(only.stdout.split())
 
 
+@pytest.mark.slow
 def test_the_largest_model_trains_and_a_seventh_more_is_refused_before_anything_is_allocated(
     plan: Command, command: Command, machine: Path, tmp_path: Path
 ) -> None:

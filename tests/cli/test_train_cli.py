@@ -229,7 +229,7 @@ RESUMED: dict[str, tuple[dict[str, str], str]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in ("fp16", "a class of torch") else pytest.mark.slow) for case in RESUMED],
+    [pytest.param(case, marks=() if case == "fp16" else pytest.mark.slow) for case in RESUMED],
 )
 def test_a_run_resumes_in_another_memory_split_to_the_same_bits(
     case: str, work: Workspace, capsys: pytest.CaptureFixture[str]

@@ -118,7 +118,7 @@ def assert_ended_as(whole: TrainConfig, config: TrainConfig) -> None:
 @pytest.mark.parametrize(
     ("kind", "number", "steps"),
     [
-        ("ssd", -1, STEPS),
+        pytest.param("ssd", -1, STEPS, marks=pytest.mark.slow),
         *(pytest.param(k, n, LONG, marks=pytest.mark.slow) for k in ("ram", "ssd") for n in range(RUNS)),
     ],
 )

@@ -213,6 +213,7 @@ def test_what_stages_cannot_do_is_refused_on_each_of_them(ranks: RankServer, tmp
         assert "stage 0 is at optimizer.step(), stage 1 is at the buffers of a checkpoint" in said["points"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "settings"),
     [

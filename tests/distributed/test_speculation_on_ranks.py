@@ -148,9 +148,8 @@ def test_an_overflow_on_ranks_undoes_what_was_guessed(
         assert_guessed(after, pattern)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"replicas": 2}, pytest.param({"parts": 8}, marks=SLOW)], ids=["replicas", "two passes"]
-)
+@SLOW
+@pytest.mark.parametrize("settings", [{"replicas": 2}, {"parts": 8}], ids=["replicas", "two passes"])
 def test_ranks_whose_sums_have_another_order_guess_too(
     settings: dict[str, Any], ranks: RankServer, tmp_path: Path
 ) -> None:

@@ -36,14 +36,14 @@ CASES: dict[str, Case] = {
     "two ranks, of a mesh of torch's": (2, {"name": "llama", "parts": 1}, {"by_torch": True}),
     "two ranks, along the sequence, in an arena": (2, {"name": "mixer", "parts": 1}, {"kind": "arena"}),
     "two ranks, Adafactor": (2, {"name": "llama", "parts": 1, "rule": "adafactor", "precision": "fp32"}, {}),
+}
+SLOW_CASES: dict[str, Case] = {
     "four ranks, Muon, on ssd": (
         4,
         {"name": "mixer", "parts": 2, "rule": "muon", "precision": "fp32"},
         {"kind": "ssd"},
     ),
     "four ranks, 8-bit moments, on ssd": (4, {"name": "llama", "parts": 2, "rule": "adamw-8bit"}, {"kind": "ssd"}),
-}
-SLOW_CASES: dict[str, Case] = {
     "four ranks, on ssd": (4, {"name": "llama", "parts": 2}, {"kind": "ssd"}),
     "four ranks, along the sequence, fp32": (4, {"name": "mixer", "parts": 2, "precision": "fp32"}, {}),
     "two ranks, a class of torch's": (2, {"name": "mixer", "parts": 1, "rule": "adagrad", "precision": "fp32"}, {}),
@@ -114,7 +114,7 @@ def test_tensor_parallel_ranks_divide_experts_with_others(ranks: RankServer, tmp
     [
         pytest.param("checkpoint", "adamw", marks=SLOW),
         ("dcp", "adamw"),
-        ("checkpoint", "muon"),
+        pytest.param("checkpoint", "muon", marks=SLOW),
         pytest.param("dcp", "muon", marks=SLOW),
         pytest.param("checkpoint", "adafactor", marks=SLOW),
         pytest.param("dcp", "adafactor", marks=SLOW),

@@ -181,7 +181,11 @@ SEARCHES = [
     ),
     (named(model="llama-15m", seq_len=128, search_degrees=("pipeline", "tensor"), gpus_per_node=4), 4),
     (named(model="llama-15m", seq_len=128, search_degrees=("tensor", "pipeline", "replicas"), gpus_per_node=2), 2),
-    (named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=2), 2),
+    pytest.param(
+        named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=2),
+        2,
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -67,6 +67,7 @@ def test_a_script_in_the_manner_of_torchtitan_is_torchs_own_loop_and_resumes(run
     assert numbers("loss", run("titan", "4")) == losses[2:]
 
 
+@pytest.mark.slow
 def test_a_diffusion_model_learns_and_samples(run) -> None:  # type: ignore[no-untyped-def]
     printed = run("diffusion", "41")
     losses = numbers("loss", printed)

@@ -153,6 +153,7 @@ def test_codes_change_where_the_definition_says(moment: str, n: int) -> None:
             assert torch.equal(flat.decode_moment(moment, ours), reference.decode(*theirs, signed))
 
 
+@pytest.mark.slow
 def test_a_cpu_without_byte_lookups_gives_the_same_bits() -> None:
     program = """
 import reference

@@ -145,7 +145,10 @@ def check_adafactor(rule: Adafactor, theirs: States, gradients: list[torch.Tenso
     assert_same_states(ours, theirs)
 
 
-@pytest.mark.parametrize(("rule", "shape", "precision", "arriving"), ADAFACTORS)
+@pytest.mark.parametrize(
+    ("rule", "shape", "precision", "arriving"),
+    [*ADAFACTORS[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in ADAFACTORS[2:])],
+)
 def test_adafactor_has_the_bits_of_the_cpu(
     rule: Adafactor, shape: tuple[int, ...], precision: Precision, arriving: torch.dtype
 ) -> None:

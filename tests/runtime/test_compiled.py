@@ -69,7 +69,7 @@ def losses(model: Any, optimizer: Any) -> Iterator[float]:
     [
         ("torch.compile of layers", "recompute"),
         ("compile() of layers", "offload"),
-        ("compile() of all", "keep"),
+        pytest.param("compile() of all", "keep", marks=pytest.mark.slow),
         ("torch.compile of all", "keep"),
     ],
 )

@@ -285,7 +285,7 @@ def test_some_of_muons_there_and_others_on_the_cpu_are_refused(update_share: flo
         pagoda.wrap(recipe.build(), recipe.rule, memory=memory(recipe, update_share, homes))
 
 
-@pytest.mark.parametrize("name", [*WHOLE])
+@pytest.mark.parametrize("name", ["adafactor", *(pytest.param(name, marks=pytest.mark.slow) for name in COPIED)])
 def test_their_states_on_ssd_come_to_the_device_and_go_back(name: str, tmp_path: Path) -> None:
     recipe = Recipe("llama", rule=WHOLE[name])
     outcome = train(recipe, memory(recipe, 1.0, host=int(states_of(recipe) * 0.8), ssd=tmp_path))

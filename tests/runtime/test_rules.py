@@ -32,7 +32,15 @@ WHOLE: dict[str, Rule] = {
     "torch-adafactor": pagoda.Optim(torch.optim.Adafactor, lr=1e-2),
     "lion-pytorch": pagoda.Optim(TheirLion, lr=1e-3),
 }
-every_rule = pytest.mark.parametrize("rule", [*ELEMENTWISE.values(), *WHOLE.values()], ids=[*ELEMENTWISE, *WHOLE])
+USUAL = ("adamw", "lion", "adafactor", "muon", "adagrad")
+"""One of each kind of state: `make test-all` takes the others too."""
+every_rule = pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(rule, id=name, marks=() if name in USUAL else pytest.mark.slow)
+        for name, rule in (ELEMENTWISE | WHOLE).items()
+    ],
+)
 
 
 class InMemory:

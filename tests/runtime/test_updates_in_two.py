@@ -39,7 +39,7 @@ def in_two(recipe: Recipe, directory: Path, loop: Any = None, **split: float) ->
     ("recipe", "weights"),
     [
         (Recipe("llama", clip=CLIP, layers=4), 0.0),
-        (Recipe("llama", clip=CLIP, layers=4, precision="fp32"), 1.0),
+        pytest.param(Recipe("llama", clip=CLIP, layers=4, precision="fp32"), 1.0, marks=pytest.mark.slow),
         (Recipe("llama", clip=CLIP, layers=4, moments="bf16", accumulation=2), 0.0),
         (Recipe("llama", clip=CLIP, layers=4, rule=pagoda.Lion(lr=1e-3, weight_decay=0.1)), 1.0),
         (Recipe("llama", clip=CLIP, layers=4, announced=True, frozen=True), 0.0),

@@ -85,7 +85,7 @@ def loss_in_transformers(model: Any, *batches: dict[str, torch.Tensor]) -> tuple
     return total / counted, counted
 
 
-DATA = pytest.mark.parametrize("data", ["texts.jsonl", "chats.jsonl"])
+DATA = pytest.mark.parametrize("data", [pytest.param("texts.jsonl", marks=pytest.mark.slow), "chats.jsonl"])
 
 
 @DATA

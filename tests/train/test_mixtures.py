@@ -37,7 +37,11 @@ def lines_of(config: TrainConfig) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("name", "even"),
-    [("mixtral-15m", 2), pytest.param("qwen3-moe-15m", 4, marks=pytest.mark.slow), ("t5-moe-15m", 1)],
+    [
+        ("mixtral-15m", 2),
+        pytest.param("qwen3-moe-15m", 4, marks=pytest.mark.slow),
+        pytest.param("t5-moe-15m", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_mixture_trains_resumes_bit_for_bit_and_has_the_same_loss_in_transformers(
     name: str, even: int, tmp_path: Path

@@ -148,7 +148,7 @@ def ssd_config(tmp_path: Path) -> TrainConfig:
     return replace(config, memory=memory, optim=OptimConfig(schedule="constant"))
 
 
-@pytest.mark.parametrize("how", ["bits", "gone"])
+@pytest.mark.parametrize("how", [pytest.param("bits", marks=pytest.mark.slow), "gone"])
 def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: str, tmp_path: Path) -> None:
     """Pages are adopted without being read: what is damaged there would show in the middle of a step."""
     config = ssd_config(tmp_path)
