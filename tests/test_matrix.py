@@ -2,8 +2,8 @@
 
 Each case is a tiny model that is trained for two or three steps with the settings of a row, and again with all of its
 state in RAM, updated at the step, with every activation kept. Losses, norms, weights and optimizer states have the
-same bits. The rows are such that each value of a setting meets each value of every other; `make test-all` takes such
-rows that each three settings meet.
+same bits. The rows are such that each value of a setting meets each value of every other. `make test-all` takes more
+values, in such rows that each three settings meet.
 """
 
 from bisect import bisect
@@ -17,7 +17,7 @@ import torch
 import zoo
 from pairwise import Case, covering
 from torch import nn
-from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PLACEMENTS, Outcome, least_host, loss_of
+from zoo import ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PLACEMENTS, Outcome, least_host, loss_of
 
 import pagoda
 from pagoda.config.training import training_of
@@ -89,6 +89,13 @@ AXES = {
     "frozen": (False, True),
     "page": (4096, 16384),
 }
+
+DAILY = AXES | {
+    "rule": tuple(rule for rule in RULES if rule != "adamw-bf16"),
+    "place": tuple(place for place in PLACES if place != ARENA),
+}
+"""For pairs. What is left out is much like another value: moments in 8 bits are kept in another form too, and the other
+arenas do all that a plain one does."""
 
 
 def features_of(case: Case) -> set[Feature]:
@@ -260,7 +267,7 @@ def _guesses_after_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "CALM_STEPS", 0)
 
 
-@pytest.mark.parametrize("case", [*covering(AXES, possible)], ids=named)
+@pytest.mark.parametrize("case", [*covering(DAILY, possible)], ids=named)
 def test_no_two_settings_change_a_bit(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
