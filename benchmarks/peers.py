@@ -127,7 +127,14 @@ class Group:
 def speed(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Callable[[], None]) -> None:
     """Measures the systems that `kept` lacks, group by group; each group's figures are kept when it has ended."""
     steps = {tokens: STEPS.get(tokens, 1) for tokens in arguments.tokens}
-    task = Task(arguments.model, steps, clip=arguments.clip, micro_batches=arguments.micro_batches)
+    task = Task(
+        arguments.model,
+        steps,
+        clip=arguments.clip,
+        micro_batches=arguments.micro_batches,
+        precision=arguments.precision,
+        lora_rank=arguments.lora_rank,
+    )
     wanted = [name for name in arguments.systems if arguments.again or name not in kept]
     others = [name for name in wanted if name != PLAIN]
     size = max(1, arguments.together - 1)
@@ -203,7 +210,7 @@ def most_layers(failure: Callable[[int], str | None], first: int, fits: int, mos
 def failure_of(name: str, arguments: argparse.Namespace, limit: int, layers: int) -> str | None:
     """Why so many layers do not train three steps in so much RAM; None if they do."""
     tokens = min(arguments.tokens)
-    task = Task(arguments.model, {tokens: 2}, clip=arguments.clip, layers=layers)
+    task = Task(arguments.model, {tokens: 2}, clip=arguments.clip, layers=layers, precision=arguments.precision)
     try:
         with closing(Peer(name, task, arguments.cache, arguments.ssd, limit, arguments.turn_s)) as peer:
             peer.turn("start")
@@ -230,6 +237,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=[*SYSTEMS])
     parser.add_argument("--tokens", type=int, nargs="+", default=[*STEPS], help="of a step; largest takes the fewest")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a step, each of --tokens; largest has one")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of weights and compute")
+    parser.add_argument("--lora-rank", type=int, help="of adapters over frozen weights; largest trains all weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--together", type=int, default=5, help="processes that are in memory at a time")
     parser.add_argument("--clip", type=float, default=1.0)
@@ -241,7 +250,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "peers", help="for the virtual environments")
     parser.add_argument("--docs", type=Path, help="where to write the tables; the plots go beside it")
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error(f"--rounds is {arguments.rounds}: it must be at least 2, as quartiles are given")
+    return arguments
 
 
 def main() -> None:
@@ -254,10 +266,11 @@ def main() -> None:
     def keep() -> None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    shared = {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "model": arguments.model, "clip": arguments.clip}
+    shared: Figures = {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "model": arguments.model}
+    shared |= {"clip": arguments.clip, "precision": arguments.precision}
     if arguments.part in ("all", "speed"):
         settings = shared | {"tokens": arguments.tokens, "rounds": arguments.rounds, "together": arguments.together}
-        settings["micro_batches"] = arguments.micro_batches
+        settings |= {"micro_batches": arguments.micro_batches, "lora_rank": arguments.lora_rank}
         speed(arguments, figures_of(result, "speed", settings), keep)
     if arguments.part in ("all", "largest"):
         by = "a cgroup" if cgroups_are_to_be_had() else "the parent, which ends a process whose resident memory is more"

@@ -81,7 +81,7 @@ class DistributedPlain:
 
 
 class Sharded(Trainer):
-    """FSDP2, with CPU offload or without: fp32 parameters, bf16 compute, gradients reduced in fp32."""
+    """FSDP2, with CPU offload or without: fp32 parameters, gradients reduced in fp32, compute in bf16 or fp32."""
 
     def __init__(self, workload: Workload, offload: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -92,7 +92,7 @@ class Sharded(Trainer):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=torch.float32),
         }
         if offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -100,7 +100,8 @@ class Sharded(Trainer):
         for block in blocks:
             fully_shard(block, **policy)
         fully_shard(self.model, **policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=LR, fused=True)
         self.clip, self.micro_batches = workload.clip, workload.micro_batches
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What the benchmarks train: one workload under plain PyTorch, with everything in one memory, and under Pagoda.
 
-Both do the same arithmetic: bf16 weights, an fp32 master, fused AdamW, the same gradient checkpointing and clipping.
+Both do the same arithmetic: bf16 weights and an fp32 master, or all in fp32; fused AdamW; the same gradient
+checkpointing and clipping.
 """
 
 import statistics
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 import pagoda
-from pagoda.config.training import ActivationMode
+from pagoda.config.training import ActivationMode, Precision
 from pagoda.models import build_model
+from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.data import Batches
 
@@ -37,13 +39,23 @@ class Workload:
     """Instead of the model's own."""
     micro_batches: int = 1
     """Of a step; each has its part of the sequences."""
+    precision: Precision = "bf16"
+    """Of weights and compute."""
+    lora_rank: int | None = None
+    """Adapters of this rank train over frozen weights; None: all weights train."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and compute."""
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     @property
     def tokens(self) -> int:
         return self.batch_size * self.seq_len
 
     def build(self, checkpointing: bool = False) -> nn.Module:
-        return build_model(self.model, seq_len=self.seq_len, gradient_checkpointing=checkpointing, layers=self.layers)
+        model = build_model(self.model, seq_len=self.seq_len, gradient_checkpointing=checkpointing, layers=self.layers)
+        return model if self.lora_rank is None else add_adapters(model, LoraConfig(rank=self.lora_rank))
 
     def batches(self, device: torch.device = CPU) -> Iterator[torch.Tensor]:
         """Random tokens, the same ones every time."""
@@ -122,24 +134,31 @@ class Plain(Trainer):
         """`optimizer` makes another one than torch's fused AdamW, of the master."""
         torch.manual_seed(0)
         model = workload.build(workload.checkpointing)
-        self.master = [p.detach().to(device, copy=True).requires_grad_() for p in model.parameters()]
-        self.model = model.to(device, torch.bfloat16).train()
-        self.params = list(self.model.parameters())
+        master = None
+        if workload.precision != "fp32":
+            trained = (p for p in model.parameters() if p.requires_grad)
+            master = [p.detach().to(device, copy=True).requires_grad_() for p in trained]
+        self.model = model.to(device, workload.dtype).train()
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.master = self.params if master is None else master
         self.optimizer = optimizer(self.master) if optimizer else torch.optim.AdamW(self.master, lr=LR, fused=True)
         self.clip, self.micro_batches = workload.clip, workload.micro_batches
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss, on the device."""
         loss = self.backward(ids)
+        apart = self.master is not self.params
         for master, param in zip(self.master, self.params, strict=True):
             assert param.grad is not None
-            master.grad, param.grad = param.grad.float(), None
+            if apart:
+                master.grad, param.grad = param.grad.float(), None
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.master, self.clip)
         self.optimizer.step()
         with torch.no_grad():
             for master, param in zip(self.master, self.params, strict=True):
-                param.copy_(master)
+                if apart:
+                    param.copy_(master)
                 master.grad = None
         return loss
 
@@ -176,6 +195,7 @@ class Paged(Trainer):
             model.train(),
             rule or pagoda.AdamW(lr=LR),
             memory=memory,
+            precision=workload.precision,
             clip_grad_norm=workload.clip,
             accumulation_steps=workload.micro_batches,
             update=pagoda.Updates(speculate=speculate),

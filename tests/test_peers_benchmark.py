@@ -3,7 +3,7 @@
 import itertools
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,10 @@ TASK = Task("llama-15m", {8: 2, 16: 1}, layers=1, micro_batches=2)
 SOME = (PLAIN, "pagoda-ssd")
 
 
-def losses_of(name: str, folder: Path) -> list[float]:
+def losses_of(name: str, given: Task, folder: Path) -> list[float]:
     """Of three steps, of one after a checkpoint, and of the same one after the checkpoint has been read back."""
     folder.mkdir()
-    task = json.loads(json.dumps(asdict(TASK)))
+    task = json.loads(json.dumps(asdict(given)))
     turns = Turns(name, task, str(folder))
     try:
         turns.start()
@@ -43,8 +43,9 @@ def losses_of(name: str, folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_systems_that_need_no_installation_train_the_same_and_resume(tmp_path: Path) -> None:
-    losses = {name: losses_of(name, tmp_path / name) for name in SOME}
+@pytest.mark.parametrize("task", [TASK, replace(TASK, precision="fp32", lora_rank=4)], ids=["all of it", "LoRA, fp32"])
+def test_systems_that_need_no_installation_train_the_same_and_resume(task: Task, tmp_path: Path) -> None:
+    losses = {name: losses_of(name, task, tmp_path / name) for name in SOME}
     plain = losses[PLAIN]
     assert len(plain) == 5
     assert plain[0] != plain[1] != plain[2]

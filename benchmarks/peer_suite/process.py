@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from beyond_memory import resident_bytes
+from pagoda.config.training import Precision
 from pagoda.memory.sizes import format_bytes
 from training import Trainer, Workload
 from turns import ENVIRONMENT, HERE, ROOT, TurnFailed, TurnTaker, serve
@@ -31,6 +32,8 @@ class Task:
     layers: int | None = None
     micro_batches: int = 1
     """Of a step."""
+    precision: Precision = "bf16"
+    lora_rank: int | None = None
 
 
 class Peer(TurnTaker):
@@ -151,6 +154,8 @@ class Turns:
             clip=task.clip,
             layers=task.layers,
             micro_batches=task.micro_batches,
+            precision=task.precision,
+            lora_rank=task.lora_rank,
         )
         pages = self.folder / "pages"
         pages.mkdir()

@@ -33,6 +33,9 @@ def _head(*cells: str) -> list[str]:
 def _machine(part: Figures) -> str:
     settings = part["settings"]
     text = f"{settings['machine']}, load average {part['load_average']:.1f} before the run. `{settings['model']}`"
+    text += f" in {settings.get('precision', 'bf16')}"
+    if (rank := settings.get("lora_rank")) is not None:
+        text += f", LoRA of rank {rank}"
     return f"{text}, clipping at {settings['clip']}"
 
 

@@ -56,7 +56,8 @@ class DeepSpeed(Trainer):
 
     @staticmethod
     def settings(workload: Workload, folder: Path, optimizer: str, weights: str) -> dict[str, object]:
-        """DeepSpeed's configuration: bf16, an fp32 master and fp32 moments; pages of NVMe as its tutorial has them."""
+        """DeepSpeed's configuration: bf16 with an fp32 master, or fp32; fp32 moments; pages of NVMe as its tutorial has
+        them."""
         nvme = {"nvme_path": str(folder), "buffer_count": 5}
         zero: dict[str, object] = {
             "stage": 3,
@@ -71,7 +72,7 @@ class DeepSpeed(Trainer):
         return {
             "train_micro_batch_size_per_gpu": workload.batch_size // workload.micro_batches,
             "gradient_accumulation_steps": workload.micro_batches,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": workload.precision == "bf16"},
             "gradient_clipping": workload.clip or 0.0,
             "optimizer": {"type": "AdamW", "params": adamw},
             "zero_optimization": zero,
@@ -123,18 +124,23 @@ def deepspeed(
     return lambda workload, folder: DeepSpeed(workload, folder, optimizer, weights)
 
 
-def paged(state: Literal["ram", "half", "moments", "all"]) -> Callable[[Workload, Path], Trainer]:
-    """Pagoda with RAM for all state, for all but half of the moments, for all but the moments, or for little."""
+def paged(share: float | None) -> Callable[[Workload, Path], Trainer]:
+    """Pagoda with RAM for weights, gradients and a share of the other state; None: for little. Of all other state there
+    is RAM for a fifth more, and no SSD."""
 
     def build(workload: Workload, folder: Path) -> Trainer:
-        with pagoda.init():
-            numel = sum(p.numel() for p in workload.build().parameters())
-        beside = 72 << 20  # pages and buffers of updates
-        if state == "all":
+        if share is None:
             host = int(1.25 * least(workload, folder))
         else:
-            host = int(1.02 * numel * {"ram": 16, "half": 9, "moments": 4}[state]) + beside
-        return Paged(workload, pagoda.Memory(host=host, ssd=None if state == "ram" else str(folder)))
+            itemsize = workload.dtype.itemsize
+            with pagoda.init():
+                params = [*workload.build().parameters()]
+            weights = itemsize * sum(p.numel() for p in params)
+            trained = sum(p.numel() for p in params if p.requires_grad)
+            other = trained * (8 if itemsize == 4 else 10)  # moments, and the master's lower half
+            beside = 72 << 20  # pages and buffers of updates
+            host = int(1.02 * (weights + trained * itemsize + share * other)) + beside
+        return Paged(workload, pagoda.Memory(host=host, ssd=str(folder) if share is None or share < 1 else None))
 
     return build
 
@@ -164,6 +170,7 @@ DEEPSPEED = Environment(
         "psutil==7.2.2",
         "py-cpuinfo==9.0.0",
         "pydantic==2.14.3",
+        "pydantic-core==2.50.4",
     ),
     variables={"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "WORLD_SIZE": "1"},
     prepare="""
@@ -190,7 +197,7 @@ SYSTEMS: dict[str, System] = {
     "plain": System("plain PyTorch, activations kept", "everything in RAM; fused AdamW", without_checkpointing),
     "fsdp2-offload": System(
         "FSDP2, CPU offload",
-        "fully_shard of each layer, fp32 parameters, bf16 compute, CPUOffloadPolicy; fused AdamW",
+        "fully_shard of each layer, fp32 parameters, CPUOffloadPolicy; fused AdamW",
         sharded,
     ),
     "deepspeed-cpu": System(
@@ -213,8 +220,10 @@ SYSTEMS: dict[str, System] = {
     ),
     "torchao": System("torchao CPUOffloadOptimizer", "over fused AdamW", torchao, TORCHAO),
     "bitsandbytes": System("bitsandbytes PagedAdamW", "32 bits", bitsandbytes, BITSANDBYTES),
-    "pagoda-ram": System("Pagoda, all in RAM", "Memory(host=...) above what the state takes", paged("ram")),
-    "pagoda-half": System("Pagoda, part of the moments on SSD", "RAM for 9 bytes a parameter", paged("half")),
-    "pagoda-moments": System("Pagoda, moments on SSD", "RAM for 4 bytes a parameter", paged("moments")),
-    "pagoda-ssd": System("Pagoda, all on SSD", "1.25 times the least RAM that it accepts", paged("all"), ram_bytes=0.5),
+    "pagoda-ram": System("Pagoda, all in RAM", "Memory(host=...) above what the state takes", paged(1.2)),
+    "pagoda-half": System(
+        "Pagoda, part of the moments on SSD", "RAM for weights, gradients and half of the rest", paged(0.5)
+    ),
+    "pagoda-moments": System("Pagoda, moments on SSD", "RAM for weights and gradients", paged(0.0)),
+    "pagoda-ssd": System("Pagoda, all on SSD", "1.25 times the least RAM that it accepts", paged(None), ram_bytes=0.5),
 }
