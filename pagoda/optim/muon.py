@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, muon
 
+from pagoda.config.training import Precision
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import StateSpec, TensorRule, check, is_number
 
@@ -101,9 +102,10 @@ class Muon(TensorRule):
             has_complex=False,
         )
 
-    def elementwise_rules(self) -> tuple[AdamW, ...]:
-        """AdamW, for parameters that are not matrices."""
-        return (self._adamw(),)
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile a device's kernels, with those of AdamW for parameters that are not matrices."""
+        super().warm_up(precision, gradient, device)
+        self._adamw().warm_up("fp32", torch.float32, device)
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The entry of torch's Muon or AdamW. Muon does not count steps."""

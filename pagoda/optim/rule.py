@@ -40,20 +40,20 @@ import torch
 
 from pagoda.config.training import Gradients, Precision, require_choice
 from pagoda.errors import ConfigError
-from pagoda.optim.codecs import Key
+from pagoda.optim.codecs import BLOCK, Key
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def gradient_dtype(precision: Precision) -> torch.dtype:
     """Dtype of the weights in forward and backward, and of autograd's gradients."""
     require_choice("precision", precision, Precision)
-    return _DTYPES[precision]
+    return DTYPES[precision]
 
 
 def kept_dtype(gradients: Gradients | None) -> torch.dtype | None:
     """Dtype in which gradients are accumulated. None if it is that of the weights."""
-    return None if gradients is None else _DTYPES[gradients]
+    return None if gradients is None else DTYPES[gradients]
 
 
 Shape = tuple[int, ...]
@@ -182,6 +182,10 @@ class Rule(ABC):
                 kept[spec.name] = value.detach().to("cpu", spec.dtype).reshape(own)
         return kept
 
+    @abstractmethod
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile a device's kernels for updates with gradients in that dtype, or load them from their cache."""
+
 
 def check_rule(optimizer: object) -> None:
     """Raises ConfigError for an object that is not a rule."""
@@ -219,6 +223,16 @@ class ElementwiseRule(Rule):
         stochastically."""
         return None
 
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile a device's kernels, or load them from their cache, by updating zeros."""
+        from pagoda.optim.flat import update  # imports Numba
+
+        states = {
+            state.name: torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device)
+            for state in self.states(precision)
+        }
+        update(self, states, torch.zeros(BLOCK, dtype=gradient, device=device), self.scalars(1), self.noise("", 1))
+
 
 @dataclass(frozen=True)
 class TensorRule(Rule):
@@ -251,9 +265,15 @@ class TensorRule(Rule):
         its spec. All are zero before the first update.
         """
 
-    def elementwise_rules(self) -> tuple[ElementwiseRule, ...]:
-        """Element-wise rules whose kernels `update` calls, in fp32."""
-        return ()
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile a device's kernels that make a copy of the master and store it again."""
+        from pagoda.optim.flat import join, split
+
+        if precision != "fp32":
+            weight, low = (torch.zeros(BLOCK, dtype=state.dtype, device=device) for state in _WEIGHTS[precision])
+            master = torch.zeros(BLOCK, device=device)
+            split(master, weight, low)
+            join(weight, low, master)
 
 
 @dataclass(frozen=True, slots=True)
