@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from pagoda.optim.rule import ElementwiseRule, StateSpec, check_betas, check_not_negative, fp32
+from pagoda.optim.rule import ElementwiseRule, StateSpec, fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Lion(ElementwiseRule):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "lr", "weight_decay")
-        check_betas(self, self.betas)
+        self._require_not_negative("lr", "weight_decay")
+        self._require_betas(self.betas)
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum."""

@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
+from pagoda.config.settings import require
 from pagoda.config.training import Gradients, Precision, require_choice
 from pagoda.errors import ConfigError
 from pagoda.optim.codecs import BLOCK, Key
@@ -124,6 +125,20 @@ class Rule(ABC):
         """States of a parameter: the weights', then the rule's own. The gradient is not one."""
         require_choice("precision", precision, Precision)
         return _WEIGHTS[precision] + self.own_states()
+
+    def _require(self, setting: str, holds: bool, wanted: str) -> None:
+        """Raises ConfigError, naming the setting, unless ``holds``."""
+        require(holds, f"{self.name} {setting}", getattr(self, setting), wanted)
+
+    def _require_not_negative(self, *settings: str) -> None:
+        for setting in settings:
+            value = getattr(self, setting)
+            self._require(setting, is_number(value) and value >= 0, "a finite number >= 0")
+
+    def _require_betas(self, betas: tuple[float, float]) -> None:
+        self._require("betas", len(betas) == 2, "two numbers")
+        for index, beta in enumerate(betas):
+            require(is_number(beta) and 0 <= beta < 1, f"{self.name} betas[{index}]", beta, "in [0, 1)")
 
     @abstractmethod
     def own_states(self) -> tuple[StateSpec, ...]:
@@ -291,8 +306,8 @@ class Hyper:
     grad_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check("", "step", self.step, self.step >= 1, ">= 1: count the update before taking it")
-        check("", "grad_scale", self.grad_scale, is_number(self.grad_scale), "a finite number")
+        require(self.step >= 1, "step", self.step, ">= 1: count the update before taking it")
+        require(is_number(self.grad_scale), "grad_scale", self.grad_scale, "a finite number")
 
 
 def plain_setting(value: Any, like: Any) -> Any:
@@ -310,26 +325,6 @@ def is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and bool(torch.isfinite(value))
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def check(rule: str, name: str, value: object, holds: bool, wanted: str) -> None:
-    """Raises ConfigError, naming the setting, unless ``holds``."""
-    if not holds:
-        raise ConfigError(f"{rule} {name} is {value!r}; it must be {wanted}".lstrip())
-
-
-def check_not_negative(rule: Rule, *names: str) -> None:
-    """Raises ConfigError if one of these settings is not a number, or is below zero."""
-    for name in names:
-        value = getattr(rule, name)
-        check(rule.name, name, value, is_number(value) and value >= 0, "a finite number >= 0")
-
-
-def check_betas(rule: Rule, betas: tuple[float, float]) -> None:
-    """Raises ConfigError unless both rates are in [0, 1)."""
-    check(rule.name, "betas", betas, len(betas) == 2, "two numbers")
-    for index, beta in enumerate(betas):
-        check(rule.name, f"betas[{index}]", beta, is_number(beta) and 0 <= beta < 1, "in [0, 1)")
 
 
 def fp32(value: float) -> float:
