@@ -32,15 +32,15 @@ _HANDOVERS = 128
 
 def measure_cpu(meter: Meter, threads: int) -> Cpu:
     """All figures of a CPU. `threads` is the number of threads that the runtime uses for updates."""
-    device, effort = torch.device("cpu"), meter.effort
+    effort = meter.effort
     memory, update = _update_rates(meter, threads)
     return Cpu(
         cores=cpu_cores(),
         memory_bytes=meter.reading(ram_bytes(), "all RAM, as the system reports it"),
         memory_bytes_per_s=memory,
         update_params_per_s=update,
-        bf16=matmul_rate(meter, torch.bfloat16, device, effort.tokens, effort.width),
-        fp32=matmul_rate(meter, torch.float32, device, effort.tokens, effort.width),
+        bf16=matmul_rate(meter, torch.bfloat16, effort.tokens, effort.width),
+        fp32=matmul_rate(meter, torch.float32, effort.tokens, effort.width),
         copy_bytes_per_s=_copy_rate(meter),
         gradient_bytes_per_s=_gradient_rate(meter),
         task_switch_s=_handover(meter),
@@ -61,7 +61,7 @@ def _update_rates(meter: Meter, threads: int) -> tuple[Figure, Figure]:
             meter.rate(touched, sweeper.arrays(roof_bf16, streams), "reads and writes of an update's streams"),
             meter.rate(
                 params,
-                sweeper.addresses(update_kernel(AdamW(), "bf16"), streams, *SCALARS),
+                sweeper(by_address(update_kernel(AdamW(), "bf16"), streams, *SCALARS)),
                 f"AdamW on {params >> 20} Mi parameters, {threads} threads",
             ),
         )

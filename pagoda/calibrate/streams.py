@@ -48,12 +48,6 @@ class Sweeper:
 
         return sweep
 
-    def addresses(
-        self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor], *scalars: float
-    ) -> Callable[[], None]:
-        """A sweep of a kernel that takes the address of each tensor's block, the number of elements, and scalars."""
-        return self(by_address(kernel, tensors, *scalars))
-
     def arrays(self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """A sweep of a plain kernel that takes each tensor's block as integers, and a mask of zero."""
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -67,7 +61,8 @@ class Sweeper:
 
 
 def by_address(kernel: Callable[..., Any], tensors: Sequence[torch.Tensor], *scalars: float) -> Callable[..., None]:
-    """`block(first element, elements)`, which calls a kernel as `Sweeper.addresses` describes."""
+    """`block(first element, elements)`, which calls a kernel with the address of each tensor's block, the number of
+    elements, and scalars."""
 
     def block(start: int, n: int) -> None:
         kernel(*(tensor.data_ptr() + start * tensor.element_size() for tensor in tensors), n, *scalars)
