@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,9 @@ class Reference:
     directories: list[str]
     """Where the store was when the checkpoint was saved."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Reference":
-        """Raises StorageError if `to_json` cannot have written these fields."""
+        """Raises StorageError if a commit cannot have returned these fields."""
         try:
             check(fields, _REFERENCE_FORM, "reference")
         except FormError as error:
