@@ -143,11 +143,7 @@ class Adafactor(TensorRule):
     def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
         """Compile the kernels of a device, or load them from their cache, by updating zeros."""
         shape = 4, 4
-        states = {
-            state.name: torch.zeros(own, dtype=state.dtype, device=device)
-            for state in self.states(precision)
-            if (own := state.shape("", shape)) is not None
-        }
+        states = self._new_states(precision, shape, device)
         weight, low = states.pop("weight"), states.pop("weight_low", None)
         self.update(1, weight, torch.zeros(shape, dtype=gradient, device=device), states, low)
 

@@ -126,6 +126,14 @@ class Rule(ABC):
         require_choice("precision", precision, Precision)
         return _WEIGHTS[precision] + self.own_states()
 
+    def _new_states(self, precision: Precision, shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
+        """The states of some parameter of this shape, by name."""
+        return {
+            state.name: torch.zeros(own, dtype=state.dtype, device=device)
+            for state in self.states(precision)
+            if (own := state.shape("", shape)) is not None
+        }
+
     def _require(self, setting: str, holds: bool, wanted: str) -> None:
         """Raises ConfigError, naming the setting, unless ``holds``."""
         require(holds, f"{self.name} {setting}", getattr(self, setting), wanted)
@@ -242,10 +250,7 @@ class ElementwiseRule(Rule):
         """Compile a device's kernels, or load them from their cache, by updating zeros."""
         from pagoda.optim.flat import update  # imports Numba
 
-        states = {
-            state.name: torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device)
-            for state in self.states(precision)
-        }
+        states = self._new_states(precision, (BLOCK,), device)
         update(self, states, torch.zeros(BLOCK, dtype=gradient, device=device), self.scalars(1), self.noise("", 1))
 
 
