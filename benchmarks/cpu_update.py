@@ -28,9 +28,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pagoda.calibrate.cpu import SCALARS
+from pagoda.calibrate.cpu import SCALARS, Sweeper, by_address, filled, roof_bf16, states_of
 from pagoda.calibrate.meter import cpu_name
-from pagoda.calibrate.streams import Sweeper, by_address, filled, roof_bf16, states_of
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, kernels
 from pagoda.optim.flat import encode_moment
