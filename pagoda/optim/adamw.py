@@ -84,8 +84,6 @@ class AdamW(Adam):
         return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
 
     def noise(self, parameter: str, step: int) -> Key | None:
-        """The key of the rounding noise for a parameter's update number ``step``. None if nothing is rounded
-        stochastically."""
         return Key.of(self.seed, parameter, step) if self.moments == "bf16" else None
 
     @property

@@ -61,13 +61,9 @@ class Muon(TensorRule):
         known = (None, "original", "match_rms_adamw")
         self._require("adjust_lr_fn", self.adjust_lr_fn in known, f"one of {known}")
 
-    def is_matrix(self, parameter: str, shape: tuple[int, ...]) -> bool:
-        """Whether Muon updates a parameter. Otherwise AdamW does."""
-        return len(shape) == 2 and not any(fnmatchcase(parameter, pattern) for pattern in self.adamw_for)
-
     def takes_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
-        """Parameters that AdamW updates may be cut."""
-        return self.is_matrix(parameter, shape)
+        """Whether Muon updates a parameter. AdamW updates all others, and they may be cut."""
+        return len(shape) == 2 and not any(fnmatchcase(parameter, pattern) for pattern in self.adamw_for)
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum of matrices, and both moments of all other parameters."""
@@ -119,7 +115,7 @@ class Muon(TensorRule):
         return AdamW(lr=self.lr, betas=self.betas, eps=self.adamw_eps, weight_decay=self.weight_decay)
 
     def _of_matrices(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        return shape if self.is_matrix(parameter, shape) else None
+        return shape if self.takes_whole(parameter, shape) else None
 
     def _of_others(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        return None if self.is_matrix(parameter, shape) else shape
+        return None if self.takes_whole(parameter, shape) else shape
