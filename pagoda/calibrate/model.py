@@ -76,7 +76,9 @@ class ComputeProfiler:
             """Number of layers of the larger model."""
             self._more = _built(name_or_dir, seq_len, gradient_checkpointing, self.layers)
             _materialise(self._more, gradient_dtype(precision), self._device)
-            _share(self._few, self._more)
+            # Both have the same parameters, with their hooks.
+            self._few.load_state_dict(self._more.state_dict(keep_vars=True), strict=False, assign=True)
+            self._few.to(self._device)  # buffers
             vocabulary = self._more.get_input_embeddings().num_embeddings  # type: ignore[operator]
             self._ids = torch.randint(min(256, vocabulary), (batch_size, seq_len)).to(self._device)
             _round(self._few, self._more, self._ids)
@@ -148,15 +150,6 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
                 made[param].register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
             setattr(module, name, made[param])
     model.to(device)  # buffers
-
-
-def _share(few: nn.Module, more: nn.Module) -> None:
-    """Give a model the device and the parameters of another that has them under the same names."""
-    source = dict(more.named_parameters(remove_duplicate=False))
-    for prefix, module in few.named_modules():
-        for name, _ in list(module.named_parameters(recurse=False)):
-            setattr(module, name, source[f"{prefix}.{name}" if prefix else name])
-    few.to(next(iter(source.values())).device)
 
 
 def drop_gradient(param: torch.Tensor) -> None:

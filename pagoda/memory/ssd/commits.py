@@ -51,22 +51,9 @@ def _named_place(value: object) -> bool:
 
 
 RECORD_FORM = {"id": STORE_ID, "page_bytes": _page_size, "directories": [_place], "stripe": int, "portions": [[int]]}
-_COMMIT_FORM = {
-    "pages": int,
-    "store": STORE_ID,
-    "commit": COMMIT_ID,
-    "page_bytes": _page_size,
-    "checkpoint_id": CHECKPOINT_ID,
-    "checkpoint": _named_place,
-}
-_REFERENCE_FORM = {
-    "store": STORE_ID,
-    "commit": COMMIT_ID,
-    "page_bytes": _page_size,
-    "pages": int,
-    "table": _HASH,
-    "directories": [_place],
-}
+_PAGES_FORM = {"store": STORE_ID, "commit": COMMIT_ID, "page_bytes": _page_size, "pages": int}
+_COMMIT_FORM = {**_PAGES_FORM, "checkpoint_id": CHECKPOINT_ID, "checkpoint": _named_place}
+_REFERENCE_FORM = {**_PAGES_FORM, "table": _HASH, "directories": [_place]}
 
 
 @dataclass(frozen=True)
