@@ -36,6 +36,7 @@ class Lion(ElementwiseRule):
 
     name: ClassVar[str] = "Lion"
     counts_steps: ClassVar[bool] = False
+    kernel_name: ClassVar[str] = "lion"
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
@@ -47,10 +48,6 @@ class Lion(ElementwiseRule):
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum."""
         return (StateSpec("exp_avg", torch.float32, of_gradients=True),)
-
-    @property
-    def kernel_name(self) -> str:
-        return "lion"
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
         """grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2 and lr: the same in every step."""
