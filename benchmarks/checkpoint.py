@@ -17,6 +17,7 @@ import json
 import shutil
 import statistics
 import time
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -66,7 +67,7 @@ def drive_rate(folder: Path) -> float:
     )
     pages = RAW_BYTES // PAGE
     lane = Lane("raw", SSD_THREADS)
-    with PageFile(folder, pages, PAGE) as file:
+    with closing(PageFile(folder, pages, PAGE)) as file:
 
         def write(thread: int) -> None:
             for page in range(thread, pages, SSD_THREADS):

@@ -28,13 +28,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pagoda.calibrate.cpu import SCALARS
+from pagoda.calibrate.cpu import SCALARS, Sweeper, by_address, filled, roof_bf16, states_of
 from pagoda.calibrate.meter import cpu_name
-from pagoda.calibrate.streams import Sweeper, by_address, filled, roof_bf16, states_of
 from pagoda.config.training import Precision
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, kernels
+from pagoda.optim import SGD, Adam, AdamW, Lion, kernels
+from pagoda.optim.codecs import Moments
 from pagoda.optim.flat import encode_moment
-from pagoda.optim.rule import gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 CACHED = 1 << 14
 """Elements of the block that stays in the cache."""

@@ -31,6 +31,7 @@ from rich.table import Table
 import pagoda
 from pagoda.calibrate import ComputeProfiler, Effort, calibrate
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
+from pagoda.calibrate.model import profile_of
 from pagoda.config.training import Precision
 from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError
@@ -150,7 +151,8 @@ class Predictor:
         """Calibrate, profile, simulate."""
         before = self._profiler.rounds(1, 8, PROFILE_S / 2)
         self.machines.append(calibrate(self._ssd, torch.device("cpu"), effort=EFFORT))
-        profile = self._profiler.profile([*before, *self._profiler.rounds(1, 8, PROFILE_S / 2)])
+        rounds = [*before, *self._profiler.rounds(1, 8, PROFILE_S / 2)]
+        profile = profile_of(rounds, self._profiler.layers)
         compute = Compute.from_profile(profile, self._root)
         return simulate(self._plan, self.machines[-1], compute.of_step(self._root, self._plan))
 

@@ -28,6 +28,7 @@ from rich.table import Table
 import pagoda
 from pagoda.calibrate import ComputeProfiler, calibrate
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
+from pagoda.calibrate.model import profile_of
 from pagoda.config.memory import Split
 from pagoda.config.training import Precision
 from pagoda.construction.construct import describe
@@ -97,7 +98,7 @@ def run(case: Case, ssd: Path, rounds: int) -> Result:
         root = describe(build_model(case.model, seq_len=SEQ_LEN, gradient_checkpointing=True))
     limits = budgets(root, case)
     profiler = ComputeProfiler(case.model, batch_size=case.batch_size, seq_len=SEQ_LEN, precision=case.precision)
-    compute = Compute.from_profile(profiler.profile(profiler.rounds(1, 8, PROFILE_S)), root)
+    compute = Compute.from_profile(profile_of(profiler.rounds(1, 8, PROFILE_S), profiler.layers), root)
     machine = calibrate(ssd, torch.device("cpu"), effort=EFFORT)
     problem = Problem(root, pagoda.AdamW().states(case.precision), limits, machine, compute, case.options)
     choice = search(problem)

@@ -41,8 +41,8 @@ from torch import nn
 import pagoda
 from marks import write_between_marks
 from pagoda.calibrate.bookkeeping import measure_bookkeeping
+from pagoda.calibrate.cpu import Sweeper, filled, roof_bf16, states_of
 from pagoda.calibrate.meter import Effort, Meter, cpu_name
-from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
 from pagoda.construction.construct import describe
 from pagoda.forecast.flops import forward_flops, weightless
 from pagoda.memory.arena import Arena

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -74,7 +74,7 @@ def raw_streams(directory: str, to_read: int, to_write: int) -> Iterator[Callabl
 
     pages = {"read": to_read // PAGE, "write": to_write // PAGE}
     rates: dict[str, float] = {}
-    with PageFile(directory, sum(pages.values()) or 1, PAGE) as file:
+    with closing(PageFile(directory, sum(pages.values()) or 1, PAGE)) as file:
         arena = Arena(4 * PAGE)
         for page in range(pages["read"]):
             file.pwrite(page, arena.view(0, PAGE))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         StorageError as StorageError,
         UsageError as UsageError,
     )
-    from pagoda.models.chunked_loss import chunked_loss as chunked_loss
+    from pagoda.models.deferred_logits import chunked_loss as chunked_loss
     from pagoda.optim import (
         SGD as SGD,
         Adafactor as Adafactor,
@@ -59,7 +59,7 @@ _HOMES = {
     "pagoda.construction.construct": "init",
     "pagoda.errors": "BudgetError CheckpointError ConfigError NonFiniteGradientError PagodaError RankError "
     "StorageError UsageError",
-    "pagoda.models.chunked_loss": "chunked_loss",
+    "pagoda.models.deferred_logits": "chunked_loss",
     "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim",
     "pagoda.optim.param_groups": "no_decay_groups",
     "pagoda.distributed.mesh": "Mesh open_mesh",

@@ -22,7 +22,8 @@ from zoo import ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PLACEMENTS, O
 import pagoda
 from pagoda.config.training import training_of
 from pagoda.construction.construct import describe
-from pagoda.optim import Rule, StateSpec
+from pagoda.optim import Rule
+from pagoda.optim.rule import StateSpec
 from pagoda.plan.combinations import Feature, why_not
 from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT

@@ -24,8 +24,9 @@ import pagoda
 from pagoda.config.training import ActivationMode, Precision
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim import AdamW, Moments, Rule, StateSpec
-from pagoda.optim.rule import TensorRule
+from pagoda.optim import AdamW, Rule
+from pagoda.optim.codecs import Moments
+from pagoda.optim.rule import StateSpec, TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets

@@ -4,8 +4,10 @@ import torch
 
 from gpu_suite.common import Figures, Machine
 from pagoda.config.training import Precision
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, flat
+from pagoda.optim import SGD, Adam, AdamW, Lion, flat
+from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import update_kernel
+from pagoda.optim.rule import ElementwiseRule
 from pagoda.runtime.device import Device, open_device
 
 _PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_shape
+from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from paper_tables.common import count, gigabytes
-from paper_tables.largest import Setting, fits, forecast, largest, t5_shape, with_device_homes
+from paper_tables.largest import Setting, fits, forecast, gpt_shape, largest, t5_shape, with_device_homes
 
 
 @dataclass(frozen=True)

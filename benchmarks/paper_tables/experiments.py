@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape, gpt_shape
-from paper_tables.largest import largest
+from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape
+from paper_tables.largest import gpt_shape, largest
 from paper_tables.runs import Run, Setup, fits, run
 
 Points = list[tuple[float, float]]

@@ -3,14 +3,15 @@
 The constants are assumptions, each of which the page states.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from pagoda.errors import BudgetError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import exchanged_elements
-from pagoda.models.papers import PAPER_SHAPES, PaperShape
+from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_of_step
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.layout import Layout
@@ -176,6 +177,16 @@ def largest(family: Callable[[float], PaperShape], fits: Callable[[PaperShape], 
         middle = (low * high) ** 0.5
         low, high = (middle, high) if fits(family(middle)) else (low, middle)
     return family(low)
+
+
+def gpt_shape(params: float, seq_len: int = 1024) -> PaperShape:
+    """The largest GPT of the family of `gpt_of_step` with at most `params` parameters. Raises ConfigError below the
+    smallest."""
+    after = bisect_right(range(100_000), params, key=lambda step: gpt_of_step(step, seq_len).params)
+    if not after:
+        smallest = gpt_of_step(0, seq_len).params
+        raise ConfigError(f"no GPT shape has at most {params:,.0f} parameters; the smallest has {smallest:,}")
+    return gpt_of_step(after - 1, seq_len)
 
 
 def t5_shape(params: float) -> PaperShape:

@@ -63,7 +63,7 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
     check_directory(directory, meter.effort.file_bytes)
     with ExitStack() as stack:
         pieces = meter.effort.file_bytes // LARGE_TRANSFER_BYTES
-        file = stack.enter_context(PageFile(directory, pieces, LARGE_TRANSFER_BYTES))
+        file = stack.enter_context(closing(PageFile(directory, pieces, LARGE_TRANSFER_BYTES)))
         meter.report(f"a file of {format_bytes(file.nbytes)} on the SSD")
         reading, writing = (
             stack.enter_context(closing(_Stream(lane, partial(move, file), pieces)))

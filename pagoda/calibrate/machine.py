@@ -41,10 +41,10 @@ def calibrate(
         check_directory(ssd, effort.file_bytes)  # on every rank, before any waits for another
     name = torch.cuda.get_device_name(device) if gpu else cpu_name()
     with joined(world):
-        host, compute = Meter(cpu_name(), effort, report), Meter(name, effort, report)
-        measured = _alone(host, compute, name, ssd, device, world) if world.rank == 0 else None
+        host, compute = Meter(cpu_name(), effort, report), Meter(name, effort, report, device)
+        measured = _alone(host, compute, name, ssd, world) if world.rank == 0 else None
         hardware = shared(measured, world)
-        intra, inter = measure_collectives(compute, world, device)
+        intra, inter = measure_collectives(compute, world)
     return replace(
         hardware,
         gpus_per_node=world.local_size,
@@ -53,15 +53,15 @@ def calibrate(
     )
 
 
-def _alone(host: Meter, compute: Meter, name: str, ssd: Path | None, device: torch.device, world: World) -> Hardware:
+def _alone(host: Meter, compute: Meter, name: str, ssd: Path | None, world: World) -> Hardware:
     """Measure what one process can measure alone."""
-    gpu = device.type == "cuda"
+    gpu = compute.device.type == "cuda"
     with _threads(cpu_cores() if world.size > 1 else torch.get_num_threads()):
         return Hardware(
             name=name,
             cpu=measure_cpu(host, torch.get_num_threads()),
-            device=measure_gpu(compute, device) if gpu else None,
-            link=measure_link(compute, device) if gpu else None,
+            device=measure_gpu(compute) if gpu else None,
+            link=measure_link(compute) if gpu else None,
             ssd=None if ssd is None else measure_drive(host, ssd),
         )
 

@@ -1,13 +1,13 @@
 """Measures matrix products: the peak rate, and the rate that a transformer block reaches."""
 
+import math
 import time
-from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch.nn import functional
 
-from pagoda.calibrate.meter import Meter
+from pagoda.calibrate.meter import Meter, repeated
 from pagoda.simulate.hardware import Figure, MatmulRate
 
 _HEAD_WIDTH = 64
@@ -20,18 +20,18 @@ FAR_SLOWER = 2.0
 """From this slowdown on, users should consider training in fp32."""
 
 
-def matmul_rate(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, width: int) -> MatmulRate:
+def matmul_rate(meter: Meter, dtype: torch.dtype, tokens: int, width: int) -> MatmulRate:
     """The peak is the rate of the fastest product of a block. The reached rate is that of forward and backward of one
     block of `width` on `tokens` tokens, or on fewer if the CPU has no instructions for `dtype`: products then take up
     to fifty times longer, at the same rate."""
-    meter.report(f"{str(dtype).removeprefix('torch.')} matrix products on {device.type}")
-    if device.type == "cpu" and (slowdown := cpu_slowdown(dtype)) >= FAR_SLOWER:
+    meter.report(f"{str(dtype).removeprefix('torch.')} matrix products on {meter.device.type}")
+    if meter.device.type == "cpu" and (slowdown := cpu_slowdown(dtype)) >= FAR_SLOWER:
         tokens = max(min(tokens, _LEAST_TOKENS), int(tokens / slowdown))
     shapes = [(tokens, width, width), (tokens, width, 4 * width), (2 * tokens, 4 * width, width)]
-    products = [_product(meter, dtype, device, *shape) for shape in shapes]
+    products = [_product(meter, dtype, *shape) for shape in shapes]
     return MatmulRate(
         peak_flop_per_s=max(products, key=lambda figure: figure.value),
-        reached_flop_per_s=_block(meter, dtype, device, tokens, width),
+        reached_flop_per_s=_block(meter, dtype, tokens, width),
     )
 
 
@@ -49,43 +49,32 @@ def _layer_seconds(dtype: torch.dtype) -> float:
     x = torch.ones(_LAYER_TOKENS, _LAYER_WIDTH, dtype=dtype)
     weight = torch.ones(4 * _LAYER_WIDTH, _LAYER_WIDTH, dtype=dtype)
     grad = torch.ones(_LAYER_TOKENS, 4 * _LAYER_WIDTH, dtype=dtype)
-    seconds: list[float] = []
-    end = time.perf_counter() + _LAYER_S
-    while len(seconds) < _LEAST_REPEATS or time.perf_counter() < end:
+
+    def seconds() -> float:
         start = time.perf_counter()
         _ = x @ weight.T, grad @ weight, grad.T @ x
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+        return time.perf_counter() - start
+
+    return min(repeated(seconds, _LEAST_REPEATS, math.inf, _LAYER_S))
 
 
-def ended(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:
-    """`work`, followed by a wait until it has ended on the device."""
-
-    def run() -> None:
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return run
-
-
-def _product(meter: Meter, dtype: torch.dtype, device: torch.device, rows: int, inner: int, columns: int) -> Figure:
-    generator = torch.Generator(device).manual_seed(0)
-    left = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
-    right = torch.randn(columns, inner, generator=generator, device=device).to(dtype)
+def _product(meter: Meter, dtype: torch.dtype, rows: int, inner: int, columns: int) -> Figure:
+    generator = torch.Generator(meter.device).manual_seed(0)
+    left = torch.randn(rows, inner, generator=generator, device=meter.device).to(dtype)
+    right = torch.randn(columns, inner, generator=generator, device=meter.device).to(dtype)
     note = f"[{rows}, {inner}] times [{inner}, {columns}]"
-    return meter.rate(2.0 * rows * inner * columns, ended(device, lambda: left @ right.T), note)
+    return meter.rate(2.0 * rows * inner * columns, lambda: left @ right.T, note)
 
 
-def _block(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, width: int) -> Figure:
+def _block(meter: Meter, dtype: torch.dtype, tokens: int, width: int) -> Figure:
     """Rate of a transformer block. The FLOPs are those of its products and of the full square of attention, as in
     `forecast.describe`."""
     seq_len = min(tokens, 512)
     ffn = width * 11 // 4
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(meter.device).manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        values = torch.randn(rows, columns, generator=generator, device=device) * 0.02
+        values = torch.randn(rows, columns, generator=generator, device=meter.device) * 0.02
         return values.to(dtype).requires_grad_()
 
     x = matrix(tokens, width)
@@ -111,4 +100,4 @@ def _block(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, 
     flops = 3.0 * tokens * (2.0 * elements + 4.0 * seq_len * width)
     note = f"forward and backward of a block of width {width} on {tokens} tokens"
     with torch.enable_grad():
-        return meter.rate(flops, ended(device, step), note)
+        return meter.rate(flops, step, note)

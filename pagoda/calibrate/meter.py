@@ -1,5 +1,6 @@
 """Repeats measurements and takes their median and spread."""
 
+import math
 import os
 import platform
 import statistics
@@ -7,9 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 from pagoda.simulate.hardware import Figure
 
+T = TypeVar("T")
+
+CPU = torch.device("cpu")
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 15
 _LEAST_TURNS = 5
@@ -39,7 +46,9 @@ class Effort:
 class Meter:
     """Turns samples into figures that say when and on which machine they were measured."""
 
-    def __init__(self, on: str, effort: Effort, report: Callable[[str], None]) -> None:
+    def __init__(self, on: str, effort: Effort, report: Callable[[str], None], device: torch.device = CPU) -> None:
+        self.device = device
+        """Where the measured work runs."""
         self.effort = effort
         self.report = report
         """Called with the name of each measurement before it starts."""
@@ -60,27 +69,43 @@ class Meter:
         return Figure(value, self._said(note))
 
     def rate(self, amount: float, work: Callable[[], object], note: str = "") -> Figure:
-        """`amount` per second of `work`, which must have ended when it returns. The first call is not counted."""
-        work()
-        samples: list[float] = []
-        end = time.perf_counter() + self.effort.figure_s
-        while len(samples) < _LEAST_REPEATS or (len(samples) < _MOST_REPEATS and time.perf_counter() < end):
-            start = time.perf_counter()
+        """`amount` per second of `work`, until it has ended on the device. The first call is not counted."""
+
+        def rate() -> float:
+            start = now(self.device)
             work()
-            samples.append(amount / (time.perf_counter() - start))
-        return self.figure(samples, note)
+            return amount / (now(self.device) - start)
+
+        work()
+        return self.figure(repeated(rate, _LEAST_REPEATS, _MOST_REPEATS, self.effort.figure_s), note)
 
     def difference(self, less: Callable[[], float], more: Callable[[], float], note: str) -> Figure:
         """The seconds that `more` returns minus the seconds that `less` returns. The two take turns."""
-        samples: list[float] = []
-        end = time.perf_counter() + self.effort.figure_s
-        while len(samples) < _LEAST_TURNS or time.perf_counter() < end:
+
+        def lost() -> float:
             without = less()
-            samples.append(max(_LEAST_S, more() - without))
-        return self.figure(samples, note)
+            return max(_LEAST_S, more() - without)
+
+        return self.figure(repeated(lost, _LEAST_TURNS, math.inf, self.effort.figure_s), note)
 
     def _said(self, note: str) -> str:
         return f"{self._source}: {note}" if note else self._source
+
+
+def repeated(sample: Callable[[], T], least: int, most: float, seconds: float) -> list[T]:
+    """What `sample` returns, called for this many seconds: at least `least` and at most `most` times."""
+    samples: list[T] = []
+    end = time.perf_counter() + seconds
+    while len(samples) < least or (len(samples) < most and time.perf_counter() < end):
+        samples.append(sample())
+    return samples
+
+
+def now(device: torch.device) -> float:
+    """A time in seconds, taken once all work of a device has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def cpu_name() -> str:

@@ -1,7 +1,6 @@
 """Measures how long a model's compute takes, with models of one and of several of its layers."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from pagoda.calibrate.meter import now, repeated
 from pagoda.config.training import Precision, require_choice
 from pagoda.construction.construct import init
 from pagoda.models import build_model, layer_count
@@ -72,35 +72,30 @@ class ComputeProfiler:
         self._device = device or torch.device("cpu")
         with _torch_kept(self._device):
             self._few = _built(name_or_dir, seq_len, gradient_checkpointing, _FEW)
-            self._layers = _layers_wanted(name_or_dir, self._few)
-            self._more = _built(name_or_dir, seq_len, gradient_checkpointing, self._layers)
+            self.layers = _layers_wanted(name_or_dir, self._few)
+            """Number of layers of the larger model."""
+            self._more = _built(name_or_dir, seq_len, gradient_checkpointing, self.layers)
             _materialise(self._more, gradient_dtype(precision), self._device)
-            _share(self._few, self._more)
+            # Both have the same parameters, with their hooks.
+            self._few.load_state_dict(self._more.state_dict(keep_vars=True), strict=False, assign=True)
+            self._few.to(self._device)  # buffers
             vocabulary = self._more.get_input_embeddings().num_embeddings  # type: ignore[operator]
             self._ids = torch.randint(min(256, vocabulary), (batch_size, seq_len)).to(self._device)
             _round(self._few, self._more, self._ids)
 
     def measure(self, budget_s: float = 15.0) -> ComputeProfile:
         """Measure rounds for `budget_s` seconds, but at least three."""
-        return self.profile(self.rounds(_LEAST_ROUNDS, _MOST_ROUNDS, budget_s))
+        return profile_of(self.rounds(_LEAST_ROUNDS, _MOST_ROUNDS, budget_s), self.layers)
 
     def rounds(self, least: int, most: int, budget_s: float) -> list[Round]:
         """As many rounds as fit `budget_s` seconds, between `least` and `most`."""
-        rounds: list[Round] = []
-        start = time.perf_counter()
         with _torch_kept(self._device):
-            while len(rounds) < least or (len(rounds) < most and time.perf_counter() - start < budget_s):
-                rounds.append(_round(self._few, self._more, self._ids))
-        return rounds
-
-    def profile(self, rounds: Sequence[Round]) -> ComputeProfile:
-        """The times of a layer, the head and the embedding: medians over the rounds."""
-        return profile_of(rounds, self._layers)
+            return repeated(lambda: _round(self._few, self._more, self._ids), least, most, budget_s)
 
 
 def profile_of(rounds: Sequence[Round], layers: int) -> ComputeProfile:
-    """Medians over rounds. Differences are taken within a round and are never below zero. `layers` is the number of
-    layers of the larger model."""
+    """The times of a layer, the head and the embedding: medians over rounds. Differences are taken within a round and
+    are never below zero. `layers` is the number of layers of the larger model."""
     few, more, embedding = np.moveaxis(np.array(rounds), 1, 0)  # [rounds, (forward, backward)] each
 
     def median(seconds: Any) -> Any:
@@ -112,39 +107,28 @@ def profile_of(rounds: Sequence[Round], layers: int) -> ComputeProfile:
 
 
 def _layers_wanted(name_or_dir: str, few: nn.Module) -> int:
-    """Number of layers of the larger model."""
     table: int = few.get_input_embeddings().weight.numel()  # type: ignore[operator]
     layer = (sum(p.numel() for p in few.parameters()) - table) // _FEW
     return max(_LEAST_MORE, min(layer_count(name_or_dir), -(-_CACHED_BYTES // (2 * layer))))
 
 
 def _round(few: nn.Module, more: nn.Module, ids: torch.Tensor) -> Round:
-    return _timed(few, ids), _timed(more, ids), _timed_embedding(more, ids)
+    embedding = more.get_input_embeddings()  # type: ignore[operator]
+    return (
+        _timed(lambda: few(input_ids=ids, labels=ids).loss, ids.device),
+        _timed(lambda: more(input_ids=ids, labels=ids).loss, ids.device),
+        _timed(lambda: embedding(ids), ids.device),
+    )
 
 
-def _timed(model: nn.Module, ids: torch.Tensor) -> Times:
-    start = _now(ids.device)
-    loss = model(input_ids=ids, labels=ids).loss
-    middle = _now(ids.device)
-    loss.backward()
-    return middle - start, _now(ids.device) - middle
-
-
-def _timed_embedding(model: nn.Module, ids: torch.Tensor) -> Times:
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    start = _now(ids.device)
-    out = embedding(ids)
-    middle = _now(ids.device)
+def _timed(forward: Callable[[], Any], device: torch.device) -> Times:
+    start = now(device)
+    out = forward()
+    middle = now(device)
     grad = torch.ones_like(out)
-    begin = _now(ids.device)
+    begin = now(device)
     out.backward(grad)
-    return middle - start, _now(ids.device) - begin
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return middle - start, now(device) - begin
 
 
 def _built(name_or_dir: str, seq_len: int, gradient_checkpointing: bool, layers: int) -> nn.Module:
@@ -166,15 +150,6 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
                 made[param].register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
             setattr(module, name, made[param])
     model.to(device)  # buffers
-
-
-def _share(few: nn.Module, more: nn.Module) -> None:
-    """Give a model the device and the parameters of another that has them under the same names."""
-    source = dict(more.named_parameters(remove_duplicate=False))
-    for prefix, module in few.named_modules():
-        for name, _ in list(module.named_parameters(recurse=False)):
-            setattr(module, name, source[f"{prefix}.{name}" if prefix else name])
-    few.to(next(iter(source.values())).device)
 
 
 def drop_gradient(param: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """`pagoda inspect`: shows the page stores or checkpoints in a directory, and verifies that nothing is damaged."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,7 @@ def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> i
 def _verify(record: StoreRecord, commit: Commit, console: Console) -> int:
     """Read every page of a commit and print the damaged ones. Returns their number."""
     try:
-        with CommittedPages(record, commit) as pages:
+        with closing(CommittedPages(record, commit)) as pages:
             found = list(pages.damaged())
     except StorageError as error:
         found = [str(error)]

@@ -1,4 +1,4 @@
-"""Searches the family `models.papers.gpt_shape` for the largest GPT that fits."""
+"""Searches the family `models.papers.gpt_of_step` for the largest GPT that fits."""
 
 from bisect import bisect_left
 from dataclasses import replace

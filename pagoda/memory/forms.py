@@ -1,7 +1,6 @@
 """Checks the form of data read from files: every field is present and has its type and range."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 Form = Any
@@ -17,7 +16,8 @@ def check(value: Any, form: Form, where: str = "it") -> None:
 
     A form is one of: `int` (a count: 0 to 2**63 - 1), another type, `object` (anything), a regular expression that must
     match the whole string, `[form]` (a list), `(form, ...)` (a list of exactly these), `{str: form}` (any names),
-    `{name: form, ...}` (exactly these names), or a function that returns whether the value is valid.
+    `{name: form, ...}` (exactly these names), or a function that returns whether the value is valid; its docstring says
+    what is.
     """
     match form:
         case re.Pattern():
@@ -39,21 +39,12 @@ def check(value: Any, form: Form, where: str = "it") -> None:
                     raise FormError(f"{where} {problem} {', '.join(map(repr, sorted(names)))}"[:200])
             for name, item in value.items():
                 check(item, form[name] if str not in form else form[str], f"{where}.{name}")
+        case _ if form is int:
+            _expect(type(value) is int and 0 <= value < 1 << 63, value, where, "a count")
         case type():
-            _check_type(value, form, where)
+            _expect(isinstance(value, form), value, where, f"of type {form.__name__}")
         case _:
-            _expect(form(value), value, where, _meaning(form))
-
-
-def _check_type(value: Any, form: type, where: str) -> None:
-    if form is int:
-        _expect(type(value) is int and 0 <= value < 1 << 63, value, where, "a count")
-    else:
-        _expect(isinstance(value, form), value, where, f"of type {form.__name__}")
-
-
-def _meaning(form: Callable[[Any], bool]) -> str:
-    return (form.__doc__ or "something else").partition("\n")[0].rstrip(".")
+            _expect(form(value), value, where, form.__doc__.partition("\n")[0].rstrip("."))
 
 
 def _expect(right: bool, value: Any, where: str, wanted: str) -> None:

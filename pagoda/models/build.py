@@ -57,7 +57,7 @@ def build_model(
         )
     text.use_cache = False
     if layers is not None:
-        _layers(name_or_dir, config)  # raises ConfigError for a model without it
+        layer_count(name_or_dir)  # raises ConfigError for a model without it
         text.num_hidden_layers = layers
         if kinds := getattr(text, "layer_types", None):
             text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
@@ -132,10 +132,7 @@ def layer_count(name_or_dir: str) -> int:
 
     Raises ConfigError like `build_model`, and if the configuration does not give the number.
     """
-    return _layers(name_or_dir, _configuration(name_or_dir))
-
-
-def _layers(name_or_dir: str, config: Any) -> int:
+    config = _configuration(name_or_dir)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise ConfigError(

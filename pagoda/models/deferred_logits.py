@@ -1,10 +1,13 @@
-"""Logits that are computed when they are read. A loss reads them in blocks, so they never exist all at once."""
+"""Logits that are computed when they are read. A loss reads them in blocks, so they never exist all at once.
+
+`chunked_loss` gives a model such logits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -12,9 +15,41 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from pagoda.errors import UsageError
+from pagoda.errors import ConfigError, UsageError
 from pagoda.models.linear_cross_entropy import Map, Reduced, cross_entropy, reduce_logits
 from pagoda.models.tiles import TiledLinear, Visit
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def chunked_loss(model: Model) -> Model:
+    """Let a Hugging Face language model compute its loss without holding all logits at once. Returns the model.
+
+    Call it before or after `wrap`:
+
+        model = pagoda.chunked_loss(model)
+
+    The model's output layer then returns logits that are computed when they are read. Cross-entropy reads them in
+    blocks, and once more in backward, so the memory of the loss no longer grows with tokens times vocabulary. The cost
+    is one more matrix product with the output layer. It applies to the model's own loss and to
+    `torch.nn.functional.cross_entropy(logits, targets)`, with the shift of causal models, `ignore_index`,
+    `label_smoothing`, sums over several batches, soft caps and scales. Any other operation that reads logits computes
+    all of them.
+
+    The loss is that of fp32 logits, as in transformers, summed in another order: it is no less accurate, but not the
+    same to the last bit. With `torch.compile` of the whole model, logits are computed as usual.
+
+    Raises ConfigError for a model without an output layer, or with one that is not a plain `nn.Linear`.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if not (isinstance(head, nn.Module) and defer_logits(head)):
+        found = "no output layer" if head is None else f"a {type(head).__name__} as output layer"
+        raise ConfigError(
+            f"chunked_loss needs a model whose get_output_embeddings() gives an nn.Linear; {type(model).__name__} has "
+            f"{found}."
+        )
+    return model
 
 
 def defer_logits(head: nn.Module) -> bool:

@@ -117,8 +117,7 @@ class _Reduce(torch.autograd.Function):
                 picked[tokens] += logits.gather(1, column)[:, 0].where(inside, 0.0)
                 if total is not None:
                     total[tokens] += logits.sum(1)
-                largest = _largest(logits)
-                powers = logits.sub(largest[:, None]).exp_()
+                powers, largest = _powers(logits)
                 logsumexp[tokens] = torch.logaddexp(logsumexp[tokens], powers.sum(1).log_().add_(largest))
                 room -= powers.numel() * hidden.element_size()
                 if room >= 0:
@@ -158,8 +157,7 @@ class _Reduce(torch.autograd.Function):
                     with torch.enable_grad():
                         logits = _mapped(made.requires_grad_(bool(ctx.maps)), ctx.maps)
                     column, inside = _column(target[tokens], rows)
-                    largest = _largest(logits.detach())
-                    powers = logits.detach().sub(largest[:, None]).exp_()
+                    powers, largest = _powers(logits.detach())
                     factor = (largest - logsumexp[tokens]).exp_().mul_(grad_logsumexp[tokens])[:, None]
                     if grad_total is not None:
                         powers, factor = powers.mul_(factor).add_(grad_total[tokens, None]), torch.ones_like(factor)
@@ -195,10 +193,11 @@ def _mapped(logits: torch.Tensor, maps: Sequence[Map]) -> torch.Tensor:
     return logits.float()
 
 
-def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """The largest logit of each token, [n], or 0 if it is infinite."""
+def _powers(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp(logits - the largest), and the largest logit of each token, [n], or 0 if it is infinite."""
     largest = logits.amax(1)
-    return largest.where(largest.isfinite(), 0.0)
+    largest = largest.where(largest.isfinite(), 0.0)
+    return logits.sub(largest[:, None]).exp_(), largest
 
 
 def _without(values: torch.Tensor, column: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:

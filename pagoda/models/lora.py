@@ -6,6 +6,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 20
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pagoda.config.settings import require
 from pagoda.errors import ConfigError, needed
 
 if TYPE_CHECKING:
@@ -37,14 +38,10 @@ class LoraConfig:
             if (self.alpha, self.dropout, self.targets) != (None, 0.0, (ALL_LINEAR,)):
                 raise ConfigError("--lora.rank is missing: adapters with these settings need a rank, such as 16")
             return
-        for holds, name, value, rule in (
-            (self.rank >= 1, "rank", self.rank, "at least 1"),
-            (self.alpha is None or self.alpha >= 1, "alpha", self.alpha, "at least 1"),
-            (0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)"),
-            (bool(self.targets), "targets", self.targets, "at least one name"),
-        ):
-            if not holds:
-                raise ConfigError(f"--lora.{name} is {value}: it must be {rule}")
+        require(self.rank >= 1, "--lora.rank", self.rank, "at least 1")
+        require(self.alpha is None or self.alpha >= 1, "--lora.alpha", self.alpha, "at least 1")
+        require(0 <= self.dropout < 1, "--lora.dropout", self.dropout, "in [0, 1)")
+        require(bool(self.targets), "--lora.targets", self.targets, "at least one name")
 
 
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":

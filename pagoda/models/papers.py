@@ -6,7 +6,6 @@ There are two families. `gpt` is GPT-2's block: learned positions, biases everyw
 for encoder, decoder and head. With `experts`, the MLP of every block is replaced by that many MLPs and a router.
 """
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,8 +19,6 @@ GPT_VOCAB = 50_304
 T5_VOCAB = 32_128
 RELATIVE_BUCKETS = 32
 """Distances that T5 distinguishes. Encoder and decoder each have one table of this many rows, `heads` wide."""
-
-_STEPS = range(5, 100_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,26 +128,15 @@ PAPER_SHAPES: Mapping[str, PaperShape] = {shape.name: shape for shape in _OF_PAP
 """The papers' shapes by name."""
 
 
-def gpt_shape(params: float, seq_len: int = 1024) -> PaperShape:
-    """The largest shape of a family of GPTs with at most `params` parameters, to search for the largest model that
-    trains.
-
-    The shapes of the family are a sequence. Each step adds either one layer or 64 to hidden, with two layers for every
-    three times 64, so hidden is about 96 times the layers (64 to 128 in GPT-3's shapes, 36 to 328 in PatrickStar's) and
-    the number of parameters always grows. Neighbours differ by about 6% at 1B, 3% at 10B and 1% at 100B.
-
-    Raises ConfigError below the smallest shape, which has two layers of 192.
-    """
-    step = bisect_right(_STEPS, params, key=lambda step: gpt_of_step(step - _STEPS[0], seq_len).params) - 1
-    if step < 0:
-        smallest = gpt_of_step(0, seq_len).params
-        raise ConfigError(f"no GPT shape has at most {params:,.0f} parameters; the smallest has {smallest:,}")
-    return gpt_of_step(step, seq_len)
-
-
 def gpt_of_step(step: int, seq_len: int = 1024) -> PaperShape:
-    """Shape number `step` of the family of `gpt_shape`. The smallest is number 0."""
-    grown = step + _STEPS[0]
+    """Shape number `step` of a family of GPTs, to search for the largest model that trains. Number 0 is the smallest,
+    with two layers of 192.
+
+    Each step adds either one layer or 64 to hidden, with two layers for every three times 64, so hidden is about 96
+    times the layers (64 to 128 in GPT-3's shapes, 36 to 328 in PatrickStar's) and the number of parameters always
+    grows. Neighbours differ by about 6% at 1B, 3% at 10B and 1% at 100B.
+    """
+    grown = step + 5
     units = 3 * grown // 5
     layers, hidden = grown - units, 64 * units
     shape = _gpt(f"gpt-{layers}x{hidden}", 0.0, layers, hidden, units, "Pagoda's own family", seq_len)

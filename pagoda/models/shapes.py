@@ -161,8 +161,8 @@ def find_shape(name: str) -> ModelShape:
     """The shape with the built-in name `name`, a paper's shape with experts, or the GPT that `gpt-<layers>x<hidden>`
     describes.
 
-    Such a GPT is a GPT-2 with heads of 64 and the vocabulary of `models.papers`. `gpt_shape` gives the same number of
-    parameters under the same name.
+    Such a GPT is a GPT-2 with heads of 64 and the vocabulary of `models.papers`. `gpt_of_step` gives the same number
+    of parameters under the same name.
 
     Raises ConfigError if there is no such shape. The message lists the names and the closest one.
     """

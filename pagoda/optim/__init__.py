@@ -11,31 +11,12 @@ This file imports none of them, so that reading a configuration does not load Nu
 """
 
 from pagoda.optim.adafactor import Adafactor
-from pagoda.optim.adam import Adam, Scalars
-from pagoda.optim.adamw import MOMENT_NAMES, AdamW
-from pagoda.optim.codecs import Key, Moments
+from pagoda.optim.adam import Adam
+from pagoda.optim.adamw import AdamW
 from pagoda.optim.lion import Lion
 from pagoda.optim.muon import Muon
-from pagoda.optim.rule import ElementwiseRule, Hyper, Rule, StateSpec, TensorRule, gradient_dtype
+from pagoda.optim.rule import Rule, gradient_dtype
 from pagoda.optim.sgd import SGD
 from pagoda.optim.torch_optimizer import Optim
 
-__all__ = [
-    "MOMENT_NAMES",
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "ElementwiseRule",
-    "Hyper",
-    "Key",
-    "Lion",
-    "Moments",
-    "Muon",
-    "Optim",
-    "Rule",
-    "Scalars",
-    "StateSpec",
-    "TensorRule",
-    "gradient_dtype",
-]
+__all__ = ["SGD", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "Optim", "Rule", "gradient_dtype"]

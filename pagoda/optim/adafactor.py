@@ -43,7 +43,7 @@ from typing import ClassVar
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim.rule import Shape, StateSpec, TensorRule, check, check_not_negative, fp32, is_number
+from pagoda.optim.rule import Shape, StateSpec, TensorRule, fp32, is_number
 
 
 def _rows(_name: str, shape: Shape) -> Shape | None:
@@ -89,13 +89,13 @@ class Adafactor(TensorRule):
     scale_parameter: bool = True
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "lr", "weight_decay")
-        check(self.name, "beta2_decay", self.beta2_decay, is_number(self.beta2_decay) and self.beta2_decay <= 0, "<= 0")
-        check(self.name, "d", self.d, is_number(self.d) and self.d >= 1, "a finite number >= 1")
+        self._require_not_negative("lr", "weight_decay")
+        self._require("beta2_decay", is_number(self.beta2_decay) and self.beta2_decay <= 0, "<= 0")
+        self._require("d", is_number(self.d) and self.d >= 1, "a finite number >= 1")
         fits = len(self.eps) == 2 and all(e is None or (is_number(e) and e >= 0) for e in self.eps)
-        check(self.name, "eps", self.eps, fits and self.eps[1] is not None, "two numbers >= 0, the first possibly None")
+        self._require("eps", fits and self.eps[1] is not None, "two numbers >= 0, the first possibly None")
         in_range = self.beta1 is None or (is_number(self.beta1) and 0 <= self.beta1 < 1)
-        check(self.name, "beta1", self.beta1, in_range, "None or in [0, 1)")
+        self._require("beta1", in_range, "None or in [0, 1)")
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The factors, the second moment of vectors, and the first moment if there is one."""
@@ -143,11 +143,7 @@ class Adafactor(TensorRule):
     def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
         """Compile the kernels of a device, or load them from their cache, by updating zeros."""
         shape = 4, 4
-        states = {
-            state.name: torch.zeros(own, dtype=state.dtype, device=device)
-            for state in self.states(precision)
-            if (own := state.shape("", shape)) is not None
-        }
+        states = self._new_states(precision, shape, device)
         weight, low = states.pop("weight"), states.pop("weight_low", None)
         self.update(1, weight, torch.zeros(shape, dtype=gradient, device=device), states, low)
 

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from pagoda.optim.rule import ElementwiseRule, StateSpec, check, check_betas, check_not_negative, fp32, is_number
+from pagoda.optim.rule import ElementwiseRule, StateSpec, fp32, is_number
 
 
 class Scalars(NamedTuple):
@@ -55,11 +55,11 @@ class Adam(ElementwiseRule):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "lr", "weight_decay")
-        check_betas(self, self.betas)
+        self._require_not_negative("lr", "weight_decay")
+        self._require_betas(self.betas)
         # If eps is zero, or rounds to zero in fp32, the update of a parameter with zero gradient is 0 / 0.
         fits = is_number(self.eps) and fp32(self.eps) > 0
-        check(self.name, "eps", self.eps, fits, "a finite number > 0 in fp32")
+        self._require("eps", fits, "a finite number > 0 in fp32")
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The two moments."""

@@ -25,7 +25,7 @@ import torch
 
 from pagoda.optim.adam import Adam, Scalars
 from pagoda.optim.codecs import BLOCK, Key, Moments
-from pagoda.optim.rule import StateSpec, check, fp32
+from pagoda.optim.rule import StateSpec, fp32
 
 # States of different codecs have different names, so that no checkpoint is loaded with a wrong codec.
 _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
@@ -73,7 +73,7 @@ class AdamW(Adam):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = get_args(Moments)
-        check(self.name, "moments", self.moments, self.moments in known, f"one of {', '.join(known)}")
+        self._require("moments", self.moments in known, f"one of {', '.join(known)}")
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """Both moments, as values or codes, then their scales, in the order of the kernels' arguments."""
@@ -84,8 +84,6 @@ class AdamW(Adam):
         return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
 
     def noise(self, parameter: str, step: int) -> Key | None:
-        """The key of the rounding noise for a parameter's update number ``step``. None if nothing is rounded
-        stochastically."""
         return Key.of(self.seed, parameter, step) if self.moments == "bf16" else None
 
     @property

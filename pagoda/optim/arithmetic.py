@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pagoda.jit import part
-from pagoda.optim import codecs
+from pagoda.optim.codecs import LINES, MAX_NOISY, TENTH_STEPS, TOP_SIGNED, TOP_UNSIGNED, ZERO_SIGNED
 from pagoda.optim.jit import (
     HAS_CONVERSIONS,
     add,
@@ -209,10 +209,7 @@ def halves_of(form: Any, value: Any) -> Any:
 
 # Codecs of moments, as `codecs` defines them.
 
-MAX_NOISY = codecs.MAX_NOISY
-TENTH_STEPS = codecs.TENTH_STEPS
-TOP_SIGNED, TOP_UNSIGNED, ZERO_SIGNED = codecs.TOP_SIGNED, codecs.TOP_UNSIGNED, codecs.ZERO_SIGNED
-(A0, B0), (A1, B1), (A2, B2), (A3, B3), (A4, B4), (A5, B5), (A6, B6) = codecs.LINES
+(A0, B0), (A1, B1), (A2, B2), (A3, B3), (A4, B4), (A5, B5), (A6, B6) = LINES
 
 
 @part

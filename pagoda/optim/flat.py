@@ -9,13 +9,9 @@ from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
 from pagoda.optim import kernels
 from pagoda.optim.codecs import BLOCK, Key, Moments
-from pagoda.optim.rule import ElementwiseRule
+from pagoda.optim.rule import DTYPES, ElementwiseRule
 
-_PRECISIONS: Mapping[torch.dtype, Precision] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-}
+_PRECISIONS: Mapping[torch.dtype, Precision] = {dtype: precision for precision, dtype in DTYPES.items()}
 
 
 def _address(what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
@@ -58,25 +54,37 @@ def update(
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-    """Split fp32 ``master`` into bf16 or fp16 ``weight`` and int16 ``weight_low`` (N elements each).
+    """Split fp32 ``master`` into bf16 or fp16 ``weight`` and int16 ``weight_low`` (N elements each), all on the CPU or
+    all on a GPU.
 
     With bf16, nothing is lost. Raises ConfigError for unsuitable tensors.
     """
+    if weight.device.type == "cuda":
+        from pagoda.optim import triton_kernels
+
+        triton_kernels.split(master, weight, weight_low)
+        return
     kernel, _ = kernels.halves(weight.dtype)
-    kernel(_address("master", master, torch.float32, weight.numel()), *_halves(weight, weight_low))
+    high, low, whole, n = _halves(weight, weight_low, master)
+    kernel(whole, high, low, n)
 
 
 def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
     """Write to ``master`` the fp32 values that `split` has split. Raises ConfigError for unsuitable tensors."""
+    if weight.device.type == "cuda":
+        from pagoda.optim import triton_kernels
+
+        triton_kernels.join(weight, weight_low, master)
+        return
     _, kernel = kernels.halves(weight.dtype)
-    *addresses, n = _halves(weight, weight_low)
-    kernel(*addresses, _address("master", master, torch.float32, n), n)
+    kernel(*_halves(weight, weight_low, master))
 
 
-def _halves(weight: torch.Tensor, weight_low: torch.Tensor) -> tuple[int, int, int]:
-    """Both addresses, and the number of elements."""
+def _halves(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> tuple[int, int, int, int]:
+    """The addresses, and the number of elements."""
     n = weight.numel()
-    return _address("weight", weight, weight.dtype, n), _address("weight_low", weight_low, torch.int16, n), n
+    low = _address("weight_low", weight_low, torch.int16, n)
+    return _address("weight", weight, weight.dtype, n), low, _address("master", master, torch.float32, n), n
 
 
 def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:

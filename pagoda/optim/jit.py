@@ -9,6 +9,7 @@ Numba's disk cache only compares the text of a kernel's own file. If you change 
 delete the folder's `__pycache__`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,20 +39,21 @@ bit_and, bit_or, bit_xor = map(_operation, ("and_", "or_", "xor"))
 shift_left, shift_right = map(_operation, ("shl", "lshr"))
 
 
-def _bitcast(source: Any, target: Any) -> Any:
-    """The same bits as another type."""
+def _conversion(source: Any, target: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    """A function from one type to another. `emit(builder, value)` emits LLVM's instructions."""
 
     def typed(_context: Any, _value: Any) -> Any:
-        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.bitcast(args[0], context.get_value_type(target))
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return emit(builder, args[0])
 
         return target(source), codegen
 
     return intrinsic(typed)
 
 
-float_of = _bitcast(types.uint32, types.float32)
-bits_of = _bitcast(types.float32, types.uint32)
+_HALF, _SINGLE, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
+float_of = _conversion(types.uint32, types.float32, lambda b, word: b.bitcast(word, _SINGLE))
+bits_of = _conversion(types.float32, types.uint32, lambda b, value: b.bitcast(value, _I32))
 quiet_bits = bits_of
 """The bits of a value that will be rounded. On a CPU, a NaN stays a NaN when rounded."""
 
@@ -96,27 +98,16 @@ def square_root(value: Any) -> Any:
 # fp16. Numba has none on the CPU; most CPUs have instructions that convert it (F16C), to nearest, ties to even.
 
 
-def _extend_intrinsic(_context: Any, _half: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-def _truncate_intrinsic(_context: Any, _value: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.zext(builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16)), ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
+extended = _conversion(types.uint16, types.float32, lambda b, half: b.fpext(b.bitcast(half, _HALF), _SINGLE))
+rounded_to_half = _conversion(
+    types.float32, types.uint32, lambda b, value: b.zext(b.bitcast(b.fptrunc(value, _HALF), _I16), _I32)
+)
 
 _TRIPLE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 HAS_CONVERSIONS: bool = "+f16c" in _FEATURES.split(",") or _TRIPLE.startswith(("aarch64", "arm64"))
 """Whether the CPU that Numba compiles for converts between fp16 and fp32."""
 HAS_BYTE_LOOKUPS: bool = {"+avx512bw", "+avx512vbmi"}.issubset(_FEATURES.split(","))
 """Whether the CPU can look up bytes in registers."""
-extended = intrinsic(_extend_intrinsic)
-rounded_to_half = intrinsic(_truncate_intrinsic)
 
 
 # Memory, and scalars.

@@ -26,7 +26,6 @@ from numba import carray
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel, part
-from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.arithmetic import (
     ADAMW,
     BF16,
@@ -50,7 +49,7 @@ from pagoda.optim.codecs import BLOCK
 from pagoda.optim.elements import load, load_master, masters_at, store_master, values_at
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.jit import add, bit_and, on_stack, pointer, rounded, shift_right
-from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
 from pagoda.optim.wide import decode_groups, encode_groups
 
 UpdateKernel = Callable[..., None]
@@ -266,19 +265,7 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
         take(0, 0, 0)
     for convert in halves(weight) if precision != "fp32" else ():
         convert(0, 0, 0, 0)
-    if isinstance(rule, ElementwiseRule):
-        _warm_up_update(rule, precision, gradient)
-    elif isinstance(rule, Adafactor):
-        rule.warm_up(precision, kept, torch.device("cpu"))
-    elif isinstance(rule, TensorRule):
-        for each in rule.elementwise_rules():
-            _warm_up_update(each, "fp32")
-
-
-def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> None:
-    addresses = len(rule.states(precision)) + 1
-    noise = () if rule.noise("", 1) is None else (0, 0, 0)
-    update_kernel(rule, precision, gradient)(*[0] * addresses, 0, *noise, *rule.scalars(1))
+    rule.warm_up(precision, kept, torch.device("cpu"))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
         encode_moment(0, 0, 0, 0, True)
         decode_moment(0, 0, 0, 0, True)

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from pagoda.optim.rule import ElementwiseRule, StateSpec, check_betas, check_not_negative, fp32
+from pagoda.optim.rule import ElementwiseRule, StateSpec, fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +36,18 @@ class Lion(ElementwiseRule):
 
     name: ClassVar[str] = "Lion"
     counts_steps: ClassVar[bool] = False
+    kernel_name: ClassVar[str] = "lion"
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "lr", "weight_decay")
-        check_betas(self, self.betas)
+        self._require_not_negative("lr", "weight_decay")
+        self._require_betas(self.betas)
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum."""
         return (StateSpec("exp_avg", torch.float32, of_gradients=True),)
-
-    @property
-    def kernel_name(self) -> str:
-        return "lion"
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
         """grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2 and lr: the same in every step."""

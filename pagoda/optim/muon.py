@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, muon
 
+from pagoda.config.training import Precision
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.rule import StateSpec, TensorRule, check, is_number
+from pagoda.optim.rule import StateSpec, TensorRule, is_number
 
 BUFFER = "momentum_buffer"
 ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_attention_bias*")
@@ -53,20 +54,16 @@ class Muon(TensorRule):
 
     def __post_init__(self) -> None:
         self._adamw()
-        check(self.name, "momentum", self.momentum, is_number(self.momentum) and 0 <= self.momentum < 1, "in [0, 1)")
-        check(self.name, "ns_steps", self.ns_steps, self.ns_steps in range(1, 100), "from 1 to 99")
-        check(self.name, "ns_coefficients", self.ns_coefficients, len(self.ns_coefficients) == 3, "three numbers")
-        check(self.name, "eps", self.eps, is_number(self.eps) and self.eps > 0, "a finite number > 0")
+        self._require("momentum", is_number(self.momentum) and 0 <= self.momentum < 1, "in [0, 1)")
+        self._require("ns_steps", self.ns_steps in range(1, 100), "from 1 to 99")
+        self._require("ns_coefficients", len(self.ns_coefficients) == 3, "three numbers")
+        self._require("eps", is_number(self.eps) and self.eps > 0, "a finite number > 0")
         known = (None, "original", "match_rms_adamw")
-        check(self.name, "adjust_lr_fn", self.adjust_lr_fn, self.adjust_lr_fn in known, f"one of {known}")
-
-    def is_matrix(self, parameter: str, shape: tuple[int, ...]) -> bool:
-        """Whether Muon updates a parameter. Otherwise AdamW does."""
-        return len(shape) == 2 and not any(fnmatchcase(parameter, pattern) for pattern in self.adamw_for)
+        self._require("adjust_lr_fn", self.adjust_lr_fn in known, f"one of {known}")
 
     def takes_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
-        """Parameters that AdamW updates may be cut."""
-        return self.is_matrix(parameter, shape)
+        """Whether Muon updates a parameter. AdamW updates all others, and they may be cut."""
+        return len(shape) == 2 and not any(fnmatchcase(parameter, pattern) for pattern in self.adamw_for)
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum of matrices, and both moments of all other parameters."""
@@ -101,9 +98,10 @@ class Muon(TensorRule):
             has_complex=False,
         )
 
-    def elementwise_rules(self) -> tuple[AdamW, ...]:
-        """AdamW, for parameters that are not matrices."""
-        return (self._adamw(),)
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile a device's kernels, with those of AdamW for parameters that are not matrices."""
+        super().warm_up(precision, gradient, device)
+        self._adamw().warm_up("fp32", torch.float32, device)
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The entry of torch's Muon or AdamW. Muon does not count steps."""
@@ -117,7 +115,7 @@ class Muon(TensorRule):
         return AdamW(lr=self.lr, betas=self.betas, eps=self.adamw_eps, weight_decay=self.weight_decay)
 
     def _of_matrices(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        return shape if self.is_matrix(parameter, shape) else None
+        return shape if self.takes_whole(parameter, shape) else None
 
     def _of_others(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        return None if self.is_matrix(parameter, shape) else shape
+        return None if self.takes_whole(parameter, shape) else shape

@@ -26,6 +26,7 @@ COMMON_SHAPES = ((4,), (4, 5), (5, 4), (4, 4), (4, 5, 6), (4, 5, 3, 3))
 _SIZES = ((3, 5, 7, 11, 13, 17), (5, 7, 11, 13, 17, 19))
 """Sizes of the distinct dimensions in each of the two runs."""
 _STEPS = 3
+_PLAIN = (bool, int, float, str, type(None))
 _TAKEN = {"weight", "weight_low", "weight_back", "grad", "grad_queue", "buffers"}
 """Names that Pagoda uses for states of its own."""
 
@@ -56,6 +57,8 @@ class Probe:
         """kind -> its states by name, or why the class refuses it."""
         self.states: dict[str, ProbedState] = {}
         """Name -> the state, of the first kind that has it."""
+        self.group: dict[str, Any] = {}
+        """The settings in a new param group that are numbers, text or tuples of them."""
         for shape in COMMON_SHAPES:
             found = self._found(kind_of(shape))
             for name, state in found.items() if not isinstance(found, str) else ():
@@ -95,6 +98,7 @@ class Probe:
                 except Exception as error:
                     return f"it raises {type(error).__name__}: {error}"
             runs[0].check()
+        self.group = runs[0].group
         first, second = (run.states for run in runs)
         if first.keys() != second.keys():
             raise ConfigError(f"{self.label} cannot be run: what it keeps depends on a parameter's size.")
@@ -131,6 +135,7 @@ class _Run:
         self._make = make
         self._param = _parameter(shape, 0)
         optimizer = make([self._param])
+        self.group = {key: value for key, value in optimizer.param_groups[0].items() if _is_plain(value)}
         groups, before = _numbers_of(optimizer), torch.get_rng_state()
         for step in range(_STEPS):
             _take(optimizer, [self._param], step)
@@ -195,7 +200,10 @@ def _take(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], st
     optimizer.step()
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
+
+
 def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The numbers in the param group."""
     group = optimizer.param_groups[0]
     return {key: float(value) for key, value in group.items() if isinstance(value, bool | int | float)}

@@ -38,22 +38,23 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
+from pagoda.config.settings import require
 from pagoda.config.training import Gradients, Precision, require_choice
 from pagoda.errors import ConfigError
-from pagoda.optim.codecs import Key
+from pagoda.optim.codecs import BLOCK, Key
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def gradient_dtype(precision: Precision) -> torch.dtype:
     """Dtype of the weights in forward and backward, and of autograd's gradients."""
     require_choice("precision", precision, Precision)
-    return _DTYPES[precision]
+    return DTYPES[precision]
 
 
 def kept_dtype(gradients: Gradients | None) -> torch.dtype | None:
     """Dtype in which gradients are accumulated. None if it is that of the weights."""
-    return None if gradients is None else _DTYPES[gradients]
+    return None if gradients is None else DTYPES[gradients]
 
 
 Shape = tuple[int, ...]
@@ -125,6 +126,28 @@ class Rule(ABC):
         require_choice("precision", precision, Precision)
         return _WEIGHTS[precision] + self.own_states()
 
+    def _new_states(self, precision: Precision, shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
+        """The states of some parameter of this shape, by name."""
+        return {
+            state.name: torch.zeros(own, dtype=state.dtype, device=device)
+            for state in self.states(precision)
+            if (own := state.shape("", shape)) is not None
+        }
+
+    def _require(self, setting: str, holds: bool, wanted: str) -> None:
+        """Raises ConfigError, naming the setting, unless ``holds``."""
+        require(holds, f"{self.name} {setting}", getattr(self, setting), wanted)
+
+    def _require_not_negative(self, *settings: str) -> None:
+        for setting in settings:
+            value = getattr(self, setting)
+            self._require(setting, is_number(value) and value >= 0, "a finite number >= 0")
+
+    def _require_betas(self, betas: tuple[float, float]) -> None:
+        self._require("betas", len(betas) == 2, "two numbers")
+        for index, beta in enumerate(betas):
+            require(is_number(beta) and 0 <= beta < 1, f"{self.name} betas[{index}]", beta, "in [0, 1)")
+
     @abstractmethod
     def own_states(self) -> tuple[StateSpec, ...]:
         """States in addition to the weights. They are zero for a new parameter."""
@@ -182,6 +205,10 @@ class Rule(ABC):
                 kept[spec.name] = value.detach().to("cpu", spec.dtype).reshape(own)
         return kept
 
+    @abstractmethod
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile a device's kernels for updates with gradients in that dtype, or load them from their cache."""
+
 
 def check_rule(optimizer: object) -> None:
     """Raises ConfigError for an object that is not a rule."""
@@ -219,6 +246,13 @@ class ElementwiseRule(Rule):
         stochastically."""
         return None
 
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile a device's kernels, or load them from their cache, by updating zeros."""
+        from pagoda.optim.flat import update  # imports Numba
+
+        states = self._new_states(precision, (BLOCK,), device)
+        update(self, states, torch.zeros(BLOCK, dtype=gradient, device=device), self.scalars(1), self.noise("", 1))
+
 
 @dataclass(frozen=True)
 class TensorRule(Rule):
@@ -251,9 +285,15 @@ class TensorRule(Rule):
         its spec. All are zero before the first update.
         """
 
-    def elementwise_rules(self) -> tuple[ElementwiseRule, ...]:
-        """Element-wise rules whose kernels `update` calls, in fp32."""
-        return ()
+    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
+        """Compile a device's kernels that make a copy of the master and store it again."""
+        from pagoda.optim.flat import join, split
+
+        if precision != "fp32":
+            weight, low = (torch.zeros(BLOCK, dtype=state.dtype, device=device) for state in _WEIGHTS[precision])
+            master = torch.zeros(BLOCK, device=device)
+            split(master, weight, low)
+            join(weight, low, master)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +311,8 @@ class Hyper:
     grad_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check("", "step", self.step, self.step >= 1, ">= 1: count the update before taking it")
-        check("", "grad_scale", self.grad_scale, is_number(self.grad_scale), "a finite number")
+        require(self.step >= 1, "step", self.step, ">= 1: count the update before taking it")
+        require(is_number(self.grad_scale), "grad_scale", self.grad_scale, "a finite number")
 
 
 def plain_setting(value: Any, like: Any) -> Any:
@@ -290,26 +330,6 @@ def is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and bool(torch.isfinite(value))
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def check(rule: str, name: str, value: object, holds: bool, wanted: str) -> None:
-    """Raises ConfigError, naming the setting, unless ``holds``."""
-    if not holds:
-        raise ConfigError(f"{rule} {name} is {value!r}; it must be {wanted}".lstrip())
-
-
-def check_not_negative(rule: Rule, *names: str) -> None:
-    """Raises ConfigError if one of these settings is not a number, or is below zero."""
-    for name in names:
-        value = getattr(rule, name)
-        check(rule.name, name, value, is_number(value) and value >= 0, "a finite number >= 0")
-
-
-def check_betas(rule: Rule, betas: tuple[float, float]) -> None:
-    """Raises ConfigError unless both rates are in [0, 1)."""
-    check(rule.name, "betas", betas, len(betas) == 2, "two numbers")
-    for index, beta in enumerate(betas):
-        check(rule.name, f"betas[{index}]", beta, is_number(beta) and 0 <= beta < 1, "in [0, 1)")
 
 
 def fp32(value: float) -> float:

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import torch
 
-from pagoda.optim.rule import ElementwiseRule, StateSpec, check, check_not_negative, fp32, is_number
+from pagoda.optim.rule import ElementwiseRule, StateSpec, fp32, is_number
 
 BUFFER = "momentum_buffer"
 
@@ -52,10 +52,10 @@ class SGD(ElementwiseRule):
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "lr", "momentum", "weight_decay")
-        check(self.name, "dampening", self.dampening, is_number(self.dampening), "a finite number")
+        self._require_not_negative("lr", "momentum", "weight_decay")
+        self._require("dampening", is_number(self.dampening), "a finite number")
         allowed = not self.nesterov or (self.momentum > 0 and self.dampening == 0)
-        check(self.name, "nesterov", self.nesterov, allowed, "False without momentum, and with dampening")
+        self._require("nesterov", allowed, "False without momentum, and with dampening")
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum buffer, if there is momentum."""

@@ -12,8 +12,6 @@ from pagoda.errors import ConfigError, UsageError
 from pagoda.optim.probe import Probe, check_steps_without_closure, kept_in
 from pagoda.optim.rule import StateSpec, TensorRule, plain_setting
 
-_PLAIN = (bool, int, float, str, type(None))
-
 
 @dataclass(frozen=True, init=False)
 class Optim(TensorRule):
@@ -43,15 +41,7 @@ class Optim(TensorRule):
         label = f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
         check_steps_without_closure(label, kind)
         probe = Probe(label, lambda params: kind(params, **settings))
-        made = None
-        for shape in ((4, 5), (4,)):
-            try:
-                made = made or kind([torch.nn.Parameter(torch.zeros(shape))], **settings)
-            except ValueError:
-                continue
-        assert made is not None, "the probe has made one"
-        plain = {key: value for key, value in made.param_groups[0].items() if key != "params" and _is_plain(value)}
-        for name, value in (("kind", kind), ("settings", settings), ("group", plain), ("_probe", probe)):
+        for name, value in (("kind", kind), ("settings", settings), ("group", probe.group), ("_probe", probe)):
             object.__setattr__(self, name, value)
 
     def with_group(self, group: Mapping[str, Any]) -> "Optim":
@@ -116,10 +106,6 @@ class Optim(TensorRule):
     def _value(self, name: str, kept: torch.Tensor) -> Any:
         number = self._probe.states[name].number
         return kept if number is None else number(kept.item())
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -11,12 +11,11 @@ from triton import cdiv, next_power_of_2
 
 from pagoda.config.training import Precision
 from pagoda.optim import triton_adafactor, triton_squares, triton_updates
-from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.adafactor_kernels import COLUMNS, ROWS
 from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.codecs import BLOCK
 from pagoda.optim.gradient_kernels import arriving_dtype
-from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
 
 DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
 """An update in place. The arguments are the states in StateSpec order, the gradient, and the arguments that a CPU
@@ -157,32 +156,12 @@ def _folded(sums: torch.Tensor) -> torch.Tensor:
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: torch.device, piece: int) -> None:
     """Compile everything that these settings use, or load it from Triton's cache, so that no step waits for it."""
-    weight = gradient_dtype(precision)
-    if isinstance(rule, ElementwiseRule):
-        _warm_up_update(rule, precision, gradient, device)
-    elif isinstance(rule, Adafactor):
-        rule.warm_up(precision, gradient, device)
-    elif isinstance(rule, TensorRule):
-        for each in rule.elementwise_rules():
-            _warm_up_update(each, "fp32", torch.float32, device)
-        if precision != "fp32":
-            kinds = weight, torch.int16, torch.float32
-            halves = [torch.zeros(BLOCK, dtype=kind, device=device) for kind in kinds]
-            join(*halves)
-            split(halves[2], *halves[:2])
+    # Its tensors are aligned like every block of a unit. Triton compiles a kernel for the alignment of its arguments.
+    rule.warm_up(precision, gradient, device)
     sums = torch.zeros(triton_squares.LANES.value, dtype=torch.float64, device=device)
-    for dtype in {gradient, arriving_dtype(gradient, weight)}:
+    for dtype in {gradient, arriving_dtype(gradient, gradient_dtype(precision))}:
         square_sums(torch.zeros(BLOCK, dtype=dtype, device=device), sums, piece)
     torch.cuda.synchronize(device)
-
-
-def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-    # Aligned like every block of a unit, because Triton compiles a kernel for the alignment of its arguments.
-    states = rule.states(precision)
-    tensors = [torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device) for state in states]
-    noise = () if rule.noise("", 1) is None else (0, 0, 0)
-    grad = torch.zeros(BLOCK, dtype=gradient, device=device)
-    update_kernel(rule, precision, gradient)(tensors, grad, (*noise, *rule.scalars(1)))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

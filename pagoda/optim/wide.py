@@ -212,39 +212,31 @@ def _intrinsic(emit: Callable[..., None], signed: bool) -> Any:
     return intrinsic(typed)
 
 
-_decode_signed, _decode_unsigned = _intrinsic(_decode, True), _intrinsic(_decode, False)
-_encode_signed, _encode_unsigned = _intrinsic(_encode, True), _intrinsic(_encode, False)
-
-
-@part
-def _decode_groups(codes: Any, values: Any, n: Any, scale: Any, signed: Any) -> Any:
-    """Decode codes at one address to fp32 at another, in groups of `WIDTH`: all of `n` except an incomplete last group.
-    Returns their number. `signed`: of exp_avg, otherwise of exp_avg_sq."""
-    done = n - n % WIDTH
-    for i in range(0, done, WIDTH):
-        if signed:
-            _decode_signed(codes + i, values + 4 * i, scale)
-        else:
-            _decode_unsigned(codes + i, values + 4 * i, scale)
-    return done
-
-
-@part
-def _encode_groups(values: Any, codes: Any, n: Any, inverse: Any, signed: Any) -> Any:
-    """The reverse. `inverse` is 1 / scale."""
-    done = n - n % WIDTH
-    for i in range(0, done, WIDTH):
-        if signed:
-            _encode_signed(values + 4 * i, codes + i, inverse)
-        else:
-            _encode_unsigned(values + 4 * i, codes + i, inverse)
-    return done
-
-
 @part
 def _none(_source: Any, _target: Any, _n: Any, _factor: Any, _signed: Any) -> Any:
     return 0
 
 
-decode_groups = _decode_groups if HAS_BYTE_LOOKUPS else _none
-encode_groups = _encode_groups if HAS_BYTE_LOOKUPS else _none
+def _groups(emit: Callable[..., None], source_bytes: int, target_bytes: int) -> Callable[..., Any]:
+    """A function (source, target, n, factor, signed), for kernels. It converts elements at one address to elements at
+    another, in groups of `WIDTH`: all of `n` except an incomplete last group. Returns their number. `signed`: of
+    exp_avg, otherwise of exp_avg_sq."""
+    of_signed, of_unsigned = _intrinsic(emit, True), _intrinsic(emit, False)
+
+    @part
+    def convert(source: Any, target: Any, n: Any, factor: Any, signed: Any) -> Any:
+        done = n - n % WIDTH
+        for i in range(0, done, WIDTH):
+            if signed:
+                of_signed(source + source_bytes * i, target + target_bytes * i, factor)
+            else:
+                of_unsigned(source + source_bytes * i, target + target_bytes * i, factor)
+        return done
+
+    return convert if HAS_BYTE_LOOKUPS else _none
+
+
+decode_groups = _groups(_decode, 1, 4)
+"""Codes to fp32. The factor is the scale."""
+encode_groups = _groups(_encode, 4, 1)
+"""fp32 to codes. The factor is 1 / scale."""

@@ -17,7 +17,6 @@ import torch
 from pagoda.config.training import Precision
 from pagoda.memory.arena import Arena
 from pagoda.memory.cuda import CudaArena, PinnedArena
-from pagoda.optim import flat
 from pagoda.optim.gradient_kernels import LANES
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
@@ -147,14 +146,6 @@ class Device:
             kernel(*(state.data_ptr() for state in states), grad.data_ptr(), grad.numel(), *arguments)
 
         return update
-
-    def split(self, master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-        """Split a flat fp32 master on the device into high and low halves, inside `pipe`."""
-        flat.split(master, weight, weight_low)
-
-    def join(self, weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
-        """The reverse of `split`."""
-        flat.join(weight, weight_low, master)
 
     def add_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
@@ -287,16 +278,6 @@ class CudaDevice(Device):
         from pagoda.optim import triton_kernels
 
         return triton_kernels.update_kernel(rule, precision, gradient)
-
-    def split(self, master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-        from pagoda.optim import triton_kernels
-
-        triton_kernels.split(master, weight, weight_low)
-
-    def join(self, weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
-        from pagoda.optim import triton_kernels
-
-        triton_kernels.join(weight, weight_low, master)
 
     def pipe(self, number: int, work: Callable[[], None], after: Event = PAST) -> Event:
         stream = self._pipes[number]

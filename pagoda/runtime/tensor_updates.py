@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from pagoda.optim.adafactor import Adafactor
+from pagoda.optim.flat import join, split
 from pagoda.optim.rule import Shape, StateSpec, TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan
@@ -73,11 +74,10 @@ class Workbench:
     """Updates parameters one after another on fp32 copies: of the gradient, and of the master if it is stored in
     halves."""
 
-    def __init__(self, area: torch.Tensor, weight: torch.dtype, device: Device) -> None:
-        """`area` is flat fp32 of the size that `Layout.work_pages` gives, in the memory of `device`."""
+    def __init__(self, area: torch.Tensor, weight: torch.dtype) -> None:
+        """`area` is flat fp32 of the size that `Layout.work_pages` gives, in RAM or on a GPU."""
         gradient, *master = area.chunk(1 if weight is torch.float32 else 2)
         self._gradient, self._master = gradient, master[0] if master else None
-        self._device = device
 
     def update(
         self,
@@ -99,9 +99,9 @@ class Workbench:
             return
         assert self._master is not None
         master = self._master[:count]
-        self._device.join(weight, low, master)
+        join(weight, low, master)
         rule.update(piece.hyper.step, master.view(shape), gradient.view(shape), states)
-        self._device.split(master, weight, low)
+        split(master, weight, low)
 
 
 class CutPath(UpdatePath):
@@ -140,7 +140,7 @@ class TensorPath(CutPath, HostPath):
         super().__init__(store, _none, lanes)
         self._bench: Workbench | None = None
         if store.work is not None:
-            self._bench = Workbench(store.work.tensor(torch.float32), self._states[0].dtype, Device())
+            self._bench = Workbench(store.work.tensor(torch.float32), self._states[0].dtype)
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
         """Update the cut that begins at `start`. It lies within the piece's parameter."""
@@ -173,7 +173,7 @@ class DeviceTensorPath(CutPath, DevicePath):
         slot: Slot | None,
     ) -> None:
         work = None if slot is None else slot.work
-        bench = None if work is None else Workbench(work, self._states[0].dtype, self._device)
+        bench = None if work is None else Workbench(work, self._states[0].dtype)
         self._cuts.update(unit, start, piece, bench, gradient[: piece.stop - piece.start], states)
 
 

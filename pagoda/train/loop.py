@@ -18,7 +18,7 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.build import build_model, model_directory
-from pagoda.models.chunked_loss import chunked_loss
+from pagoda.models.deferred_logits import chunked_loss
 from pagoda.models.divisions import divide
 from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups

@@ -114,9 +114,8 @@ class _Call:
         self.tokens = 0 if first is None else first.numel() // max(1, first.shape[-1])
         self.split = tuple(isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == self.batch for x in self.leaves)
 
-    def cut(self, sizes: Sequence[int]) -> list[Callable[[Forward], Any]]:
-        """For every part of the batch, with `sizes` samples each, return a function that calls a forward with that
-        part.
+    def cut(self, sizes: Sequence[int]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of a forward for every part of the batch, with `sizes` samples each.
 
         Each input is split by one operator, whose backward joins the gradients of all parts at once.
         """
@@ -124,12 +123,7 @@ class _Call:
             torch.unsafe_split_with_sizes(leaf, sizes) if split else [leaf] * len(sizes)
             for leaf, split in zip(self.leaves, self.split, strict=True)
         ]
-
-        def caller(leaves: tuple[Any, ...]) -> Callable[[Forward], Any]:
-            args, kwargs = tree_unflatten(leaves, self.spec)
-            return lambda forward: forward(*args, **kwargs)
-
-        return [caller(leaves) for leaves in zip(*parts, strict=True)]
+        return [tree_unflatten(leaves, self.spec) for leaves in zip(*parts, strict=True)]
 
     def cannot_be_cut(self) -> str | None:
         """The reason why the arguments cannot be split for micro-batches, or None."""
@@ -156,7 +150,7 @@ def _run_tiled(block: Block, call: _Call, forward: Forward, count: int) -> Any:
     bounds = [tile * call.batch // count for tile in range(count + 1)]
     sizes = [stop - start for start, stop in pairwise(bounds)]
     before = _buffers(block.module)
-    outputs = [tree_flatten(run(forward)) for run in reversed(call.cut(sizes))][::-1]
+    outputs = [tree_flatten(forward(*args, **kwargs)) for args, kwargs in reversed(call.cut(sizes))][::-1]
     changed = [name for name, now in _buffers(block.module).items() if not _is_same(before.get(name), now)]
     if changed:
         raise _refusal(block, f"its forward changes the buffer {changed[0]!r}, which each micro-batch would change")

@@ -178,7 +178,8 @@ class Tiling:
             experts not in compiled
             and experts in self._parents
             and all(name != _ADAPTED for _, name in self._parents[experts])
-            and not _has_hooks(experts)
+            and not experts._forward_hooks
+            and not _changes_forward(experts)
             and all(self._users[id(param)] == [experts] and as_dtensor(param) is None for param in held)
         )
 
@@ -230,10 +231,6 @@ class Tiling:
                 self._parts[key].append(part)
                 self._whole[id(part)] = whole, start * (whole.numel() // len(whole))
         return self._parts[key]
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks) or _changes_forward(layer)
 
 
 def _changes_forward(layer: nn.Module) -> bool:

@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> l
 
 
 def needs_direct_io(folder: Path) -> None:
-    with PageFile(folder, 1, 4096) as file:
+    with closing(PageFile(folder, 1, 4096)) as file:
         if not file.direct:
             pytest.skip(f"the temporary folder has no direct I/O: {file.fallback_reason}")
 

@@ -36,7 +36,7 @@ class Saved:
         for reference in self.references:
             into = Arena(4 * PAGE).view(0, 4 * PAGE)
             try:
-                with open_commit(reference) as pages:
+                with closing(open_commit(reference)) as pages:
                     pages.load(Run(0, 4), 0, into)
                 found.append(True)
             except OSError:

@@ -108,7 +108,7 @@ def test_the_adapter_is_exported_for_peft_and_merged_for_transformers(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--lora.rank", "0"), "--lora.rank is 0: it must be at least"),
+        (("--lora.rank", "0"), "--lora.rank is 0; it must be at least"),
         (("--lora.rank", "None"), "--lora.rank is missing"),
         (("--plan", "search"), "leave it out with --lora.rank"),
         (("--tile-limit", "64KiB"), "leave out --tile-limit"),

@@ -134,8 +134,9 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
     import torch
 
     from pagoda.config.training import Precision
-    from pagoda.optim import ElementwiseRule, adafactor_kernels, kernels, triton_kernels
+    from pagoda.optim import adafactor_kernels, kernels, triton_kernels
     from pagoda.optim.gradient_kernels import LANES
+    from pagoda.optim.rule import ElementwiseRule
 
     def update_kernel(
         rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None

@@ -10,7 +10,7 @@ from pagoda.forecast import flops as counting
 from pagoda.forecast.describe import HEAD, exchanged_elements, forward_flops, module_spec, tiled
 from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
-from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_shape
+from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_of_step
 from pagoda.plan.units import ModuleSpec, discover, forward_uses, layers_of
 from pagoda.transforms.operator_tiles import Tiling
 
@@ -18,7 +18,7 @@ GPT = PAPER_SHAPES["gpt-1b"]
 T5 = PAPER_SHAPES["t5-27b"]
 EXPERTS = replace(PAPER_SHAPES["t5-moe-1.2t"], layers=2, decoder_layers=1, experts=8, top_k=2)
 GPT_EXPERTS = replace(GPT, layers=2, experts=4, top_k=1)
-SMALL = [gpt_shape(2e7), EXPERTS, GPT_EXPERTS]
+SMALL = [gpt_of_step(3), EXPERTS, GPT_EXPERTS]
 
 
 def ends(module: ModuleSpec) -> list[ModuleSpec]:

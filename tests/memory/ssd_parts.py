@@ -73,7 +73,7 @@ def kept(directories: Sequence[Path], *checkpoints: Path, pages: int = 4, spare:
 def committed(reference: Reference, run: Run, directories: Sequence[Path] = ()) -> memoryview:
     """A whole run, as a commit has it."""
     into = Arena(run.count * PAGE).view(0, run.count * PAGE)
-    with open_commit(reference, directories) as pages:
+    with closing(open_commit(reference, directories)) as pages:
         pages.load(run, 0, into)
     return into
 

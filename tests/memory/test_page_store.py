@@ -96,7 +96,7 @@ def test_a_resumed_store_adopts_pages_without_io_and_takes_no_more_space(
     with open_tier(ssd, spare=4) as tier:
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 2))  # as construction does, before there is anything to adopt
-        with open_commit(reference) as pages, monkeypatch.context() as patch:
+        with closing(open_commit(reference)) as pages, monkeypatch.context() as patch:
             patch.delattr(os, "preadv")
             patch.delattr(os, "pwritev")
             assert tier.adopt(run, pages, RUN)
@@ -122,11 +122,11 @@ def test_a_store_with_too_few_free_slots_beside_its_commits_grows(ssd: Path, che
 def test_another_page_size_or_other_stripes_make_a_store_beside(ssd: Path, checkpoint: Path, tmp_path: Path) -> None:
     (reference,) = kept([ssd], checkpoint)
     second = make_directory(tmp_path / "second")
-    with Tier({ssd: None, second: None}, 4, PAGE, 4) as tier, open_commit(reference) as pages:
+    with Tier({ssd: None, second: None}, 4, PAGE, 4) as tier, closing(open_commit(reference)) as pages:
         assert not tier.adopt(tier.alloc(4), pages, RUN)
         striped = tier.commit(tmp_path / "run" / "step-2")
         assert {path.name for path in (ssd, second) if list(path.glob(f"*{striped['store']}*"))} == {"ssd", "second"}
-    with Tier({ssd: None}, 4, 2 * PAGE, 4) as tier, open_commit(reference) as pages:
+    with Tier({ssd: None}, 4, 2 * PAGE, 4) as tier, closing(open_commit(reference)) as pages:
         assert not tier.adopt(tier.alloc(4), pages, RUN)
     assert committed(reference, RUN) == pattern(4, 1)
 

@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -56,7 +57,7 @@ def page_file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
     """Eight pages, once with direct I/O and once without."""
     if request.param == "buffered":
         refuse_direct_flag(monkeypatch)
-    with PageFile(tmp_path, 8, PAGE) as file:
+    with closing(PageFile(tmp_path, 8, PAGE)) as file:
         if request.param == "direct" and not file.direct:
             pytest.skip(f"direct I/O refused here: {file.fallback_reason}")
         assert file.direct is (request.param == "direct")
@@ -132,7 +133,7 @@ def test_refused_direct_io_falls_back_with_a_reason_and_one_warning(
 ) -> None:
     refuse(monkeypatch)
     source, target = random_arena(PAGE, 5), Arena(PAGE)
-    with caplog.at_level(logging.WARNING, logger="pagoda"), PageFile(tmp_path, 2, PAGE) as file:
+    with caplog.at_level(logging.WARNING, logger="pagoda"), closing(PageFile(tmp_path, 2, PAGE)) as file:
         assert not file.direct
         assert file.fallback_reason is not None
         assert "Invalid argument" in file.fallback_reason

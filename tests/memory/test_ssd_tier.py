@@ -34,7 +34,7 @@ def test_what_is_frozen_stays_whatever_is_stored(tier: Tier, tmp_path: Path) -> 
     with closing(tier.freeze_all()) as frozen:
         tier.store(run, PAGE, pattern(3, 2))
         tier.store(run, 2 * PAGE, pattern(2, 3))
-        with open_commit(frozen.commit(*make_checkpoint(tmp_path / "checkpoint"))) as kept:
+        with closing(open_commit(frozen.commit(*make_checkpoint(tmp_path / "checkpoint")))) as kept:
             into = Arena(5 * PAGE).view(0, 5 * PAGE)
             kept.load(run, 0, into)
             assert into == pattern(5, 1)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape, gpt_shape
+from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape
+from paper_tables.largest import gpt_shape
 
 ROUNDED_BY_THE_PAPER = {
     "gpt-15b": 0.05,  # 78 layers of 4,096 are 15.7B

@@ -3,8 +3,10 @@
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, flat, gradient_dtype
+from pagoda.optim import SGD, Adam, AdamW, Lion, flat, gradient_dtype
+from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import gradient_kernels, update_kernel
+from pagoda.optim.rule import ElementwiseRule
 
 States = dict[str, torch.Tensor]
 

@@ -9,8 +9,8 @@ import reference
 import torch
 from hypothesis import given, settings, strategies as st
 
-from pagoda.optim import AdamW, Key, flat
-from pagoda.optim.codecs import BLOCK
+from pagoda.optim import AdamW, flat
+from pagoda.optim.codecs import BLOCK, Key
 
 from .blocks import EDGES, random_states
 

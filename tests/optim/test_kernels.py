@@ -19,11 +19,11 @@ from pairwise import each_once
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
 from pagoda.jit import OPTIONS
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, flat, kernels
+from pagoda.optim import SGD, Adam, AdamW, Lion, flat, kernels
 from pagoda.optim.arithmetic import BF16, FP16, FP32
 from pagoda.optim.codecs import BLOCK
 from pagoda.optim.jit import HAS_CONVERSIONS
-from pagoda.optim.rule import gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 from .blocks import EDGES, RULES, assert_same_states, copy_of, join, random_states, same_bits, split, update_part
 

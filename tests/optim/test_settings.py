@@ -8,7 +8,9 @@ import torch
 from lion_pytorch import Lion as TheirLion
 
 from pagoda.errors import ConfigError
-from pagoda.optim import SGD, Adafactor, Adam, AdamW, ElementwiseRule, Hyper, Lion, Muon, Rule, Scalars, gradient_dtype
+from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Rule, gradient_dtype
+from pagoda.optim.adam import Scalars
+from pagoda.optim.rule import ElementwiseRule, Hyper
 
 from .blocks import RULES
 

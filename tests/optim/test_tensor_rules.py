@@ -73,6 +73,6 @@ def test_each_parameter_of_muon_has_the_states_of_its_rule(name: str, shape: tup
     rule = Muon()
     kept = {state.name for state in rule.own_states() if state.shape(name, shape) is not None}
     assert kept == ({"momentum_buffer"} if matrix else {"exp_avg", "exp_avg_sq"})
-    assert rule.takes_whole(name, shape) is rule.is_matrix(name, shape) is matrix
-    assert not Muon(adamw_for=("*router*",)).is_matrix("block.router.weight", (4, 4))
-    assert Muon(adamw_for=("*router*",)).is_matrix("model.embed_tokens.weight", (4, 4))
+    assert rule.takes_whole(name, shape) is matrix
+    assert not Muon(adamw_for=("*router*",)).takes_whole("block.router.weight", (4, 4))
+    assert Muon(adamw_for=("*router*",)).takes_whole("model.embed_tokens.weight", (4, 4))

@@ -13,7 +13,7 @@ from zoo import MODELS, PAGE, UNIT_LIMIT, Batch, Outcome, Recipe, batch, loss_of
 
 import pagoda
 from pagoda.memory.cuda import CudaArena
-from pagoda.optim import Moments
+from pagoda.optim.codecs import Moments
 
 from .test_device import COPIED, WHOLE, assert_updated_on_device, device_bytes, memory as in_ram
 

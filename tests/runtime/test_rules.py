@@ -12,7 +12,8 @@ from torch import nn
 from zoo import ALL_ON_SSD, RESIDENT, Outcome, Recipe, squeeze, train, usual_loop
 
 import pagoda
-from pagoda.optim import AdamW, Moments, Rule
+from pagoda.optim import AdamW, Rule
+from pagoda.optim.codecs import Moments
 from pagoda.optimizer import PagedOptimizer
 
 RECIPE = Recipe("plain", clip=0.5, steps=3)
@@ -66,7 +67,7 @@ def in_memory(rule: Any, model: nn.Module) -> InMemory:
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, param in model.named_parameters():
-        (matrices if rule.is_matrix(name, tuple(param.shape)) else others).append(param)
+        (matrices if rule.takes_whole(name, tuple(param.shape)) else others).append(param)
     muon = torch.optim.Muon(matrices, lr=rule.lr, adjust_lr_fn="match_rms_adamw")
     return InMemory(muon, reference.InMemory(others, AdamW(lr=rule.lr, weight_decay=0.1)))
 

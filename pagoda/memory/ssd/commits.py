@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +51,9 @@ def _named_place(value: object) -> bool:
 
 
 RECORD_FORM = {"id": STORE_ID, "page_bytes": _page_size, "directories": [_place], "stripe": int, "portions": [[int]]}
-_COMMIT_FORM = {
-    "pages": int,
-    "store": STORE_ID,
-    "commit": COMMIT_ID,
-    "page_bytes": _page_size,
-    "checkpoint_id": CHECKPOINT_ID,
-    "checkpoint": _named_place,
-}
-_REFERENCE_FORM = {
-    "store": STORE_ID,
-    "commit": COMMIT_ID,
-    "page_bytes": _page_size,
-    "pages": int,
-    "table": _HASH,
-    "directories": [_place],
-}
+_PAGES_FORM = {"store": STORE_ID, "commit": COMMIT_ID, "page_bytes": _page_size, "pages": int}
+_COMMIT_FORM = {**_PAGES_FORM, "checkpoint_id": CHECKPOINT_ID, "checkpoint": _named_place}
+_REFERENCE_FORM = {**_PAGES_FORM, "table": _HASH, "directories": [_place]}
 
 
 @dataclass(frozen=True)
@@ -123,12 +110,9 @@ class Reference:
     directories: list[str]
     """Where the store was when the checkpoint was saved."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Reference":
-        """Raises StorageError if `to_json` cannot have written these fields."""
+        """Raises StorageError if a commit cannot have returned these fields."""
         try:
             check(fields, _REFERENCE_FORM, "reference")
         except FormError as error:

@@ -9,7 +9,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import SyncError, inside, open_regular, storage_errors, sync_descriptor
@@ -201,12 +201,6 @@ class PageFile:
     def close(self) -> None:
         """Close the file. The disk space of an unnamed file becomes free. Idempotent."""
         self._closer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _create(self, fallback: Callable[[], Path] | None) -> int:
         try:

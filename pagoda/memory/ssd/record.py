@@ -66,12 +66,6 @@ class StoreRecord:
                     found.append(self.read_commit(commit))
         return found
 
-    def content(self, stripe: int) -> bytes:
-        """The content of the record's file in one of the directories."""
-        fields = {"format": FORMAT, "version": VERSION, "id": self.id, "page_bytes": self.page_bytes}
-        directories = [str(directory) for directory in self.directories]
-        return json.dumps({**fields, "directories": directories, "stripe": stripe, "portions": self.portions}).encode()
-
     def is_written(self, stripe: int) -> bool:
         """Whether the record on disk equals this record."""
         with contextlib.suppress(OSError):  # includes StorageError
@@ -84,6 +78,8 @@ class StoreRecord:
 
         Creates the store's folders. Raises StorageError.
         """
+        fields = {"format": FORMAT, "version": VERSION, "id": self.id, "page_bytes": self.page_bytes}
+        fields |= {"directories": [str(directory) for directory in self.directories], "portions": self.portions}
         for stripe in reversed(range(len(self.directories))):
             with storage_errors(f"{self.folders[stripe]} cannot be written"), inside(self.directories[stripe]) as top:
                 with contextlib.suppress(FileExistsError):
@@ -92,7 +88,7 @@ class StoreRecord:
                     if stripe == 0:
                         with contextlib.suppress(FileExistsError):
                             os.mkdir(COMMITS, dir_fd=folder)
-                    replace_file(folder, RECORD, self.content(stripe))
+                    replace_file(folder, RECORD, json.dumps({**fields, "stripe": stripe}).encode())
                 sync_descriptor(top, self.folders[stripe])
 
     def write_commit(self, commit: str, content: bytes) -> None:

@@ -26,7 +26,7 @@ class StripedFile:
         """Takes ownership of the files. An iterable that opens files lazily is allowed: if one fails to open, all are
         closed."""
         with contextlib.ExitStack() as opened:
-            self.files = tuple(opened.enter_context(file) for file in files)
+            self.files = tuple(opened.enter_context(contextlib.closing(file)) for file in files)
             self._lay(portions)
             opened.pop_all()
         self.page_bytes = self.files[0].page_bytes

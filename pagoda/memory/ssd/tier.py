@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,7 @@ class PageSnapshot:
             with self._tier._changed:
                 self._tier._commits[reference.commit] = whole
                 self._kept.reference = reference
-        return self._kept.reference.to_json()
+        return asdict(self._kept.reference)
 
     def release(self) -> None:
         """Stop keeping the pages in memory and, if they were committed, on disk. Idempotent."""
