@@ -35,10 +35,11 @@ from pagoda.construction.model_checks import check_batch_norms, check_model, che
 from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
 from pagoda.distributed.stages import Links
 from pagoda.distributed.start import (
-    FromFirst,
     agreed_plan,
     check_equal,
+    from_first,
     least_budgets,
+    made_by_all,
     rank_independent_text,
 )
 from pagoda.distributed.tensors import check_tensor_parallel, divided_in
@@ -215,8 +216,9 @@ class _Wrapping:
         return paged
 
     def _engine(self, trained: set[str], device: Device) -> Engine:
-        """Make the engine that runs the plan. Raises BudgetError."""
-        plan = self._plan_of_all(trained, device.torch_device)
+        """Make the engine that runs the plan. Raises BudgetError, on all stages if one has no plan."""
+        stages, make = self._links.stages, partial(self._plan, trained, device.torch_device)
+        plan = make() if stages is None else made_by_all(make, partial(stages.announce, "pagoda.wrap()"), "Stage")
         return Engine(
             plan,
             live_units(self._model, plan.units, self._states[0].dtype, device.torch_device),
@@ -240,13 +242,8 @@ class _Wrapping:
         check_equal(stages.transport, "stage", **settings, clip=clip, loss_scale=self._training.scaling)
         stages.check_names(self._model.state_dict(keep_vars=True).keys())
 
-    def _plan_of_all(self, trained: set[str], device: torch.device) -> Plan:
-        """The plan of this stage, made together with all other stages. If one fails, all raise BudgetError."""
-        stages = self._links.stages
-        return self._plan(trained, device) if stages is None else stages.agree(lambda: self._plan(trained, device))
-
     def _plan(self, trained: set[str], device: torch.device) -> Plan:
-        """The plan that all ranks agree on. Raises BudgetError."""
+        """The plan that all ranks of this stage agree on. Raises BudgetError."""
         states, budgets = self._states, budgets_of(self._memory)
         root = describe(self._model, trained, states[0].dtype, states[0].whole)
         mesh, transport, options = self._mesh, self._links.ranks, Options.of(self._training, self._memory)
@@ -277,11 +274,12 @@ class _Wrapping:
     def _move_in(self, engine: Engine, tiling: Tiling) -> None:
         """Write the values of every state to its home, and move buffers. With several ranks, the values are those of
         rank 0."""
-        from_first = FromFirst(self._links.ranks) if self._links.ranks is not None else None
+        of_first = None if self._links.ranks is None else partial(from_first, self._links.ranks)
         with tiling.undone():
-            Builder(self._model, engine, tiling, from_first).build(engine.units)
-        if from_first is not None:
-            from_first.copy(self._model.buffers())
+            Builder(self._model, engine, tiling, of_first).build(engine.units)
+        if of_first is not None:
+            for buffer in self._model.buffers():
+                buffer.copy_(of_first(buffer))
         move_buffers(self._model, engine.device.torch_device)
 
 

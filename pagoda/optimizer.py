@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pagoda.checkpoint.optimizer_states import check_entry, read_entry, write_entry
+from pagoda.checkpoint.optimizer_states import check_entry, read_entry, torch_file, write_entry
 from pagoda.checkpoint.snapshot import Snapshot
-from pagoda.checkpoint.state import ParameterState, named, state_of
+from pagoda.checkpoint.state import ParameterState, all_states, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
-from pagoda.checkpoint.torch_file import torch_file
 from pagoda.construction.model_checks import check_step
 from pagoda.distributed.tensors import DTensorForm
 from pagoda.errors import UsageError
@@ -23,9 +22,7 @@ from pagoda.optim.rule import Rule
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.hooks import ModelHooks
-from pagoda.runtime.next_update import Group
 from pagoda.runtime.stats import StepStats
-from pagoda.runtime.unit import LiveUnit
 from pagoda.simulate.timeline import Timeline
 from pagoda.transforms.adapters import guard_merging
 
@@ -42,21 +39,15 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup]) -> None:
         self._warned_of_no_gradient = False
-        self._states = {
-            id(param): ParameterState(engine, unit, slot)
-            for unit in engine.units
-            for slot, param in enumerate(unit.params)
-        }
+        self._states = {id(state.unit.params[state.slot]): state for state in all_states(engine)}
         params = {state.name: state.unit.params[state.slot] for state in self._states.values()}
         super().__init__(
             [{**group, "params": [params[name] for name in group["params"]]} for group in groups], rule.defaults()
         )
         self._mark_grouped()
         _refuse_other_optimizers()
-        self._grouped: list[dict[str, Any]] | None = None
-        self._groups: dict[int, Group] = {}
         self._engine = engine
-        engine.stepper.group_of = self._group_of
+        engine.stepper.group_of = lambda unit, slot: self.param_groups[self._group_numbers[id(unit.params[slot])]]
         engine.stepper.groups = lambda: self.param_groups
         self._model = model
         self._hooks = ModelHooks(model, engine)
@@ -337,28 +328,20 @@ class PagedOptimizer(torch.optim.Optimizer):
         return {"loss_scale": scale} if scale else {}
 
     def _mark_grouped(self) -> None:
-        """Tell the units which of their parameters are in a group."""
-        grouped = {id(param) for group in self.param_groups for param in group["params"]}
+        """Tell the units which of their parameters are in a group, and remember the number of each one's group."""
+        self._group_numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         for _, unit, slot in self._states.values():
             if slot < unit.trainable:
-                (unit.grouped.add if id(unit.params[slot]) in grouped else unit.grouped.discard)(slot)
-        self._grouped = None
-        self._member_ids = [id(param) for group in self.param_groups for param in group["params"]]
+                (unit.grouped.add if id(unit.params[slot]) in self._group_numbers else unit.grouped.discard)(slot)
 
     def _check_members(self) -> None:
         """Raises UsageError if the lists of parameters in `param_groups` have been edited."""
-        if self._member_ids != [id(param) for group in self.param_groups for param in group["params"]]:
+        if [*self._group_numbers] != [id(param) for group in self.param_groups for param in group["params"]]:
             raise UsageError(
                 "The parameters in optimizer.param_groups have been changed since wrap() or add_param_group(). To add "
                 "parameters, use wrap(reserve=...) and add_param_group(); to stop training some, use "
                 "requires_grad_(False)."
             )
-
-    def _group_of(self, unit: LiveUnit, slot: int) -> Group:
-        if self._grouped is not self.param_groups:  # load_state_dict makes a new list
-            self._grouped = self.param_groups
-            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        return self._groups[id(unit.params[slot])]
 
 
 def _entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:

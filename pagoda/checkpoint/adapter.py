@@ -53,15 +53,15 @@ class AdaptedModel:
         """The adapter's parameters, by name."""
         return {name: self._read(name) for name in self._adapter}
 
-    def write(self, folder: Path, values: dict[str, torch.Tensor]) -> tuple[list[str], int, int]:
-        """Write and sync the adapter. Returns the names of the files, and the number and bytes of their tensors."""
+    def write(self, folder: Path, values: dict[str, torch.Tensor]) -> list[str]:
+        """Write and sync the adapter. Returns the names of the files."""
         self._model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
         files = sorted(path for path in folder.iterdir() if path.is_file())
         for path in files:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-        return [path.name for path in files], len(values), sum(value.nbytes for value in values.values())
+        return [path.name for path in files]
 
     def merged(self, name: str, read: Read, dtype: torch.dtype) -> Read:
         """A function that reads a weight, including what the adapter adds to it. `name` is its name in the checkpoint.

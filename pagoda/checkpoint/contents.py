@@ -21,22 +21,15 @@ class Stored:
     """Name of each of its states -> shape of the state."""
     position: Position
     """Where this part is in the whole parameter."""
-    whole_states: dict[str, Shape]
-    """Like `states`, with the shapes for the whole parameter."""
     steps: int | None
     """Number of updates it has had. None if it is frozen."""
 
     @classmethod
     def of(cls, parameter: ParameterState) -> "Stored":
         """This rank's part of a parameter."""
-        engine, unit, slot = parameter
-        position, states = parameter.position, {name: span.shape for name, span in parameter.spans().items()}
-        wholes = {
-            state.name: shape
-            for state in engine.plan.layout.states
-            if state.name in states and (shape := state.shape(position.whole, position.shape)) is not None
-        }
-        return cls(states, position, wholes, unit.steps[slot] if slot < unit.trainable else None)
+        _, unit, slot = parameter
+        states = {name: span.shape for name, span in parameter.spans().items()}
+        return cls(states, parameter.position, unit.steps[slot] if slot < unit.trainable else None)
 
 
 @dataclass(frozen=True)
@@ -87,9 +80,11 @@ class Contents:
         shapes: dict[str, Shape] = {}
         for one in self.stored.values():
             if state.name in one.states:
-                name, of_whole = one.position.whole, one.whole_states[state.name]
+                name, shape = one.position.whole, one.position.shape
+                of_whole = state.shape(name, shape)
                 if state.per > 1:
-                    of_whole = (parts(name) * state.elements(prod(one.position.shape) // parts(name)),)
+                    of_whole = (parts(name) * state.elements(prod(shape) // parts(name)),)
+                assert of_whole is not None, "its parts have the state"
                 shapes[name] = of_whole
         return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
 

@@ -64,25 +64,24 @@ def committed(
         with suppress(PermissionError):  # the caller may have just made the parent, unsynced
             sync_directory(directory.parent.parent)
         lock = _claim(temporary, directory, checkpoint_id or new_checkpoint_id())
+        named = False
         try:
-            named = False
-            try:
-                sync_directory(directory.parent)
-                yield temporary
-                sync_directory(temporary)
-                temporary.rename(directory)
-                named = True
-                os.unlink(PARTIAL_MARK, dir_fd=lock)
-                sync_directory(directory.parent)
-            except BaseException:
-                if not named:
-                    with suppress(OSError):
-                        if keep_mark():
-                            _empty(lock, keep=PARTIAL_MARK)
-                        else:
-                            _empty(lock, last=PARTIAL_MARK)
-                            temporary.rmdir()
-                raise
+            sync_directory(directory.parent)
+            yield temporary
+            sync_directory(temporary)
+            temporary.rename(directory)
+            named = True
+            os.unlink(PARTIAL_MARK, dir_fd=lock)
+            sync_directory(directory.parent)
+        except BaseException:
+            if not named:
+                with suppress(OSError):
+                    if keep_mark():
+                        _empty(lock, keep=PARTIAL_MARK)
+                    else:
+                        _empty(lock, last=PARTIAL_MARK)
+                        temporary.rmdir()
+            raise
         finally:
             os.close(lock)
     except StorageError:

@@ -1,7 +1,7 @@
 """Export from a checkpoint or from pages to the files that transformers' `from_pretrained` or peft reads, in pieces."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 
 from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import committed, write_json
-from pagoda.checkpoint.hf_layout import stored_names, to_files
+from pagoda.checkpoint.hf_layout import stored_names
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.live import Weights, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
@@ -26,8 +26,8 @@ from pagoda.memory.files import write_durably
 from pagoda.memory.identity import new_checkpoint_id
 from pagoda.optim.flat import join
 from pagoda.plan.layout import WEIGHT
+from pagoda.runtime.store import LOW
 
-_LOW = "weight_low"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -73,14 +73,23 @@ def export(
     is full or fails; ConfigError if transformers is not installed; UsageError if the model is not wrapped, or between
     backward and `step()` if updates run during backward.
     """
-    with _opened(source) as weights:
+    with ExitStack() as opened:
+        if isinstance(source, nn.Module):
+            weights = opened.enter_context(live_weights(source))
+        else:
+            weights = _weights_in(opened.enter_context(Checkpoint(source)))
         record = None if own_names else weights.record
         as_dtype = weights.dtype if dtype is None else _DTYPES[dtype]
         adapted = None
         if record is not None and ADAPTER in record:
             adapted = AdaptedModel(record, lambda name: _whole(weights, name, as_dtype))
             if not merge:
-                return Exported(*_write_adapter(adapted, out, beside, weights.is_first), as_dtype)
+                values, files = adapted.values(), []
+                if weights.is_first:
+                    with committed(out) as folder:
+                        _copy(beside, folder)
+                        files = adapted.write(folder, values)
+                return Exported(files, len(values), sum(value.nbytes for value in values.values()), as_dtype)
         elif merge:
             raise CheckpointError(f"{weights.name} has no adapter to merge: export it without --merge.")
         tensors = _tensors(weights, record, as_dtype, adapted)
@@ -93,17 +102,6 @@ def export(
                     tensor.read(start, count)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
-
-
-@contextmanager
-def _opened(source: Path | nn.Module) -> Iterator[Weights]:
-    """Open the weights for reading. With several ranks, all of them leave the block together."""
-    if isinstance(source, nn.Module):
-        with live_weights(source) as weights:
-            yield weights
-    else:
-        with Checkpoint(source) as checkpoint:
-            yield _weights_in(checkpoint)
 
 
 def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Any], dict[str, Any]]:
@@ -125,19 +123,7 @@ def _weights_in(checkpoint: Checkpoint) -> Weights:
     record = checkpoint.manifest.get("model")
     if not (record is None or isinstance(record, dict)):
         raise CheckpointError(f"{checkpoint.directory} is damaged: the model in its manifest is not an object")
-    tensors = {state: checkpoint.tensors(state) for state in (*checkpoint.states, BUFFERS)}
-    return Weights(str(checkpoint.directory), record, tensors)
-
-
-def _write_adapter(
-    adapted: AdaptedModel, out: Path, beside: Sequence[Path], is_first: bool
-) -> tuple[list[str], int, int]:
-    values = adapted.values()
-    if not is_first:
-        return [], len(values), sum(value.nbytes for value in values.values())
-    with committed(out) as folder:
-        _copy(beside, folder)
-        return adapted.write(folder, values)
+    return Weights(str(checkpoint.directory), record, checkpoint.tensors)
 
 
 def _write(
@@ -183,6 +169,8 @@ def _tensors(
     if record is None:
         plain = {name: LazyTensor(dtype, one.shape, _weights(weights, name, dtype)) for name, one in held.items()}
         return plain | dict(buffers)
+    from transformers.core_model_loading import revert_weight_conversion
+
     model = skeleton(record)
     expected = model.state_dict()
     found = {}
@@ -202,12 +190,13 @@ def _tensors(
                 f"{weights.name} has {held_as!r} as {found[name].spec(name)}; its {type(model).__name__} has the shape "
                 f"{list(expected[name].shape)}. A model changed after it was built from its config cannot be exported."
             )
-    return to_files(model, found)
+    laid_out: dict[str, LazyTensor] = revert_weight_conversion(model, found)
+    return laid_out
 
 
 def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:
     """A function that reads a parameter's weights. For fp32 from bf16, it joins the two halves of the master."""
-    weight, low = weights.tensors[WEIGHT][name], weights.tensors.get(_LOW, {}).get(name)
+    weight, low = weights.tensors[WEIGHT][name], weights.tensors.get(LOW, {}).get(name)
     if dtype is not torch.float32 or low is None:
         return lambda start, count: weight.read(start, count).to(dtype)
 

@@ -23,14 +23,6 @@ def stored_names(model: Any) -> dict[str, str]:
     return {name: first.get(key, name) for name, key in kept.items()}
 
 
-def to_files(model: Any, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Convert tensors, named as in `state_dict()`, to the layout of files."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    laid_out: dict[str, LazyTensor] = revert_weight_conversion(model, dict(tensors))
-    return laid_out
-
-
 def from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
     """Convert tensors of files to tensors named as in `state_dict()`, like `from_pretrained`.
 

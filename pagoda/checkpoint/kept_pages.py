@@ -60,10 +60,6 @@ class KeptPages:
                 kept[index] = PagedUnit(unit.layout, extents, spans)
         return cls(kept, {state: frozenset(held) for state, held in names.items()})
 
-    def has(self, unit: int, state: str) -> bool:
-        """Whether this process keeps a state of a unit as pages."""
-        return unit in self.units and state in self.units[unit].extents
-
 
 def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
     """A unit's layout, and its states whose home is SSD."""

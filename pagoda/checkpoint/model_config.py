@@ -1,19 +1,20 @@
 """What a checkpoint stores to rebuild a transformers model, in addition to its tensors."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from pagoda.errors import CheckpointError
+from pagoda.models.build import import_transformers
 from pagoda.models.lora import adapter_settings
-
-if TYPE_CHECKING:
-    from torch import nn
 
 ADAPTER = "adapter"
 """Key of peft's settings in a record."""
 
 
-def model_record(model: "nn.Module") -> dict[str, Any] | None:
+def model_record(model: nn.Module) -> dict[str, Any] | None:
     """The class and configurations of a transformers model and of its adapter, if any, as JSON. None for other
     models."""
     if (adapter := adapter_settings(model)) is not None:
@@ -35,10 +36,6 @@ def skeleton(record: dict[str, Any]) -> Any:
 
     Raises CheckpointError if transformers cannot build it.
     """
-    import torch
-
-    from pagoda.models.build import import_transformers
-
     transformers = import_transformers()
     try:
         settings = dict(record["config"])

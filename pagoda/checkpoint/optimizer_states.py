@@ -1,19 +1,28 @@
-"""The optimizer's states as dictionaries: a parameter's entry in torch's `state_dict`, and all states for
-`torch.distributed.checkpoint`."""
+"""The optimizer's states as dictionaries: a parameter's entry in torch's `state_dict`, files of such dictionaries, and
+all states for `torch.distributed.checkpoint`."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.state import ParameterState, WholeState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
 from pagoda.distributed.tensors import DTensorForm
-from pagoda.errors import CheckpointError
+from pagoda.errors import CheckpointError, StorageError
+from pagoda.memory.arena import tensor_bytes
 from pagoda.optim.param_groups import check_groups
 from pagoda.optim.rule import Rule
+
+WriteTensor = Callable[[Any, torch.Tensor], None]
+"""Writes a CPU tensor as the values of an entry of a file's content, which has the same dtype and shape."""
 
 
 def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
@@ -71,11 +80,44 @@ def stored_entry(rule: Rule, checkpoint: Checkpoint, name: str) -> dict[str, tor
     for part in range(parts):
         kept = {}
         for state in rule.own_states():
-            whole, axis = checkpoint.tensor(state.name, name), 0 if state.per > 1 else dim
+            whole, axis = checkpoint.tensors[state.name][name], 0 if state.per > 1 else dim
             size = whole.shape[axis] // parts
             kept[state.name] = whole.narrow(axis, part * size, size).whole()
         entries.append(rule.torch_state(1, kept))
     return {key: torch.cat([entry[key] for entry in entries], dim) for key, value in entries[0].items() if value.dim()}
+
+
+@contextmanager
+def torch_file(path: Path, content: Any) -> Iterator[tuple[Any, WriteTensor]]:
+    """A file that `torch.load` reads as `content`. Its tensors are on meta, and get their values inside the block.
+
+    Yields the content with an entry for each tensor, and a function that writes an entry's values. `path` is created or
+    replaced if the block succeeds. Tensors that were not written are zeros. Raises StorageError if the file cannot be
+    written.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with FakeTensorMode():
+            tensors = tree_map_only(torch.Tensor, lambda meta: torch.empty(meta.shape, dtype=meta.dtype), content)
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(tensors, temporary)
+            entries = torch.load(temporary)
+        with temporary.open("r+b") as file:
+
+            def write(entry: torch.Tensor, tensor: torch.Tensor) -> None:
+                offset = entry.untyped_storage()._checkpoint_offset
+                assert offset is not None, "torch.load notes it under FakeTensorMode"
+                file.seek(offset)
+                file.write(tensor_bytes(tensor))
+
+            yield entries, write
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error}. Free space there, or name another file.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class OptimizerState:
@@ -88,9 +130,8 @@ class OptimizerState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         states = [state_of(param) for group in optimizer.param_groups for param in group["params"]]
-        self._states = {state.name: state for state in states if state is not None}
-        self._wholes = whole_states(self._states)
-        self._engine = next(iter(self._states.values())).engine
+        self._wholes = whole_states({state.name: state for state in states if state is not None})
+        self._engine = next(iter(self._wholes.values())).states[0].engine
 
     def state_dict(self) -> dict[str, Any]:
         """`state`: name -> `step` (fp32 scalar) and the states of torch's class. All tensors are copies. AdamW's
@@ -120,18 +161,17 @@ class OptimizerState:
             self._optimizer.zero_grad()
             self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
             for name, whole in self._wholes.items():
-                whole.steps = int(entries[name]["step"])
-                _write_whole_entry(whole, entries[name])
+                cut = {key: whole.cut(v) for key, v in entries[name].items() if v.shape == whole.shape}
+                for index, state in enumerate(whole.states):
+                    state.unit.steps[state.slot] = int(entries[name]["step"])
+                    state.write_entry({**entries[name], **{key: parts[index] for key, parts in cut.items()}})
             for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in given.items() if key != "params"})
 
     def _groups(self) -> list[dict[str, Any]]:
         """The `param_groups` with the names of their parameters, including those on other ranks."""
-        groups, rank_group = named(self._optimizer.param_groups), self._engine.rank_group
-        if self._engine.links.stages is not None or (rank_group is not None and rank_group.parts > 1):
-            return Contents.of(self._engine, groups).groups(groups)
-        wholes = {name: state.whole for name, state in self._states.items()}
-        return [{**group, "params": list(dict.fromkeys(map(wholes.__getitem__, group["params"])))} for group in groups]
+        groups = named(self._optimizer.param_groups)
+        return Contents.of(self._engine, groups).groups(groups)
 
 
 def _whole_shapes(whole: WholeState) -> dict[str, tuple[int, ...]]:
@@ -143,16 +183,9 @@ def _whole_shapes(whole: WholeState) -> dict[str, tuple[int, ...]]:
 
 def _whole_entry(whole: WholeState) -> dict[str, torch.Tensor]:
     """Like `read_entry`, for the whole parameter, with numbers as tensors."""
-    entries = [read_entry(state) for state in whole.states]
-    found = {"step": torch.tensor(float(whole.steps))}
+    entries, first = [read_entry(state) for state in whole.states], whole.states[0]
+    found = {"step": torch.tensor(float(first.unit.steps[first.slot]))}  # tiles receive gradients together
     for key, value in entries[0].items():
         is_number = not isinstance(value, torch.Tensor) or not value.dim()
         found[key] = torch.as_tensor(value) if is_number else whole.join([entry[key] for entry in entries])
     return found
-
-
-def _write_whole_entry(whole: WholeState, entry: Mapping[str, torch.Tensor]) -> None:
-    """Load the result of `_whole_entry`."""
-    parts = {key: whole.cut(value) for key, value in entry.items() if value.shape == whole.shape}
-    for index, state in enumerate(whole.states):
-        state.write_entry({**entry, **{key: cut[index] for key, cut in parts.items()}})

@@ -77,33 +77,16 @@ def joined_pages(
     return {"dtypes": named, "layouts": [json.loads(layout) for layout in layouts], "ranks": ranks}
 
 
+@dataclass(frozen=True)
 class PagesOfRank:
-    """The units of which one rank has kept pages. The pages are open for reading, if they were found."""
+    """The pages that one rank has kept."""
 
-    def __init__(self, units: Sequence[PagedUnit], committed: CommittedPages | None, missing: str) -> None:
-        self.units = units
-        self.committed = committed
-        self.missing = missing
-        """Why the pages were not found."""
-        self._by_first = {unit.layout["parameters"][0][0]: unit for unit in units}
-
-    def extent(self, like: PagedUnit, state: str) -> Run | None:
-        """The pages with a state of the unit `like`. None if its layout or its elements of the state differ."""
-        unit = self._by_first.get(like.layout["parameters"][0][0])
-        if unit is None or state not in unit.extents:
-            return None
-        alike = unit.layout == like.layout and unit.spans.get(state) == like.spans.get(state)
-        return Run(*unit.extents[state]) if alike else None
-
-    def read(self, run: Run, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements [first, first + count) of an extent, shape [count]. Raises StorageError if they are damaged."""
-        if self.committed is None:
-            raise StorageError(self.missing)
-        page = self.committed.page_bytes
-        before = first * dtype.itemsize % page
-        window = Arena(pages_for(before + count * dtype.itemsize, page) * page)
-        self.committed.load(run, first * dtype.itemsize - before, window.view(0, window.nbytes))
-        return window.tensor(before, count, dtype).clone()
+    units: Mapping[str, PagedUnit]
+    """First parameter of a unit -> the unit."""
+    committed: CommittedPages | None
+    """The pages, open for reading. None if they were not found."""
+    missing: str
+    """Why they were not found."""
 
 
 class Pages:
@@ -121,10 +104,10 @@ class Pages:
             try:
                 dtypes = {state: DTYPES[name] for state, name in description["dtypes"].items()}
                 for said in description["ranks"]:
-                    units = [
-                        PagedUnit(**{**unit, "layout": description["layouts"][unit["layout"]]})
-                        for unit in said["units"]
-                    ]
+                    units = {}
+                    for unit in said["units"]:
+                        layout = description["layouts"][unit["layout"]]
+                        units[layout["parameters"][0][0]] = PagedUnit(**{**unit, "layout": layout})
                     committed, missing = None, ""
                     try:
                         committed = opened.enter_context(closing(open_commit(said["reference"], with_ranks(places))))
@@ -146,9 +129,11 @@ class Pages:
     def like(self, unit: PagedUnit, state: str) -> Iterator[tuple[CommittedPages, Run]]:
         """All pages with a state of a unit that has this same layout and these same elements of the state."""
         for rank in self.ranks:
-            run = rank.extent(unit, state)
-            if run is not None and rank.committed is not None:
-                yield rank.committed, run
+            found = rank.units.get(unit.layout["parameters"][0][0])
+            if found is None or rank.committed is None or state not in found.extents:
+                continue
+            if found.layout == unit.layout and found.spans[state] == unit.spans.get(state):
+                yield rank.committed, Run(*found.extents[state])
 
     def close(self) -> None:
         self._opened.close()
@@ -157,7 +142,7 @@ class Pages:
         shapes: dict[str, Sequence[int]] = {}
         held: dict[str, list[tuple[int, int, Read]]] = {}
         for rank in self.ranks:
-            for unit in rank.units:
+            for unit in rank.units.values():
                 for name, before, shape in unit.tensors(state) if state in unit.extents else ():
                     shapes[name] = shape
                     for span in (Span(*span) for span in unit.spans[state]):
@@ -184,9 +169,14 @@ class Pages:
     def _read(
         self, name: str, dtype: torch.dtype, rank: PagesOfRank, run: Run, at: int, start: int, count: int
     ) -> torch.Tensor:
-        """Read elements, counted from element `at` of an extent."""
+        """Read elements, counted from element `at` of an extent. Returns a tensor of shape [count]."""
         try:
-            return rank.read(run, at + start, count, dtype)
+            if rank.committed is None:
+                raise StorageError(rank.missing)
+            first, page = (at + start) * dtype.itemsize, rank.committed.page_bytes
+            window = Arena(pages_for(first % page + count * dtype.itemsize, page) * page)
+            rank.committed.load(run, first - first % page, window.view(0, window.nbytes))
+            return window.tensor(first % page, count, dtype).clone()
         except (StorageError, ValueError) as error:  # ValueError: the manifest names pages that do not exist
             raise CheckpointError(f"{self._directory} is damaged: {name!r} cannot be read: {error}") from error
 

@@ -95,9 +95,7 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
     for name, tensor in held.items():
         names.setdefault(id(tensor), []).append(name)
     _check_shapes(directory, tensors, held)
-    tied: set[str] = set()
     by_name: dict[str, LazyTensor] = {}
-    given = 0
     for same in names.values():
         present = [name for name in same if name in tensors]
         if not present:
@@ -105,14 +103,12 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
         _check_tied(directory, present, tensors)
         _give(held[same[0]], tensors[present[0]])
         by_name.update(dict.fromkeys(same, tensors[present[0]]))
-        tied.update(same)
-        given += 1
-    if not given:
+    if not by_name:
         raise ConfigError(
             f"{directory} has no weights for a {type(model).__name__}: its files have {_named(sorted(stored))}"
         )
     setattr(model, _VALUES, by_name)
-    return [name for name in missing if name not in tied], unexpected
+    return [name for name in missing if name not in by_name], unexpected
 
 
 def values_of(param: nn.Parameter) -> LazyTensor | None:

@@ -56,10 +56,14 @@ class Files:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Write files inside this block. If it succeeds, the directory has its final name, on every rank."""
+
+        def some_are_gone() -> bool:  # so they may not know of a failure, and keep their pages
+            return self._transport is not None and not self._failed
+
         with ExitStack() as stack:
             with self.failing_on_all():
                 if self.first:
-                    stack.enter_context(committed(self._directory, self._checkpoint_id, self._some_are_gone))
+                    stack.enter_context(committed(self._directory, self._checkpoint_id, some_are_gone))
                     self._create(stack, shared=False)
             with self.failing_on_all():
                 if not self.first:
@@ -100,10 +104,6 @@ class Files:
                     self._agree(failed=True)
             raise
         self._agree()
-
-    def _some_are_gone(self) -> bool:
-        """After a failed save, whether some ranks may not know of the failure and keep their pages."""
-        return self._transport is not None and not self._failed
 
     def _create(self, stack: ExitStack, shared: bool) -> None:
         for file, specs in self._specs.items():

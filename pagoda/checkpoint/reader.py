@@ -65,47 +65,35 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._cuts: dict[str, Any] = {**self.manifest.get(TILES, {}), **self.manifest.get(SHARDS, {})}
         """Parameter that is stored in parts -> its shape, the names of its parts in order, and the dimension of
         shards."""
-        self._tensors: dict[str, dict[str, LazyTensor]] = {}
+        self.tensors: dict[str, dict[str, LazyTensor]] = {}
+        """State, or `BUFFERS` -> name -> tensor, in the order of the model. Reading one raises CheckpointError if its
+        data is damaged."""
         with ExitStack() as opened:
             for state in (*self.manifest["states"], BUFFERS):
                 file = TensorFile(directory / f"{state}.safetensors", self.manifest["hashes"].get(state, {}))
                 opened.enter_context(closing(file))
-                self._tensors[state] = tensors_of(file)
+                self.tensors[state] = tensors_of(file)
             self.pages: Pages | None = None
             """Its pages on SSD."""
             if PAGED in self.manifest:
                 self.pages = opened.enter_context(closing(Pages(directory, self.manifest[PAGED], places)))
                 if all_pages:
                     self.pages.check()
+                order = {name: index for index, name in enumerate(self.manifest["parameters"])}
                 for state, tensors in self.pages.tensors.items():
-                    self._merge(state, tensors)
+                    found = self.tensors[state] | tensors
+                    names = sorted(found, key=lambda name: order.get(name, len(order)))
+                    self.tensors[state] = {name: found[name] for name in names}
             for whole, cut in self._cuts.items():
                 self._join(whole, cut["shape"], cut.get("dim", 0), cut["parts"])
-            held = [state for state in self.manifest["states"] if self._tensors[state] or state == WEIGHT]
+            held = [state for state in self.manifest["states"] if self.tensors[state] or state == WEIGHT]
             self.states = {state: self._dtype(state) for state in held}
             """Dtype of each state that a parameter has."""
             self._opened = opened.pop_all()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def steps(self) -> dict[str, int]:
-        """Name of each trained parameter -> number of updates it has had."""
-        steps: dict[str, int] = self.manifest["steps"]
-        return steps
-
     def specs(self, state: str) -> dict[str, TensorSpec]:
         """The tensors of a state in the order of the model."""
-        return {name: tensor.spec(name) for name, tensor in self._tensors[state].items()}
-
-    def tensors(self, state: str) -> dict[str, LazyTensor]:
-        """The tensors of a state, which are read in pieces. Reading raises CheckpointError if the data is damaged."""
-        return self._tensors[state]
-
-    def tensor(self, state: str, name: str) -> LazyTensor:
-        """One of the tensors of `tensors`."""
-        return self._tensors[state][name]
+        return {name: tensor.spec(name) for name, tensor in self.tensors[state].items()}
 
     def parts(self, name: str) -> list[str]:
         """The names under which a parameter is stored."""
@@ -122,7 +110,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
         Several readers can divide the work: this one reads share number `share` of `of`.
         """
-        tensors = [tensor for state in (*self.states, BUFFERS) for tensor in self._tensors[state].values()]
+        tensors = [tensor for state in (*self.states, BUFFERS) for tensor in self.tensors[state].values()]
         for tensor in islice(tensors, share, None, of):
             try:
                 for start, count in chunks(tensor.numel()):
@@ -141,21 +129,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                     f"{other or 'absent'}, but {mine or 'absent'} in the model."
                 )
 
-    def close(self) -> None:
-        """Close every file. Nothing can be read afterwards."""
+    def __exit__(self, *_: object) -> None:
         self._opened.close()
-
-    def _merge(self, state: str, others: dict[str, LazyTensor]) -> None:
-        """Add the tensors of a state that are stored elsewhere, in the manifest's order."""
-        found = {**self._tensors[state], **others}
-        order = {name: index for index, name in enumerate(self.manifest["parameters"])}
-        self._tensors[state] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def _join(self, whole: str, shape: list[int], dim: int, parts: list[str]) -> None:
         """Replace the parts of a parameter by the whole in every state. A state must have all parts or none."""
         if not parts:
             raise self._damaged(f"{whole!r} has no parts")
-        for state, tensors in self._tensors.items():
+        for state, tensors in self.tensors.items():
             held = [tensors[part] for part in parts if part in tensors]
             if not held:
                 continue
@@ -168,7 +149,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise self._damaged(f"the parts of {whole!r}: {error}") from error
             if list(joined.shape) != shape and not (joined.ndim == 1 and joined.numel() < prod(shape)):
                 raise self._damaged(f"the parts of {whole!r} are {list(joined.shape)}, not {shape}")
-            _replace_parts(tensors, whole, joined, parts)
+            tensors[parts[0]] = joined
+            self.tensors[state] = {
+                whole if name == parts[0] else name: tensor
+                for name, tensor in tensors.items()
+                if name == parts[0] or name not in parts
+            }
 
     def _check_manifest(self) -> None:
         """Raises CheckpointError unless every field has the right form."""
@@ -190,21 +176,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def _dtype(self, state: str) -> torch.dtype:
         """The dtype of a state, which all its tensors must have."""
-        found = {tensor.dtype for tensor in self._tensors[state].values()}
+        found = {tensor.dtype for tensor in self.tensors[state].values()}
         if len(found) != 1:
             raise CheckpointError(
                 f"{self.directory} is damaged: its {state} is {sorted(map(str, found))}, but should have one dtype"
             )
         return found.pop()
-
-
-def _replace_parts(tensors: dict[str, LazyTensor], whole: str, joined: LazyTensor, parts: Sequence[str]) -> None:
-    """Put the whole parameter at the position of its first part, and remove the parts."""
-    replaced: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if name == parts[0]:
-            replaced[whole] = joined
-        elif name not in parts:
-            replaced[name] = tensor
-    tensors.clear()
-    tensors.update(replaced)

@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,9 @@ class Snapshot:
             "steps": contents.steps,
             TILES: contents.cuts(shards=False),
             SHARDS: contents.cuts(shards=True),
-            "param_groups": [{key: _plain(value) for key, value in group.items()} for group in contents.groups(groups)],
+            "param_groups": [
+                {key: plain_setting(value, None) for key, value in group.items()} for group in contents.groups(groups)
+            ],
             "loss_scale": self._engine.stepper.scaler.state_dict(),
             "rng": generators[0],
             "rank_rng": generators[1:],
@@ -119,7 +120,11 @@ class Snapshot:
                         files.write(BUFFERS, name, start, tensor_bytes(buffer.reshape(-1)[start : start + count]))
                 content["hashes"] = files.finish()
                 if any(kept.names.values()):
-                    content[PAGED] = self._commit_pages(directory, content["id"], capture, kept, files)
+                    mine = None
+                    if capture.frozen is not None:
+                        mine = capture.frozen.commit(directory, content["id"]), list(kept.units.values())
+                    dtypes = {state.name: state.dtype for state in self._states}
+                    content[PAGED] = joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
                 if files.first:
                     write_manifest(files.folder, content)
             complete = True
@@ -151,17 +156,6 @@ class Snapshot:
             for parent in {path.parent for path in replaced} if files.first else ():
                 remove_leftovers(parent, places)
 
-    def _commit_pages(
-        self, directory: Path, checkpoint_id: str, capture: Capture, kept: KeptPages, files: Files
-    ) -> dict[str, Any]:
-        """Make the kept pages durable, for a checkpoint that has no name yet. Returns the manifest's entry for the
-        pages of all ranks."""
-        mine = None
-        if capture.frozen is not None:
-            mine = capture.frozen.commit(directory, checkpoint_id), list(kept.units.values())
-        dtypes = {state.name: state.dtype for state in self._states}
-        return joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
-
     def load(self, directory: Path, groups: list[NamedGroup]) -> tuple[list[NamedGroup], dict[str, Any]]:
         """Restore a checkpoint into this run, which has the given param groups. Returns the checkpoint's groups and
         extra.
@@ -183,14 +177,16 @@ class Snapshot:
                 for unit in self._engine.units:
                     self._load_unit(unit, checkpoint, adoptable)
                 for name, buffer in buffers.items():
-                    buffer.detach().copy_(checkpoint.tensor(BUFFERS, name).whole())
+                    buffer.detach().copy_(checkpoint.tensors[BUFFERS][name].whole())
                 for unit in self._engine.units:
                     for param in unit.params:
                         param.grad = None
                     unit.steps = [manifest["steps"][p.whole] for p in self._parameters(unit)[: unit.trainable]]
                     self._engine.weights_changed(unit)
                 self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
-        self._restore_generators(manifest)
+        rank, generators = self._engine.links.mesh.everyone.rank, [manifest["rng"], *manifest["rank_rng"]]
+        if rank < len(generators):  # a rank that the saved run did not have keeps its own
+            restore_rng(generators[rank])
         defaults = self._engine.rule.defaults()
         for group in manifest["param_groups"]:  # JSON has no tuples
             group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
@@ -203,14 +199,16 @@ class Snapshot:
         quantized again.
         """
         parameters, blocks = self._parameters(unit), any(state.per > 1 for state in self._states)
+        store = self._engine.store
         moved = [each for each in parameters if blocks and each.division != checkpoint.division(each.whole)]
         for state in self._states:
-            if self._adopt(unit, state.name, adoptable):
+            found = adoptable.get((unit.index, state.name))
+            if found and store.ssd and all(store.ssd.adopt(run, *found) for run in store.runs(unit.index, state.name)):
                 continue
             for parameter in parameters:
                 is_copied = state.name in (WEIGHT, LOW) or parameter not in moved
                 if parameter.span(state) is not None and is_copied:
-                    parameter.copy_in(state, checkpoint.tensor(state.name, parameter.whole))
+                    parameter.copy_in(state, checkpoint.tensors[state.name][parameter.whole])
         for parameter in moved:
             if parameter.moments():
                 entry = stored_entry(self._engine.rule, checkpoint, parameter.whole)
@@ -235,41 +233,23 @@ class Snapshot:
                     pages.check()
         return found
 
-    def _adopt(self, unit: LiveUnit, state: str, adoptable: Adoptable) -> bool:
-        """Let an extent use the pages that the checkpoint keeps in this same store. Returns False if there are none."""
-        store, found = self._engine.store, adoptable.get((unit.index, state))
-        if store.ssd is None or found is None:
-            return False
-        return all(store.ssd.adopt(run, *found) for run in store.runs(unit.index, state))
-
     def _parameters(self, unit: LiveUnit) -> list[ParameterState]:
         return [ParameterState(self._engine, unit, slot) for slot in range(len(unit.params))]
 
     def _pieces(self, index: int, kept: KeptPages) -> list[Piece]:
         """Every piece of a unit's states that this rank writes, parameter by parameter, without those kept as pages."""
         unit, shards = self._engine.units[index], self._engine.store.shards
-        pieces: list[tuple[int, Piece]] = []
-        for state in self._states:
-            if kept.has(index, state.name):
-                continue
-            mine = shards.responsible(unit.spec, state.name)
-            for slot, parameter in enumerate(self._parameters(unit)):
-                span = parameter.span(state)
-                if span is None or not shards.writes(unit.spec, slot):
-                    continue
+        paged = kept.units[index].extents if index in kept.units else ()
+        mine = {s.name: shards.responsible(unit.spec, s.name) for s in self._states if s.name not in paged}
+        pieces = []
+        for slot, parameter in enumerate(self._parameters(unit)):
+            for state, span in parameter.spans().items() if shards.writes(unit.spec, slot) else ():
                 for start, count in chunks(span.count):
                     first = span.first + start
-                    for part in filter(None, (here.within(first, first + count) for here in mine)):
+                    for part in filter(None, (here.within(first, first + count) for here in mine.get(state, ()))):
                         begins, numel = start + part.start - first, part.stop - part.start
-                        pieces.append((slot, Piece(index, state.name, parameter.stored_name, begins, numel, part.at)))
-        return [piece for _, piece in sorted(pieces, key=itemgetter(0))]
-
-    def _restore_generators(self, manifest: dict[str, Any]) -> None:
-        """Restore the RNG states. A rank that the saved run did not have keeps its own."""
-        rank = self._engine.links.mesh.everyone.rank
-        states = [manifest["rng"], *manifest["rank_rng"]]
-        if rank < len(states):
-            restore_rng(states[rank])
+                        pieces.append(Piece(index, state, parameter.stored_name, begins, numel, part.at))
+        return pieces
 
     def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
         """The buffers of all stages. Every rank calls this at the same point."""
@@ -293,7 +273,7 @@ class Snapshot:
                 f"{directory} holds the states {manifest['states']}, but this run keeps {wanted}: "
                 "wrap with the precision, optimizer and moments of the run that saved it."
             )
-        differing = checkpoint.steps.keys() ^ contents.steps.keys()
+        differing = manifest["steps"].keys() ^ contents.steps.keys()
         if differing:
             raise CheckpointError(
                 f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
@@ -321,8 +301,3 @@ def _write_pieces(capture: Capture, files: Files) -> None:
     except BaseException:
         capture.end()
         raise
-
-
-def _plain(value: Any) -> Any:
-    """Convert a hyperparameter for JSON: torch allows tensors with one element."""
-    return value.item() if isinstance(value, torch.Tensor) else value

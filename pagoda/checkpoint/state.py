@@ -1,6 +1,5 @@
 """State: reads and writes the weights and optimizer states of parameters, for everything except training."""
 
-import pickle
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -245,20 +244,8 @@ class WholeState:
         self.states = states
         self._part = first.spec.part
         self.shape: Shape = tuple(first.unit.params[first.slot].shape) if self._part is None else self._part.shape
-        rows = [state.spec.shape[0] for state in states] if self._part is not None else []
-        self._ranks = 1 if self._part is None else self.shape[0] // sum(rows)
+        self._ranks = 1 if self._part is None else self.shape[0] // sum(state.spec.shape[0] for state in states)
         """Number of ranks that divide the parameter into equal parts along its first dimension."""
-
-    @property
-    def steps(self) -> int:
-        """Number of updates it has had. Tiles receive gradients together, so all have the same number."""
-        state = self.states[0]
-        return state.unit.steps[state.slot]
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        for state in self.states:
-            state.unit.steps[state.slot] = count
 
     def master(self) -> torch.Tensor:
         """A copy of the fp32 master."""
@@ -369,9 +356,7 @@ def settle(states: Iterable[ParameterState]) -> None:
 def gather_from_stage(engine: Engine, what: str, mine: Any) -> list[Any]:
     """Gather a value from each rank of this pipeline stage, in rank order. They call it at the same point of their
     programs, which `what` names in errors."""
-    if engine.rank_group is None:
-        return [mine]
-    return [pickle.loads(said) for said in engine.rank_group.announce(what, pickle.dumps(mine))]
+    return [mine] if engine.rank_group is None else engine.rank_group.announce(what, mine)
 
 
 def gather_from_all_stages(engine: Engine, what: str, mine: Any) -> list[Any]:

@@ -13,8 +13,9 @@ import os
 import re
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from operator import itemgetter
 from pathlib import Path
@@ -111,20 +112,16 @@ class TensorWriter:
         """
         self.path = path
         specs = sorted(specs, key=lambda spec: spec.nbytes % _DIRECT_ALIGN != 0)
-        header, data = _header(specs)
+        starts = [*accumulate((spec.nbytes for spec in specs), initial=0)]
+        header = _header(specs, starts)
         self._itemsize = {spec.name: spec.dtype.itemsize for spec in specs}
-        self._start: dict[str, int] = {}
-        end = len(header)
-        for spec in specs:
-            self._start[spec.name] = end
-            end += spec.nbytes
-        assert end == len(header) + data
+        self._start = {spec.name: len(header) + start for spec, start in zip(specs, starts, strict=False)}
         self.pieces: Pieces = {spec.name: {} for spec in specs}
         """The pieces that have been written."""
         self._file = DirectFile(path, create=not shared)
         try:
             if not shared:
-                self._file.reserve(end)
+                self._file.reserve(len(header) + starts[-1])
                 self._file.pwrite(memoryview(header), 0)
         except BaseException:
             self.close()
@@ -146,22 +143,19 @@ class TensorWriter:
         self._file.close()
 
 
-def hash_table(specs: Sequence[TensorSpec], written: Iterable[Pieces]) -> dict[str, list[list[Any]]]:
+def hash_table(specs: Sequence[TensorSpec], written: Sequence[Pieces]) -> dict[str, list[list[Any]]]:
     """The `HashTable` of a file with several writers. Raises ValueError if a tensor was not written completely."""
-    merged: dict[str, dict[int, tuple[int, str]]] = {spec.name: {} for spec in specs}
-    for pieces in written:
-        for name, found in pieces.items():
-            merged[name].update(found)
     table = {}
     for spec in specs:
+        pieces = sorted({start: piece for each in written for start, piece in each[spec.name].items()}.items())
         end = 0
-        for start, (count, _) in sorted(merged[spec.name].items()):
+        for start, (count, _) in pieces:
             if start != end:
                 break
             end += count
         if end != prod(spec.shape):
             raise ValueError(f"the checkpoint lacks data of {spec.name!r} from element {end} on")
-        table[spec.name] = [[start, digest] for start, (_, digest) in sorted(merged[spec.name].items())]
+        table[spec.name] = [[start, digest] for start, (_, digest) in pieces]
     return table
 
 
@@ -170,20 +164,18 @@ def piece_hash(data: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
-    """The start of a file, padded to whole blocks, and the number of bytes of data that follow."""
+def _header(specs: Sequence[TensorSpec], starts: Sequence[int]) -> bytes:
+    """The start of a file, padded to whole blocks. `starts`: the first byte of each tensor, and the end."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for spec in specs:
+    for spec, offsets in zip(specs, pairwise(starts), strict=True):
         header[spec.name] = {
             "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),
-            "data_offsets": [end, end + spec.nbytes],
+            "data_offsets": offsets,
         }
-        end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE_ALIGN)
-    return len(text).to_bytes(8, "little") + text, end
+    return len(text).to_bytes(8, "little") + text
 
 
 class TensorFile:

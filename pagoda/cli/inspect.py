@@ -50,7 +50,7 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
     """Print one checkpoint. Returns the number of its damaged tensors, or 1 if it cannot be read at all."""
     try:
         with Checkpoint(directory) as checkpoint:
-            say(console, f"checkpoint {directory}: {max(checkpoint.steps.values(), default=0)} updates")
+            say(console, f"checkpoint {directory}: {max(checkpoint.manifest['steps'].values(), default=0)} updates")
             for state in (*checkpoint.states, BUFFERS):
                 specs = checkpoint.specs(state).values()
                 on_ssd = checkpoint.pages.tensors[state] if checkpoint.pages and state != BUFFERS else {}

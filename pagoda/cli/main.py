@@ -80,12 +80,8 @@ def parse(args: Sequence[str]) -> tuple[Command, Any]:
     for command in COMMANDS:
         chosen = bool(args) and args[0] == command.name
         default = command.defaults(args[1:]) if chosen and command.defaults else None
-        marker = (
-            tyro.conf.subcommand(command.name)
-            if default is None
-            else tyro.conf.subcommand(command.name, default=default)
-        )
-        arms.append(Annotated[command.config, marker])
+        given = {} if default is None else {"default": default}
+        arms.append(Annotated[command.config, tyro.conf.subcommand(command.name, **given)])
     # tyro makes subcommands of a union, and a union needs a second member.
     union = Union[(*arms, Annotated[None, tyro.conf.Suppress])]  # type: ignore[valid-type]
     config: Any = tyro.cli(

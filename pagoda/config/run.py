@@ -56,9 +56,8 @@ class Sharding(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("replicas", self.replicas, 1)
-        require_count("tensor_parallel", self.tensor_parallel, 1)
-        require_count("expert_parallel", self.expert_parallel, 1)
+        for name in ("replicas", "tensor_parallel", "expert_parallel"):
+            require_count(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)

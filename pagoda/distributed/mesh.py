@@ -120,11 +120,6 @@ class Mesh:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)[EXPERT_SHARD, EXPERT]
 
     @property
-    def expert_group(self) -> dist.ProcessGroup:
-        """The ranks that exchange tokens for their experts: one rank for each part of the experts."""
-        return self.experts.get_group(EXPERT)
-
-    @property
     def expert_index(self) -> int:
         """Which part of the experts this rank has, from 0."""
         return self.ranks.expert_part(self.rank)

@@ -110,7 +110,7 @@ class Reduction:
         slices, itemsize = self._shards.trained_slices(spec), self._buffers.dtype.itemsize
         header, places, at = self._buffers.header_bytes, len(slices), 0
         room = (self._buffers.landing.numel() // places - header) // itemsize // ALIGN_ELEMENTS * ALIGN_ELEMENTS
-        padded = 0 if self._shards.differ else slice_elements(spec.trainable_numel, places)
+        padded = 0 if self._shards.slices.differ else slice_elements(spec.trainable_numel, places)
         padded = padded if len(slices[0]) <= padded else 0  # whole pages
         found = self._laid_out[spec.index] = []
         for start in range(0, max(1, *map(len, slices)), room):

@@ -13,7 +13,7 @@ class Shards:
 
     def __init__(self, layout: Layout, mesh: Mesh | None) -> None:
         self._layout = layout
-        self._slices = layout.slices
+        self.slices = layout.slices
         self._mesh = mesh or Mesh(World(), Ranks(1, 1))
         self.rank = self._mesh.rank
         self.copies = self._mesh.copies()
@@ -54,42 +54,37 @@ class Shards:
         frozen = state == WEIGHT
         if not self.is_cut(unit, state):
             return (Span(0, unit.numel if frozen else unit.trainable_numel),)
-        return self._slices.spans(unit, self._place(unit, rank), frozen)
-
-    @property
-    def differ(self) -> bool:
-        """Whether slices have different sizes, because they consist of whole parameters."""
-        return self._slices.differ
+        return self.slices.spans(unit, self._place(unit, rank), frozen)
 
     def trained_slices(self, unit: UnitSpec) -> list[Span]:
         """The trainable elements of a unit that each sharer updates, by place."""
-        return [self._slices.trained(unit, place) for place in range(len(self.sharers(unit)))]
+        return [self.slices.trained(unit, place) for place in range(len(self.sharers(unit)))]
 
     def frozen_slices(self, unit: UnitSpec) -> list[Span]:
         """The frozen elements of a unit that each sharer has, by place, if ranks have slices of the weights."""
-        return [self._slices.frozen(unit, place) for place in range(len(self.sharers(unit)))]
+        return [self.slices.frozen(unit, place) for place in range(len(self.sharers(unit)))]
 
     def held(self, unit: UnitSpec, state: str, rank: int | None = None) -> tuple[Span, ...]:
         """Like `spans`, in elements of the state. These differ from the unit's elements if the state has its own
         shapes."""
-        return self._slices.of_state(unit, state, self.spans(unit, state, rank))
+        return self.slices.of_state(unit, state, self.spans(unit, state, rank))
 
     def responsible(self, unit: UnitSpec, state: str) -> tuple[Span, ...]:
         """The part of a state that only this rank writes to a checkpoint, in elements of the state: its slice, even if
         it has the whole state. Empty if a rank of another replica writes it."""
         if self.copies[0] != self.rank:
             return ()
-        spans = self._slices.spans(unit, self._place(unit, None), frozen=state == WEIGHT)
+        spans = self.slices.spans(unit, self._place(unit, None), frozen=state == WEIGHT)
         if not self.is_cut(unit, state):
             spans = tuple(Span(span.start, span.stop, span.start) for span in spans)
-        return self._slices.of_state(unit, state, spans)
+        return self.slices.of_state(unit, state, spans)
 
     def updated(self, unit: UnitSpec, rank: int | None = None) -> Span:
         """The trainable elements that a rank (by default this one) updates. `at` is the position of their moments."""
         key = unit.index, self.rank if rank is None else rank
         known = self._updated.get(key)
         if known is None:
-            known = self._updated[key] = self._slices.trained(unit, self._place(unit, rank))
+            known = self._updated[key] = self.slices.trained(unit, self._place(unit, rank))
         return known
 
     def origin(self, unit: UnitSpec, state: str) -> int:

@@ -1,11 +1,10 @@
 """The stages of a pipeline. Each trains its own layers, and together they are one model with one norm."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
 from pagoda.distributed.mesh import Mesh
-from pagoda.distributed.start import made_by_all
 from pagoda.distributed.transport import Transport
 from pagoda.errors import ConfigError, UsageError
 
@@ -51,7 +50,6 @@ class Stages:
     """This rank and its peers, one in every stage. They call each method at the same point of their programs."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
         self.transport = Transport(mesh.peers)
 
     def announce(self, what: str, value: T) -> list[T]:
@@ -80,15 +78,10 @@ class Stages:
             any(terms.is_scaled for terms in said),
         )
 
-    def agree(self, make: Callable[[], T]) -> T:
-        """The result of `make` for this stage, once every stage has its own. Raises BudgetError on all stages if one
-        has no room."""
-        return made_by_all(make, lambda text: self.announce("pagoda.wrap()", text), "Stage")
-
     def check_names(self, names: Collection[str]) -> None:
         """Raises ConfigError if two stages use the same name, because checkpoints identify parameters and buffers by
         name."""
-        mine = self._mesh.pipeline_stage
+        mine = self.transport.rank
         for stage, others in enumerate(self.announce("the names of parameters", [*names])):
             shared = next((name for name in others if name in names and stage != mine), None)
             if shared is not None:

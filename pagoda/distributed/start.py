@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -122,32 +122,19 @@ def in_common(plan: Plan) -> dict[str, object]:
     return common
 
 
-class FromFirst:
-    """Copies the first rank's values to every rank, like DDP at its start, because random initial values may differ.
+def from_first(transport: Transport, tensor: torch.Tensor, having: Sequence[int] | None = None) -> torch.Tensor:
+    """The first rank's values of a tensor, like DDP at its start, because random initial values may differ.
 
-    The first rank is rank 0, or the lowest of the ranks that have a parameter.
+    `having`: the ranks that have this tensor, in order. The default is all. They must call it at the same point, with
+    tensors of the same size.
     """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def __call__(self, tensor: torch.Tensor, having: Sequence[int] | None = None) -> torch.Tensor:
-        """The first rank's values of a tensor. Ranks must call it at the same point, with tensors of the same size.
-
-        `having`: the ranks that have this tensor. The default is all.
-        """
-        first, *others = having if having is not None else range(self._transport.size)
-        flat = tensor.detach().contiguous().reshape(-1)
-        if self._transport.rank != first:
-            flat = flat.clone()
-        for piece in flat.split(PIECE_ELEMENTS):  # type: ignore[no-untyped-call]
-            if self._transport.rank == first:
-                self._transport.trade([(rank, piece) for rank in others], ())
-            else:
-                self._transport.trade((), [(first, piece)])
-        return flat.view(tensor.shape)
-
-    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite tensors with those of rank 0."""
-        for tensor in tensors:
-            tensor.copy_(self(tensor))
+    first, *others = having if having is not None else range(transport.size)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if transport.rank != first:
+        flat = flat.clone()
+    for piece in flat.split(PIECE_ELEMENTS):  # type: ignore[no-untyped-call]
+        if transport.rank == first:
+            transport.trade([(rank, piece) for rank in others], ())
+        else:
+            transport.trade((), [(first, piece)])
+    return flat.view(tensor.shape)

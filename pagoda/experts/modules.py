@@ -30,6 +30,8 @@ class RoutedExperts(Announcing):
     num_experts: int
     """Number of experts of the layer, on all ranks."""
     exchange: ExpertExchange | None = None
+    idle_get_zeros: bool
+    """Whether parameters of pieces without tokens get a gradient of zeros, as in transformers' own module."""
 
     @property
     def container(self) -> nn.Module:
@@ -39,10 +41,6 @@ class RoutedExperts(Announcing):
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """The results [n, H] of `tokens` [n, H], sorted by expert. `piece`: an expert, or a tile of several. `counts`:
         number of tokens of each expert."""
-        raise NotImplementedError
-
-    def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
-        """Parameters of pieces without tokens that get a gradient of zeros, as in transformers' own module."""
         raise NotImplementedError
 
     def route(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -77,18 +75,19 @@ class RoutedExperts(Announcing):
         runs = [
             (piece, part, each) for (piece, _), part, each in zip(pieces, parts, of_pieces, strict=True) if len(part)
         ]
-        running = {id(piece) for piece, _, _ in runs}
-        idle = [piece for piece, _ in pieces if id(piece) not in running]
-        params = self.idle_params(idle)
+        idle = [piece for (piece, _), part in zip(pieces, parts, strict=True) if not len(part)]
+        params = [param for piece in idle for param in piece.parameters()] if self.idle_get_zeros else []
         if self.coming is not None:
             self.coming([piece for piece, _, _ in runs], idle if params else ())
         results = torch.cat([self.run_piece(*run) for run in runs]) if runs else tokens  # keeps the graph connected
-        return _with_zero_gradients(results, params)
+        return _ZeroGradients.apply(results, *params) if params else results  # type: ignore[no-untyped-call]
 
 
 class ExpertStack(Tiled, RoutedExperts):
     """A stack of experts in tiles. Each tile is a stack of the same class with some of the experts, named by the number
     of its first one. An expert without tokens gets a gradient of zeros, as in the whole stack."""
+
+    idle_get_zeros = True
 
     def __init__(
         self, tiles: Mapping[int, nn.Module], stack: nn.Module, exchange: ExpertExchange | None = None
@@ -111,9 +110,6 @@ class ExpertStack(Tiled, RoutedExperts):
         numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(tokens.device)
         return piece(tokens, numbers[:, None], tokens.new_ones(len(tokens), 1))  # type: ignore[no-any-return]
 
-    def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
-        return [param for tile in idle for param in tile.parameters()]
-
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute [N, H] from hidden states [N, H], expert numbers [N, K] and weights [N, K]."""
         return self.route(hidden_states, top_k_index, top_k_weights)
@@ -121,6 +117,8 @@ class ExpertStack(Tiled, RoutedExperts):
 
 class SwitchExperts(RoutedExperts):
     """The experts of a Switch Transformer, under their own names. An expert without tokens gets no gradient."""
+
+    idle_get_zeros = False
 
     def __init__(self, experts: Mapping[str, nn.Module], count: int, exchange: ExpertExchange | None = None) -> None:
         """`experts`: all `count` experts of the layer, or this rank's part of them."""
@@ -139,9 +137,6 @@ class SwitchExperts(RoutedExperts):
 
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         return piece(tokens)  # type: ignore[no-any-return]
-
-    def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
-        return []
 
     def forward(self, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
         """Compute [N, H] from hidden states [N, H], a one-hot choice [N, 1, E] and weights [N, 1].
@@ -231,7 +226,3 @@ class _ZeroGradients(torch.autograd.Function):
             for wanted, (shape, dtype, device) in zip(needed, ctx.like, strict=True)
         ]
         return grad, *zeros
-
-
-def _with_zero_gradients(tensor: Tensor, params: Sequence[Tensor]) -> Tensor:
-    return _ZeroGradients.apply(tensor, *params) if params else tensor  # type: ignore[no-untyped-call]

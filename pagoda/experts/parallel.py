@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.mesh import EXPERT, Mesh
 
 
 class ExpertExchange:
@@ -25,7 +25,7 @@ class ExpertExchange:
         """Use the ranks of a mesh that divide the experts of a layer into equal parts, in the order of their numbers.
         Every rank must create it at the same point."""
         self._mesh = mesh
-        self._group = mesh.expert_group
+        self._group = mesh.experts.get_group(EXPERT)
         self.ranks = self._group.size()
         self.rank = self._group.rank()
 

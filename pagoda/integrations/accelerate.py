@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -21,29 +22,14 @@ from pagoda.optimizer import PagedOptimizer
 _PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
 
 
-class LossScaling:
-    """Replaces Accelerate's `GradScaler`. It scales the loss, and Pagoda's step does everything else."""
-
-    def __init__(self, optimizer: PagedOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward` on."""
-        return self._optimizer.scale(loss)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: the scale is in Pagoda's checkpoints."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the scale is in Pagoda's checkpoints."""
-
-
 def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None:
     """Make an accelerator use a wrapped model as it is, without moving it and without DDP and autocast."""
     model._is_accelerate_prepared = True  # type: ignore[assignment]
     if optimizer.scales_loss:
-        accelerator.scaler = LossScaling(optimizer)
+        # In place of a GradScaler. Pagoda's step does everything else, and the scale is in Pagoda's checkpoints.
+        accelerator.scaler = SimpleNamespace(
+            scale=optimizer.scale, state_dict=dict, load_state_dict=lambda state_dict: None
+        )
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]

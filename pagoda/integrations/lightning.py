@@ -76,6 +76,7 @@ class _Strategy(_Base):  # type: ignore[misc]
         self.paging = Paging() if paging is None else paging
         self._paged: PagedOptimizer | None = None
         super().__init__(**kwargs)
+        self._backward_sync_control = None  # Fabric's DDP has one
 
     @property
     def optimizer_in_pages(self) -> PagedOptimizer:
@@ -230,10 +231,6 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
     """
 
     _model: nn.Module | None = None
-
-    def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
-        super().__init__(paging, **kwargs)
-        self._backward_sync_control = None
 
     @property
     def precision(self) -> Any:

@@ -90,7 +90,12 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             self._paged = self._wrap(self.model)
             self.optimizer = self._paged
         elif self._paged is None:
-            self._paged, self._was_given = _given(self.optimizer), True
+            if not isinstance(self.optimizer, PagedOptimizer):
+                raise ConfigError(
+                    f"optimizers has a {type(self.optimizer).__name__}, made for a model in RAM: give "
+                    "Paging(optimizer=...), or the optimizer that pagoda.wrap(model, ...) returned."
+                )
+            self._paged, self._was_given = self.optimizer, True
         adopt(self.accelerator, self.model, self._paged)
         self._paged._is_accelerate_prepared = True  # type: ignore[attr-defined]
         return self.optimizer
@@ -229,16 +234,6 @@ def _last_checkpoint(run: Path) -> Path:
             return path
         warnings.warn(f"{path} is not complete: the run resumes from the checkpoint before it.", stacklevel=3)
     raise CheckpointError(f"{run} has no checkpoint to resume from: leave out resume_from_checkpoint to begin.")
-
-
-def _given(optimizer: object) -> PagedOptimizer:
-    """Check the optimizer that a user has passed. Raises ConfigError if it is not Pagoda's."""
-    if isinstance(optimizer, PagedOptimizer):
-        return optimizer
-    raise ConfigError(
-        f"optimizers has a {type(optimizer).__name__}, made for a model in RAM: give Paging(optimizer=...), or the "
-        "optimizer that pagoda.wrap(model, ...) returned."
-    )
 
 
 class Trainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]

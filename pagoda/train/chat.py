@@ -76,13 +76,10 @@ class ChatTemplate:
                 f"{where} is a conversation, and the tokenizer has no chat template: put a chat_template.jinja beside "
                 "it (that of the model's instruct version), or give plain text"
             )
-        self._template = template
-        if "{% generation" in template or "{%- generation" in template:
-            self._marked = True
-            return
-        self._marked = False
-        if (variant := self._variant()) is not None:
-            self._template, self._marked = variant, True
+        marked = "{% generation" in template or "{%- generation" in template
+        variant = None if marked else self._variant()
+        self._template, self._marked = variant or template, marked or variant is not None
+        if self._marked:
             return
         whole = self._written(_PROBE, None)
         if not all(whole.startswith(self._written(_PROBE[:n], None, n % 2 == 1)) for n in range(1, len(_PROBE))):

@@ -14,7 +14,7 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
-from pagoda.forecast.machine import Machine, find_machine_for
+from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.model_description import widths
 from pagoda.forecast.record import timeline_record
 from pagoda.plan.activations import recomputes
@@ -102,7 +102,10 @@ def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[st
     if mesh.size > 1:
         _check_measured_for(mesh)
     asked = plan_config(config, mesh)
-    made = forecast(asked, _here(asked), measure=False)
+    machine = find_machine_for(asked)
+    if compute_device(asked.memory) == torch.device("cpu"):  # the run does not use a GPU
+        machine = replace(machine, hardware=replace(machine.hardware, device=None, link=None))
+    made = forecast(asked, machine, measure=False)
     if made.choice is None:
         assert made.refusal is not None
         raise made.refusal
@@ -117,11 +120,3 @@ def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[st
     if config.activations == "auto":
         changes["activations"] = made.config.activations
     return changes, (*made.resolved, *made.choice.simulated), timeline_record(made.timeline)
-
-
-def _here(asked: PlanConfig) -> Machine:
-    """This machine as it was measured, without a GPU that the run does not use."""
-    machine = find_machine_for(asked)
-    if compute_device(asked.memory) == torch.device("cpu"):
-        machine = replace(machine, hardware=replace(machine.hardware, device=None, link=None))
-    return machine

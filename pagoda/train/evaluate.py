@@ -57,11 +57,10 @@ class Evaluator:
             batch = self._batches.of_rows(np.maximum(chosen, 0))
             batch["labels"][chosen < 0] = IGNORED
             count = self._batches.targets(batch["labels"])
+            loss = session.loss(batch)
             if (chosen >= 0).any():
-                total += session.loss(batch) * count
+                total += loss * count
                 counted += count
-            else:
-                session.loss(batch)
         found = from_all(self._mesh, "an evaluation", (total, counted))[:: self._mesh.ranks.tensor_parallel]
         tokens = sum(count for _, count in found)
         loss = math.fsum(part for part, _ in found) / tokens
@@ -79,8 +78,7 @@ class Evaluator:
 
 def read_losses(path: Path, until: int) -> list[tuple[int, float]]:
     """(step, loss) of each evaluation in a file, up to step `until`."""
-    lines = read_metrics(path) if path.exists() else []
-    known = [(line["step"], line["loss"]) for line in lines if line["step"] <= until]
+    known = [(line["step"], line["loss"]) for line in read_metrics(path) if line["step"] <= until]
     return [(step, math.inf if loss is None else loss) for step, loss in known]
 
 

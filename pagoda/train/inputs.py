@@ -53,9 +53,19 @@ def batches_of(
     positions = "position_ids" in inspect.signature(model.forward).parameters
     apart = tokens.about.separates and positions and not continued
     say(console, *_sequences(rows, apart))
-    held_out = _held_out(config, rows, tokenizer, model, mesh, console)
-    if config.eval_share:
-        rows = rows.held_out(_count(config, rows), config.seed)[0]
+    evaluated: Rows | None = None
+    if config.eval_data is not None:
+        other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
+        _check_vocabulary(config, model, other)
+        evaluated = Rows.of(other, rows.length)
+    elif config.eval_share:
+        count = max(1, round(config.eval_share * len(rows)))
+        if count == len(rows):
+            raise ConfigError(
+                f"--eval-share {config.eval_share} leaves nothing of {len(rows)} sequences to train on: use more data, "
+                "a smaller --seq-len, or --eval-data"
+            )
+        rows, evaluated = rows.held_out(count, config.seed)
     batches = Batches(
         rows=rows,
         batch_size=config.batch_size,
@@ -66,36 +76,12 @@ def batches_of(
         rank=mesh.batch_index,
         ranks=mesh.ranks.data_parallel,
     )
-    return batches, None if held_out is None else replace(batches, rows=held_out)
-
-
-def _held_out(
-    config: TrainConfig, rows: Rows, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, console: Console
-) -> Rows | None:
-    """The rows to evaluate on, if any."""
-    if config.eval_data is not None:
-        other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
-        _check_vocabulary(config, model, other)
-        found = Rows.of(other, rows.length)
-    elif config.eval_share:
-        found = rows.held_out(_count(config, rows), config.seed)[1]
-    else:
-        return None
-    kept = found.held_out(min(config.eval_rows, len(found)), config.seed)[1]
-    held = " held out" if config.eval_share else ""
-    say(console, f"Evaluation: {len(kept):,} of {len(found):,} sequences{held}, every {config.evaluates_every:,} steps")
-    return kept
-
-
-def _count(config: TrainConfig, rows: Rows) -> int:
-    """How many rows are held out. Raises ConfigError if none are left to train on."""
-    count = max(1, round(config.eval_share * len(rows)))
-    if count == len(rows):
-        raise ConfigError(
-            f"--eval-share {config.eval_share} leaves nothing of {len(rows)} sequences to train on: use more data, a "
-            "smaller --seq-len, or --eval-data"
-        )
-    return count
+    if evaluated is None:
+        return batches, None
+    kept = evaluated.held_out(min(config.eval_rows, len(evaluated)), config.seed)[1]
+    of = f"{len(kept):,} of {len(evaluated):,} sequences{' held out' if config.eval_share else ''}"
+    say(console, f"Evaluation: {of}, every {config.evaluates_every:,} steps")
+    return batches, replace(batches, rows=kept)
 
 
 def _check_vocabulary(config: TrainConfig, model: nn.Module, tokens: Tokens) -> None:

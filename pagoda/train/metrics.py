@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,7 @@ class StepMetrics(Entry):
         return cls(**{field.name: said[field.name] for field in fields(cls)})
 
 
-class MetricsFile(AbstractContextManager["MetricsFile"]):
+class MetricsFile:
     """Appends a line per step or evaluation. Any reader sees a line once `write` has returned.
 
     The file is created if it is missing. Lines after `after_step` are dropped: steps that an interrupted run did after
@@ -116,9 +116,6 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
     def close(self) -> None:
         self._file.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 @contextmanager
 def _errors_named(path: Path) -> Iterator[None]:
@@ -132,8 +129,9 @@ def _errors_named(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl, in order. Leaves out lines that are damaged or cut short by a crash."""
-    return [metrics for _, metrics in _lines(path)]
+    """The steps of a metrics.jsonl, in order. Leaves out lines that are damaged or cut short by a crash. Empty if there
+    is no file."""
+    return [metrics for _, metrics in _lines(path)] if path.exists() else []
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

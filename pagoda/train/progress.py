@@ -1,5 +1,7 @@
 """Messages and progress of a run: a live bar on a terminal, elsewhere a plain line every few steps."""
 
+from datetime import timedelta
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
@@ -49,7 +51,7 @@ class Progress(Bar):
             self.update(self._task, completed=metrics.step, figures=figures)
         elif self._seen == 1 or metrics.step % self._every == 0 or metrics.step == self._steps:
             left_s = (self._left - self._seen) * self._elapsed_s / self._seen
-            say(self.console, f"step {metrics.step}/{self._steps}  {figures}  {_duration(left_s)} left")
+            say(self.console, f"step {metrics.step}/{self._steps}  {figures}  {timedelta(seconds=round(left_s))} left")
 
 
 def _stalls(metrics: StepMetrics) -> str:
@@ -59,9 +61,3 @@ def _stalls(metrics: StepMetrics) -> str:
         return "no stalls"
     lane = max(metrics.stall_s, key=lambda name: metrics.stall_s[name])
     return f"stalls {waited_s / metrics.step_s:.0%} ({lane})"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,12 +1,16 @@
-"""Results that the ranks of a run share."""
+"""What the ranks of a run share: results, and the metrics of a step with their files."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import PagodaError
+from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
+from pagoda.train.run_dir import RunDir
 
 _T = TypeVar("_T")
 
@@ -34,3 +38,59 @@ def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
     if mesh.size > 1:
         mesh.on_all_ranks(what, lambda: dist.all_gather_object(found, mine))
     return found
+
+
+def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
+    """The metrics of all ranks together, and the signal that any of them has received, which stops all ranks.
+
+    They are the mean of losses, the maximum of seconds, stalls and peaks, the sum of bytes and counts, and the minimum
+    of rates.
+    """
+    said = from_all(mesh, "the metrics of a step", (mine, stopped_by))
+    if mesh.size == 1:
+        return mine, stopped_by
+    by_rank = [metrics for metrics, _ in said]
+    first = by_rank[0]
+    aux_losses = [metrics.aux_loss for metrics in by_rank if metrics.aux_loss is not None]
+    slowest = max(metrics.step_s for metrics in by_rank)
+    together = replace(
+        first,
+        loss=math.fsum(metrics.loss for metrics in by_rank) / len(by_rank),
+        aux_loss=math.fsum(aux_losses) / len(aux_losses) if aux_losses else None,
+        step_s=slowest,
+        tokens_per_s=first.tokens_per_s * first.step_s / slowest,
+        stall_s={lane: max(metrics.stall_s[lane] for metrics in by_rank) for lane in first.stall_s},
+        bytes_moved={lane: sum(metrics.bytes_moved[lane] for metrics in by_rank) for lane in first.bytes_moved},
+        peak_bytes={tier: max(metrics.peak_bytes[tier] for metrics in by_rank) for tier in first.peak_bytes},
+        accesses={found: sum(metrics.accesses[found] for metrics in by_rank) for found in first.accesses},
+        prefetch_hit_rate=min(metrics.prefetch_hit_rate for metrics in by_rank),
+        faults=sum(metrics.faults for metrics in by_rank),
+    )
+    return together, next((signal for _, signal in said if signal is not None), None)
+
+
+class MetricsFiles:
+    """The files that a rank writes. With several ranks, each writes its own metrics, and the first one also writes the
+    merged metrics and the evaluations."""
+
+    def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool = False) -> None:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        first, several = mesh.rank == 0, mesh.size > 1
+        paths = {"together": run_dir.metrics, "evals": run_dir.evals, "own": run_dir.metrics_of(mesh.rank)}
+        wanted = {"together": first, "evals": first and evals, "own": several}
+        self._files = {name: MetricsFile(path, after_step) for name, path in paths.items() if wanted[name]}
+
+    def write(self, **entries: Entry) -> None:
+        """Append an entry to each of the named files that this rank writes."""
+        for name, entry in entries.items():
+            if name in self._files:
+                self._files[name].write(entry)
+
+    def sync(self) -> None:
+        """Make every line survive a power loss."""
+        for file in self._files.values():
+            file.sync()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()

@@ -47,8 +47,7 @@ def report(source: Path) -> str:
 def _run_page(directory: Path) -> str:
     run = RunDir(directory)
     config = run.started_config().settings()
-    steps = read_metrics(run.metrics) if run.metrics.exists() else []
-    evals = read_metrics(run.evals) if run.evals.exists() else []
+    steps, evals = read_metrics(run.metrics), read_metrics(run.evals)
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
     plan = _read(run.plan) if run.plan.exists() else None

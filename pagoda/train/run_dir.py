@@ -139,7 +139,7 @@ class RunDir:
             return self.latest()
         found = self.all_checkpoints()
         if name == "best":
-            losses = {line["step"]: line["loss"] for line in read_metrics(self.evals)} if self.evals.exists() else {}
+            losses = {line["step"]: line["loss"] for line in read_metrics(self.evals)}
             known = [c for c in found if losses.get(c.step) is not None]
             if not known:
                 raise CheckpointError(f"{self.path} has no checkpoint with an evaluation: give --checkpoint last")

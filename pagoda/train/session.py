@@ -75,13 +75,6 @@ class Session:
                 + ". Put back what it was"
             )
 
-    def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch on the compute device. It is copied from pinned memory, so the copy does not wait for queued
-        work."""
-        if self._device.type != "cuda":
-            return batch
-        return {name: tensor.pin_memory().to(self._device, non_blocking=True) for name, tensor in batch.items()}
-
     def step(self, step: int) -> StepMetrics:
         """Run step number `step`, counted from 0."""
         started = time.perf_counter()
@@ -98,7 +91,7 @@ class Session:
             data_s += time.perf_counter() - before
             # All tokens of the step have the same weight in the loss. Ranks average their gradients.
             share = targets / self._ranks / self.batches.targets(batch["labels"])
-            output = self._forward(self._moved(batch), **asked)
+            output = self._forward(batch, **asked)
             self.optimizer.scale(output.loss / share).backward()  # type: ignore[no-untyped-call]
             loss_sum += output.loss.detach().float() / share
             if (figure := _balance_of(output)) is not None:
@@ -123,6 +116,8 @@ class Session:
 
     def _forward(self, batch: dict[str, torch.Tensor], **asked: bool) -> Any:
         """Call the model. Raises ConfigError if the model comes from a directory and its first forward pass fails."""
+        if self._device.type == "cuda":  # copies from pinned memory do not wait for queued work
+            batch = {name: tensor.pin_memory().to(self._device, non_blocking=True) for name, tensor in batch.items()}
         try:
             return self.model(**batch, **asked)
         except (PagodaError, torch.OutOfMemoryError):
@@ -143,7 +138,7 @@ class Session:
         self.model.eval()
         try:
             with torch.no_grad():
-                loss: float = self._forward(self._moved(batch), **asked).loss.item()
+                loss: float = self._forward(batch, **asked).loss.item()
         finally:
             self.model.train()
         return loss

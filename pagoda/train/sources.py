@@ -4,7 +4,7 @@ import glob
 import io
 import re
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in self.files)
+        return _size(self.files)
 
 
 def find(name: str, column: str | None = None) -> Source:
@@ -78,26 +78,24 @@ def find(name: str, column: str | None = None) -> Source:
 
 def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None) -> Source:
     """The files of a folder or a glob, as texts or as records."""
-    tables = [path for path in files if suffix(path) in TABLES]
+    kinds = RECORDS
     if not any(suffix(path) in RECORDS for path in files):
-        if 2 * _size(tables) <= _size(files):
-            return Source(name, files, records=False)
         kinds = RECORDS | TABLES
-    else:
-        kinds = RECORDS
-    skipped = []
+        if 2 * _size(path for path in files if suffix(path) in TABLES) <= _size(files):
+            return Source(name, files, records=False)
+    kept, skipped = [], []
     for path in files:
         if suffix(path) not in kinds:
             skipped.append(Skipped(path, "not a file of records"))
         elif Path(name) == root and any(p.lower().startswith(_OTHER_SPLITS) for p in path.relative_to(root).parts):
             skipped.append(Skipped(path, "another split, by its name"))
-    left_out = {entry.path for entry in skipped}
-    kept = tuple(path for path in files if path not in left_out)
+        else:
+            kept.append(path)
     if not kept:
         raise ConfigError(
             f"data {name!r} holds only files of other splits, such as {skipped[0].path.name}: name one of them"
         )
-    return Source(name, kept, records=True, skipped=tuple(skipped), column=column)
+    return Source(name, tuple(kept), records=True, skipped=tuple(skipped), column=column)
 
 
 def documents(source: Source, read: Callable[[int], None], skip: Callable[[Skipped], None]) -> Iterator[Document]:
@@ -162,7 +160,7 @@ def _sorted(root: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix()))
 
 
-def _size(files: Collection[Path]) -> int:
+def _size(files: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in files)
 
 

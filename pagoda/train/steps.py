@@ -26,7 +26,7 @@ from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses,
 from pagoda.train.generate import continued
 from pagoda.train.loggers import Loggers
 from pagoda.train.progress import Progress, say
-from pagoda.train.rank_metrics import MetricsFiles, share_metrics
+from pagoda.train.ranks import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 from pagoda.train.session import Session

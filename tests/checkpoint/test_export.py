@@ -92,8 +92,8 @@ def test_the_master_is_exported_exactly(saved: Path, tmp_path: Path) -> None:
     assert "lm_head.weight" not in tensors, "tied"
     with Checkpoint(saved) as checkpoint:
         for name, spec in checkpoint.specs("weight").items():
-            high = checkpoint.tensor("weight", name).whole().view(torch.int16).int()
-            low = checkpoint.tensor("weight_low", name).whole().int()
+            high = checkpoint.tensors["weight"][name].whole().view(torch.int16).int()
+            low = checkpoint.tensors["weight_low"][name].whole().int()
             assert torch.equal(tensors[name].view(torch.int32), (high << 16) + low)
             assert tensors[name].shape == spec.shape
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

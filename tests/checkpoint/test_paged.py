@@ -132,7 +132,7 @@ def place_of_page(checkpoint: Path, state: str, ssd: Path) -> tuple[Path, int]:
         assert opened.pages is not None
         (rank,) = opened.pages.ranks
         assert rank.committed is not None
-        slot = int(rank.committed._table.slots[rank.units[0].extents[state][0]])
+        slot = int(rank.committed._table.slots[next(iter(rank.units.values())).extents[state][0]])
         return pages, slot * rank.committed.page_bytes
 
 

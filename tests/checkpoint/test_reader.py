@@ -48,14 +48,14 @@ def write(directory: Path, states: list[str] | None = None, low: dict[str, torch
 def test_states_and_buffers_are_read_in_pieces(tmp_path: Path) -> None:
     with Checkpoint(write(tmp_path / "step")) as checkpoint:
         assert checkpoint.states == {"weight": torch.bfloat16, "weight_low": torch.int16}
-        assert checkpoint.steps == {"a": 3}
+        assert checkpoint.manifest["steps"] == {"a": 3}
         assert list(checkpoint.specs("weight")) == ["a", "b"]
         assert checkpoint.specs(BUFFERS) == {"table": TensorSpec("table", torch.bool, (2,))}
-        assert checkpoint.tensor("weight", "a").read(1, 3).tolist() == [1, 2, 3]
-        assert checkpoint.tensor("weight_low", "a").read(4, 2).tolist() == [4, 5]
-        assert checkpoint.tensor(BUFFERS, "table").read(0, 2).tolist() == [True, False]
+        assert checkpoint.tensors["weight"]["a"].read(1, 3).tolist() == [1, 2, 3]
+        assert checkpoint.tensors["weight_low"]["a"].read(4, 2).tolist() == [4, 5]
+        assert checkpoint.tensors[BUFFERS]["table"].read(0, 2).tolist() == [True, False]
         with pytest.raises(IndexError, match=r"elements 5 to 7 of a tensor of shape \[2, 3\]"):
-            checkpoint.tensor("weight", "a").read(5, 2)
+            checkpoint.tensors["weight"]["a"].read(5, 2)
 
 
 @pytest.mark.parametrize("states", [["../weight"], [1], [BUFFERS], ["weight", ""]])

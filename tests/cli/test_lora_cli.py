@@ -58,7 +58,7 @@ def last_checkpoint(root: Path) -> Path:
 def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
     """What has had updates: name -> fp32 weights."""
     with Checkpoint(checkpoint) as opened:
-        return {name: opened.tensor("weight", name).whole() for name in opened.steps}
+        return {name: opened.tensors["weight"][name].whole() for name in opened.manifest["steps"]}
 
 
 def test_adapters_train_over_weights_that_exceed_ram(trained: Path) -> None:

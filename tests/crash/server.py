@@ -48,7 +48,7 @@ def state_of(path: Path) -> str:
     with Checkpoint(path) as checkpoint:
         for state in (*checkpoint.states, BUFFERS):
             for name, spec in sorted(checkpoint.specs(state).items()):
-                values = checkpoint.tensor(state, name).whole().reshape(-1)
+                values = checkpoint.tensors[state][name].whole().reshape(-1)
                 found.update(f"{state} of {name}: {spec}".encode())
                 found.update(tensor_bytes(values))
         rest = {key: checkpoint.manifest[key] for key in ("steps", "param_groups", "rng")}

@@ -73,7 +73,7 @@ def tensors_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 
 def read(directory: Path, state: str = "weight") -> dict[str, torch.Tensor]:
     with Checkpoint(directory) as checkpoint:
-        return {name: checkpoint.tensor(state, name).whole().reshape(-1) for name in checkpoint.specs(state)}
+        return {name: checkpoint.tensors[state][name].whole().reshape(-1) for name in checkpoint.specs(state)}
 
 
 def executed(config: TrainConfig) -> set[str]:

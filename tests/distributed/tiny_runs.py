@@ -46,7 +46,7 @@ def states_of(config: TrainConfig) -> dict[tuple[str, str], torch.Tensor]:
     assert last.step == config.steps
     with Checkpoint(last.path) as checkpoint:
         return {
-            (state, name): checkpoint.tensor(state, name).whole().reshape(-1)
+            (state, name): checkpoint.tensors[state][name].whole().reshape(-1)
             for state in (*checkpoint.states, BUFFERS)
             for name in checkpoint.specs(state)
         }

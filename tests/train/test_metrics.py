@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ METRICS = StepMetrics(
 
 
 def write_steps(path: Path, steps: range, after_step: int = 0) -> None:
-    with MetricsFile(path, after_step) as file:
+    with closing(MetricsFile(path, after_step)) as file:
         for step in steps:
             file.write(replace(METRICS, step=step))
 
@@ -34,7 +35,7 @@ def steps_in(path: Path) -> list[int]:
 
 
 def test_a_line_has_exactly_the_documented_keys_and_null_for_what_is_not_finite(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "m") as file:
+    with closing(MetricsFile(tmp_path / "m")) as file:
         for step, loss in enumerate((1 / 3, math.nan, math.inf), 1):
             file.write(replace(METRICS, step=step, loss=loss))
         lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
@@ -84,11 +85,11 @@ class Short:
 
 
 def test_a_short_write_loses_no_part_of_a_line_and_a_full_disk_is_named(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "m") as file:
+    with closing(MetricsFile(tmp_path / "m")) as file:
         file._file = Short(file._file)  # type: ignore[assignment]
         file.write(METRICS)
         assert (tmp_path / "m").read_text() == METRICS.to_json() + "\n"
-    with MetricsFile(tmp_path / "m") as file, open("/dev/full", "ab", buffering=0) as full:
+    with closing(MetricsFile(tmp_path / "m")) as file, open("/dev/full", "ab", buffering=0) as full:
         file._file = full
         with pytest.raises(StorageError, match=r"m cannot be written: No space left.*resume"):
             file.write(METRICS)
