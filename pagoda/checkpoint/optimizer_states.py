@@ -128,7 +128,8 @@ class OptimizerState:
     def _groups(self) -> list[dict[str, Any]]:
         """The `param_groups` with the names of their parameters, including those on other ranks."""
         groups, rank_group = named(self._optimizer.param_groups), self._engine.rank_group
-        if self._engine.links.stages is not None or (rank_group is not None and rank_group.parts > 1):
+        divides_experts = rank_group is not None and rank_group.mesh.ranks.expert_parallel > 1
+        if self._engine.links.stages is not None or divides_experts:
             return Contents.of(self._engine, groups).groups(groups)
         wholes = {name: state.whole for name, state in self._states.items()}
         return [{**group, "params": list(dict.fromkeys(map(wholes.__getitem__, group["params"])))} for group in groups]

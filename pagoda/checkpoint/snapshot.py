@@ -62,7 +62,7 @@ class Snapshot:
         since `step()`.
         """
         self._engine.check_between_steps()
-        self._engine.check_usable()
+        self._engine.accesses.check_usable()
         saver = self._engine.saver
         saver.wait()
         check_absent(directory)
@@ -188,7 +188,7 @@ class Snapshot:
                     for param in unit.params:
                         param.grad = None
                     unit.steps = [manifest["steps"][p.whole] for p in self._parameters(unit)[: unit.trainable]]
-                    self._engine.weights_changed(unit)
+                    self._engine.accesses.overwritten(unit)
                 self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
         self._restore_generators(manifest)
         defaults = self._engine.rule.defaults()
