@@ -153,7 +153,6 @@ def _try(found: list[Candidate], problem: Problem, name: str) -> None:
 
 
 def _with_split(candidate: Candidate, **changes: Any) -> Options:
-    """A candidate's options with changes to its split of memory."""
     return replace(candidate.options, split=replace(candidate.options.split or DEFAULT_SPLIT, **changes))
 
 
