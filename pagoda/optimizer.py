@@ -102,7 +102,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._engine.saver.check()
         self._check_members()
-        self._engine.check_open()
+        self._engine.accesses.check_open()
         check_step(self._model, [param for group in self.param_groups for param in group["params"]])
         self._engine.step()
         if self.stats.grad_norm is None and not self.stats.skipped and not self._warned_of_no_gradient:
@@ -123,7 +123,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true."""
-        self._engine.check_open()
+        self._engine.accesses.check_open()
         self._engine.stepper.zero_grad()
         with as_plain():
             for group in self.param_groups:
@@ -137,7 +137,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         `wrap(clip_grad_norm=...)`, the smaller of the two limits holds. Raises UsageError if units are updated during
         backward (with `accumulation_steps` and without clipping): pass `wrap(clip_grad_norm=...)` instead.
         """
-        self._engine.check_open()
+        self._engine.accesses.check_open()
         return self._engine.stepper.clip(max_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

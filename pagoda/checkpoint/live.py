@@ -48,9 +48,9 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]
     engine = next(iter(states_of(model).values())).engine
     engine.settle()
     buffers = {name: LazyTensor(value.dtype, value.shape, partial(_copied, value)) for name, value in unpaged(model)}
-    ranks = 1 if engine.rank_group is None else engine.rank_group.ranks
+    ranks = 1 if engine.rank_group is None else engine.rank_group.mesh.size
     tensors = {**_whole_tensors(engine, range(ranks if all_ranks else 1)), BUFFERS: buffers}
-    is_first = engine.rank_group is None or engine.rank_group.rank == 0
+    is_first = engine.rank_group is None or engine.rank_group.mesh.rank == 0
     yield Weights(f"The {type(model).__name__}", model_record(model), tensors, is_first)
     gather_from_stage(engine, "the end of reading all weights", None)
 
@@ -60,9 +60,9 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
     parameters = all_states(engine)
     mine = [parameter.position for parameter in parameters]
     by_part, group = [mine], engine.rank_group
-    if group is not None and group.parts > 1:
-        apart = group.collectives.mesh.ranks.tensor_parallel
-        by_part = gather_from_stage(engine, "the positions of all weights", mine)[::apart][: group.parts]
+    if group is not None and (parts := group.mesh.ranks.expert_parallel) > 1:
+        apart = group.mesh.ranks.tensor_parallel
+        by_part = gather_from_stage(engine, "the positions of all weights", mine)[::apart][:parts]
     found: dict[str, dict[str, LazyTensor]] = {}
     for state in [state.name for state in engine.plan.layout.states if state.name in (WEIGHT, LOW)]:
         tiles: dict[str, list[tuple[Position, LazyTensor]]] = {}

@@ -183,7 +183,7 @@ class ParameterState(NamedTuple):
                 self.write(LOW, low)
             else:
                 self.write_master(values.reshape(-1))
-            self.engine.weights_changed(self.unit)
+            self.engine.accesses.overwritten(self.unit)
 
     def copy_in(self, state: StateSpec, whole: LazyTensor) -> None:
         """Overwrite a state, which the parameter must have, from that of the whole parameter, piece by piece. Reads
@@ -282,7 +282,7 @@ class WholeState:
     def _mesh(self) -> Mesh:
         rank_group = self.states[0].engine.rank_group
         assert rank_group is not None, "one rank has all of a parameter"
-        return rank_group.collectives.mesh
+        return rank_group.mesh
 
 
 def whole_states(states: Mapping[str, ParameterState]) -> dict[str, WholeState]:

@@ -80,7 +80,7 @@ def _train_command(made: "Forecast", config: PlanConfig) -> str:
         flags.append(f"--memory.device {budgets.device}")
     elif config.memory.device is not None:
         flags.append(f"--memory.device {config.memory.device}")
-    if "ssd" in made.bytes:
+    if "ssd" in made.plan.bytes:
         ssd = str(config.memory.ssd or "DIR")
         flags.append(f"--memory.ssd {f'DIR:{ssd}' if ssd[:1].isdigit() else ssd}")
     settings = {field.name for field in fields(Run)}

@@ -18,10 +18,10 @@ from pagoda.distributed.tensors import as_dtensor, shard_of
 from pagoda.errors import ConfigError
 from pagoda.experts.modules import RoutedExperts
 from pagoda.models.tiles import Tiled
-from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
+from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec, around_of
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.quantized import QuantizedForm
-from pagoda.runtime.reads import has_forward, params_read_in
+from pagoda.runtime.reads import has_forward, join, params_read_in
 from pagoda.runtime.unit import LiveUnit, Owner
 from pagoda.transforms.adapters import adapter_initialiser
 from pagoda.transforms.operator_tiles import Tiling
@@ -105,13 +105,13 @@ def describe(
         visited.add(module)
         if isinstance(module, Tiled):
             for short, shape in module.shapes.items():
-                whole = _join(name, short), shape
+                whole = join(name, short), shape
                 parts.update({id(param): Part(*whole, start) for param, start in module.parts(short)})
             tiles.update(module.tiles.values())
         if isinstance(module, RoutedExperts):
             rows.add(module.container)
         children = tuple(
-            visit(child, _join(name, short), read_above=not has_forward(child))
+            visit(child, join(name, short), read_above=not has_forward(child))
             for short, child in module.named_children()
             if child not in visited
         )
@@ -214,7 +214,7 @@ class Builder:
                 self._install(whole, _on_meta(whole))
         for unit in units:
             for slot, param in enumerate(unit.params):
-                unit.replace_param(slot, self._build(unit, slot, param))
+                unit.params[slot] = self._build(unit, slot, param)
         for unit in units:
             for param, owners in zip(unit.params, unit.owners, strict=True):
                 for module, short in owners:
@@ -299,9 +299,8 @@ class Builder:
 
     def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
         """A module and its ancestors, up to the model."""
-        path = self._names[module].split(".") if self._names[module] else []
-        for length in range(len(path), -1, -1):
-            yield self._modules[".".join(path[:length])]
+        name = self._names[module]
+        return (self._modules[around] for around in (name, *around_of(name)))
 
     def _model_initialiser(self, module: nn.Module) -> Callable[[nn.Module], Any] | None:
         """`_init_weights` of the nearest enclosing module that has it."""
@@ -347,7 +346,3 @@ def _reset_conv1d(module: nn.Module) -> None:
     """Initialise a Conv1D as its constructor does. Not all models that use it do this in `_init_weights`."""
     nn.init.normal_(module.get_parameter("weight"), std=0.02)
     nn.init.zeros_(module.get_parameter("bias"))
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -68,15 +68,12 @@ class ActivationEstimate:
 
     def __str__(self) -> str:
         away = f"; {format_bytes(self.offloaded)} are offloaded" if self.offloaded else ""
+        peak = "loss" if self.logits >= self.working else "layer that is recomputed"
         return (
             f"about {format_bytes(self.total)} ({format_bytes(self.saved)} kept by layers, "
-            f"{format_bytes(max(self.working, self.logits))} around the {self._peak}, "
+            f"{format_bytes(max(self.working, self.logits))} around the {peak}, "
             f"{format_bytes(self.gradients)} of gradients on their way{away})"
         )
-
-    @property
-    def _peak(self) -> str:
-        return "loss" if self.logits >= self.working else "layer that is recomputed"
 
 
 def estimate_activations(
@@ -95,8 +92,8 @@ def estimate_activations(
     again = recomputes(mode)
     inputs = itemsize * tokens * described.hidden
     saved = described.at_once * described.layers * (inputs if again else _layer(described, tokens, itemsize))
-    offloads = mode in ("offload", "recompute+offload")
-    tensor = itemsize * running * (described.hidden if again else max(described.hidden, _ffn(described)))
+    offloads, ffn = mode in ("offload", "recompute+offload"), described.ffn // described.tensor_parallel
+    tensor = itemsize * running * (described.hidden if again else max(described.hidden, ffn))
     if chunked_loss is None:
         chunked_loss = chunking_helps(described, running, tokens, itemsize, again)
     largest = max(param.numel for param in described.root.walk())
@@ -139,11 +136,6 @@ def _layer(described: ModelDescription, tokens: int, itemsize: int) -> int:
     whole = _whole_tensors(described)
     divided = (_hidden_tensors(described) - whole) * described.hidden + _FFN_TENSORS * described.ffn
     return itemsize * tokens * (whole * described.hidden + divided // described.tensor_parallel)
-
-
-def _ffn(described: ModelDescription) -> int:
-    """Width inside a layer's MLP on one rank."""
-    return described.ffn // described.tensor_parallel
 
 
 def _hidden_tensors(described: ModelDescription) -> int:

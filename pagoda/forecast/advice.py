@@ -117,7 +117,7 @@ def _fastest(problem: Problem, kinds: Iterable[Options]) -> tuple[float, Options
 
 def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
     hardware, budgets, options, config = problem.hardware, problem.budgets, problem.options, forecast.config
-    if SSD in forecast.bytes:
+    if SSD in forecast.plan.bytes:
         host = 2 * budgets.host
         more = replace(problem, budgets=replace(budgets, host=host))
         yield _Change(f"Twice the RAM for pages ({format_bytes(host)})", more)
@@ -125,7 +125,7 @@ def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
     def faster(name: str, **parts: Any) -> _Change:
         return _Change(name, replace(problem, hardware=replace(hardware, **parts)))
 
-    if hardware.ssd is not None and SSD in forecast.bytes:
+    if hardware.ssd is not None and SSD in forecast.plan.bytes:
         rates = ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")
         drive = _twice_as_fast(hardware.ssd, *rates)
         if drive.small is not None:

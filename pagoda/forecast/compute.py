@@ -1,13 +1,12 @@
 """How long each module of the model computes if nothing else uses the machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagoda.errors import ConfigError
 from pagoda.plan.planner import Plan
-from pagoda.plan.trace import Phase
-from pagoda.plan.units import ModuleSpec, Use, forward_uses, layers_of
+from pagoda.plan.units import ModuleSpec, around_of, forward_uses, layers_of
 
 if TYPE_CHECKING:
     from pagoda.calibrate.model import ComputeProfile
@@ -69,31 +68,19 @@ class Compute:
         return sum(self.forward_s.values()) + sum(self.backward_s.values())
 
     def of_step(self, root: ModuleSpec, plan: Plan) -> list[float]:
-        """Seconds of each access in the step that `plan` assumes, as `simulate` takes them."""
-        uses = forward_uses(root, plan.units)
-        times = self.of_uses(uses)
-        once = [forward for forward, _ in times] + [backward for _, backward in reversed(times)]
-        return once * ((len(plan.trace.accesses) - 1) // len(once))
-
-    def of_uses(self, uses: Sequence[Use]) -> list[tuple[float, float]]:
-        """Forward and backward seconds of each use of a unit in one forward pass.
+        """Seconds of each access in the step that `plan` assumes, as `simulate` takes them.
 
         Each module's time goes to the use of its innermost enclosing module. If that module is used several times, the
-        first use gets all of it.
+        first use gets all of it. The last use gets the time of a module outside all of them.
         """
+        uses = forward_uses(root, plan.units)
         at: dict[str, int] = {}
         for index, use in enumerate(uses):
             at.setdefault(use.module, index)
-        seconds = [[0.0, 0.0] for _ in uses]
-        for phase, times in ((Phase.FORWARD, self.forward_s), (Phase.BACKWARD, self.backward_s)):
+        forward, backward = [0.0] * len(uses), [0.0] * len(uses)
+        for seconds, times in ((forward, self.forward_s), (backward, self.backward_s)):
             for module, time in times.items():
-                seconds[_nearest(module, at)][phase] += time
-        return [(forward, backward) for forward, backward in seconds]
-
-
-def _nearest(module: str, at: Mapping[str, int]) -> int:
-    """Index of the use of the innermost module around `module`, or of the last use if `module` is outside all of
-    them."""
-    while module not in at and module:
-        module = module.rpartition(".")[0]
-    return at.get(module, len(at) - 1)
+                nearest = (at[name] for name in (module, *around_of(module)) if name in at)
+                seconds[next(nearest, len(at) - 1)] += time
+        once = forward + backward[::-1]
+        return once * ((len(plan.trace.accesses) - 1) // len(once))

@@ -28,7 +28,7 @@ def module_spec(shape: PaperShape, expert_parallel: int = 1) -> ModuleSpec:
     The root's children are `embedding`, `blocks.N` (in a T5 `encoder.N` and `decoder.N`), the final norms and the head.
     A block has `attention`, `mlp` and, in a decoder, `cross`. With experts, `mlp` has `router` and `experts.N`.
     """
-    experts = _experts_here(shape, expert_parallel)
+    experts = shape.experts // expert_parallel
     token = _table(f"{EMBEDDING}.token", shape.vocab, shape.hidden)
     head = ModuleSpec(HEAD, (), tied=(token.params[0].name,))
     if shape.family == "gpt":
@@ -57,7 +57,7 @@ def forward_flops(shape: PaperShape, tokens: int, seq_len: int, expert_parallel:
     `top_k` experts, spread evenly. With expert parallelism, a rank computes for as many tokens of other ranks as others
     compute for its own. In an encoder-decoder, `tokens` tokens pass the encoder and as many pass the decoder.
     """
-    share = shape.top_k / max(1, _experts_here(shape, expert_parallel))
+    share = shape.top_k / max(1, shape.experts // expert_parallel)
     flops = {}
     for module in module_spec(shape, expert_parallel).modules():
         if module.children:
@@ -123,13 +123,6 @@ def _tile(module: ModuleSpec, index: int, start: int, stop: int) -> ModuleSpec:
         return ParamSpec(f"{name}.{short}", (stop - start, *param.shape[1:]), param.trainable, part)
 
     return ModuleSpec(name, tuple(map(cut, module.params)), apart=True)
-
-
-def _experts_here(shape: PaperShape, expert_parallel: int) -> int:
-    """Number of experts of a block on one rank."""
-    if expert_parallel > 1 and (not shape.experts or shape.experts % expert_parallel):
-        raise ValueError(f"{expert_parallel} ranks do not divide the {shape.experts} experts of {shape.name}")
-    return shape.experts // expert_parallel
 
 
 def _block(shape: PaperShape, name: str, experts: int, cross: bool = False) -> ModuleSpec:

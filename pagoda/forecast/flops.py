@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pagoda.plan.units import around_of
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -47,10 +49,7 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
     within = {name.removeprefix(root).removeprefix("."): sum(ops.values()) for name, ops in counts.items()}
     own = {name: total for name, total in within.items() if name in modules}  # the counter has a "Global" too
     for name in filter(None, list(own)):
-        around = name.rpartition(".")[0]
-        while around and around not in own:
-            around = around.rpartition(".")[0]
-        own[around] -= within[name]
+        own[next(around for around in around_of(name) if around in own)] -= within[name]
     booked: dict[str, float] = {}
     for name, flops in own.items():
         if flops > 0:

@@ -1,6 +1,5 @@
 """Forecasts a run: plans a model for a machine and budgets, and simulates a step."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -88,11 +87,6 @@ class Forecast:
         """Number of steps that write as many bytes as the drives are rated for."""
         drive, written = self.machine.hardware.ssd, self.ssd_bytes_written_per_step
         return inf if drive is None or written == 0 else drive.endurance_bytes.value / written
-
-    @property
-    def bytes(self) -> Mapping[str, Mapping[str, int]]:
-        """tier -> state -> bytes on one rank, for the tiers that hold anything."""
-        return {tier: dict(lines) for tier, lines in self.plan.bytes.items() if lines}
 
 
 def forecast(

@@ -32,10 +32,6 @@ class Machine:
     """The ranks that divide the state. None for a single rank."""
 
     @property
-    def rank_count(self) -> int:
-        return 1 if self.ranks is None else self.ranks.count
-
-    @property
     def batches(self) -> int:
         """Number of ranks, or groups of tensor-parallel ranks, that each have their own batch."""
         return 1 if self.ranks is None else self.ranks.data_parallel

@@ -58,7 +58,7 @@ class PipelineForecast:
                 {
                     "params": stage.described.params,
                     "fits": stage.fits,
-                    "bytes": {tier: sum(lines.values()) for tier, lines in stage.bytes.items()} if stage.fits else {},
+                    "bytes": dict(stage.plan.peak_bytes) if stage.fits else {},
                     "step_s": stage.timeline.step_s if stage.fits else None,
                 }
                 for stage in self.stages
@@ -119,8 +119,11 @@ def stage_of(described: ModelDescription, stage: int, count: int) -> ModelDescri
     shapes = {param.name: param for param in described.root.walk()}
     held = {param.name for module in described.root.modules() if owners[module.name] for param in module.params}
 
+    def is_here(module: ModuleSpec) -> bool:
+        return any(owners[inside.name] for inside in module.modules())
+
     def visit(module: ModuleSpec) -> ModuleSpec:
-        children = tuple(visit(child) for child in module.children if _any_here(child, owners))
+        children = tuple(map(visit, filter(is_here, module.children)))
         if not owners[module.name]:
             return replace(module, params=(), tied=(), children=children)
         untied = (replace(shapes[name], name=f"{module.name}.{name}") for name in module.tied if name not in held)
@@ -164,7 +167,3 @@ def _owners(root: ModuleSpec, layers: Sequence[str], stage: int, count: int, min
         before = before and not in_layers
         found[module.name] = is_within(module.name, mine) if in_layers else stage == (0 if before else count - 1)
     return found
-
-
-def _any_here(module: ModuleSpec, owners: Mapping[str, bool]) -> bool:
-    return any(owners[inside.name] for inside in module.modules())

@@ -34,7 +34,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     return {
         "params": plan.parameters,
         "page_bytes": plan.page_bytes,
-        "bytes": {tier: dict(lines) for tier, lines in plan.bytes.items() if lines},
+        "bytes": plan.bytes,
         "budgets": asdict(plan.budgets),
         "units": units,
     }

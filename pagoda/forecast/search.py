@@ -108,17 +108,16 @@ def search(problem: Problem) -> Choice:
 
     Raises BudgetError if the default plan does not fit.
     """
-    usual = _candidate(problem, USUAL)
-    part = problem.to_compare(usual.plan)
+    plan = problem.plan()
+    usual = Candidate(USUAL, problem.options, plan, problem.simulated(plan))
+    part = problem.to_compare(plan)
     found = [usual]
     if _is_best(problem, usual) or part is problem:
         _compare(problem, found)
     else:
-        try:
-            kinds = [_candidate(part, USUAL)]
-        except BudgetError:
-            kinds = []  # not even the usual plan fits what the part has of the tiers
-        else:
+        kinds: list[Candidate] = []
+        _try(kinds, part, USUAL)
+        if kinds:  # else not even the usual plan fits what the part has of the tiers
             _compare(part, kinds)
         for kind in sorted(kinds, key=lambda kind: kind.step_s)[:_WHOLE]:
             if kind.name != USUAL:
@@ -153,13 +152,7 @@ def _try(found: list[Candidate], problem: Problem, name: str) -> None:
         found.append(Candidate(name, problem.options, plan, problem.simulated(plan)))
 
 
-def _candidate(problem: Problem, name: str) -> Candidate:
-    plan = problem.plan()
-    return Candidate(name, problem.options, plan, problem.simulated(plan))
-
-
 def _with_split(candidate: Candidate, **changes: Any) -> Options:
-    """A candidate's options with changes to its split of memory."""
     return replace(candidate.options, split=replace(candidate.options.split or DEFAULT_SPLIT, **changes))
 
 

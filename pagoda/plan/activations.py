@@ -1,7 +1,7 @@
 """Activation policies: what is done with the tensors that a block's graph keeps between forward and backward."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from math import inf
 
@@ -227,13 +227,7 @@ class Room:
     @classmethod
     def least(cls, each: Sequence["Room"]) -> "Room":
         """The least of each figure."""
-        return cls(
-            min(room.kept for room in each),
-            min(room.host for room in each),
-            min(room.ssd for room in each),
-            min(room.movable_host for room in each),
-            min(room.movable_ssd for room in each),
-        )
+        return cls(*(min(figures) for figures in zip(*map(astuple, each), strict=True)))
 
     @classmethod
     def of_step(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pagoda.memory.page import pages_for
 from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT, Layout
 from pagoda.plan.slices import slice_elements
-from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align
+from pagoda.plan.units import ALIGN_ELEMENTS, align
 
 MESSAGE_BYTES = 4 << 20
 """Largest message in which a slice on SSD is passed on."""
@@ -49,7 +49,7 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
         row = header + slice_elements(unit.trainable_numel, group) * itemsize
         widest = max(widest, group * row)
     rows = 1 if ranks.replicas == 1 else 1 + ranks.replicas
-    longest = max(layout.slices.room(unit, place) for unit in layout.units for place in _places(layout, unit))
+    longest = max(each.updated_elements(unit) for each in layout.of_all_ranks() for unit in layout.units)
     piece = min(align(longest), max(1, BLOCK_ELEMENTS // rows // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
     whole = pages_for(widest, layout.page_bytes)
     landing = whole
@@ -59,11 +59,6 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
         )
     pages = 2 * whole + landing + pages_for(4 * rows * piece, layout.page_bytes)
     return ReduceBuffers(whole, landing, header, piece, rows, pages)
-
-
-def _places(layout: Layout, unit: UnitSpec) -> range:
-    """Places of the ranks that share a unit and whose slices may differ in size."""
-    return range(layout.group(unit) if layout.slices.differ else 1)
 
 
 def reduce_pages(layout: Layout) -> int:

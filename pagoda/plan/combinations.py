@@ -31,11 +31,8 @@ F = Feature
 ON_DEVICE = (F.DEVICE_UPDATES, F.DEVICE_HOMES)
 
 REFUSED: Mapping[frozenset[Feature], str] = {
-    frozenset(pair): why
-    for *pair, why in (
-        (F.WHOLE, F.TILES, "tiles cut parameters"),
-        (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
-    )
+    frozenset((F.WHOLE, F.TILES)): "tiles cut parameters",
+    frozenset((F.ASYNC, F.SPECULATE)): "asynchronous updates wait for nothing that could be guessed",
 }
 """Pairs that are refused, each with the reason."""
 

@@ -88,15 +88,12 @@ def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
     backward, it sends to the next stage and receives a gradient. Both directions run at once, and compute waits for
     them. `nbytes` is the size of one direction.
     """
-    forward, backward = int(stage > 0), int(stage + 1 < ranks.pipeline_parallel)
     found = []
-    for border, times in (
-        (stage, {"forward": forward, "backward": 0}),
-        (stage + 1, {"forward": 0, "backward": backward}),
-    ):
-        if any(times.values()):
+    for border, forward in ((stage, 1), (stage + 1, 0)):
+        if 0 < border < ranks.pipeline_parallel:
             sharing = _crossing(ranks, border)
-            found.append(Exchange(SEND, "", nbytes, nbytes if sharing else 0, max(1, sharing), **times, repeated=False))
+            leaving = nbytes if sharing else 0
+            found.append(Exchange(SEND, "", nbytes, leaving, max(1, sharing), forward, 1 - forward, repeated=False))
     return found
 
 

@@ -177,12 +177,7 @@ class Layout:
     @cached_property
     def _widest_cut(self) -> int:
         """Elements of the largest cut of any rank. 0 for a rule that takes any block."""
-        takes_whole = self.weight.whole
-        if takes_whole is None:
-            return 0
-        trained = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
-        sizes = (p.numel if takes_whole(p.name, p.shape) else min(p.numel, self.block_limit) for p in trained)
-        return max(sizes, default=0)
+        return 0 if self.weight.whole is None else self.most_in_block(self.weight)
 
     def most_in_block(self, state: StateSpec) -> int:
         """Most elements of a state in a block of an update, on any rank."""

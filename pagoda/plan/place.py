@@ -362,7 +362,6 @@ class _Placer:
         return state if needed + state <= (self.ssd or 0) else 0
 
     def _add_spare(self, ssd: dict[str, int]) -> None:
-        """Add the spare pages of checkpoints to the lines of SSD."""
         needed, spare, available = sum(ssd.values()) - ssd.get(UNDO, 0), self._spare(ssd), self.ssd or 0
         if needed > available:
             self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")

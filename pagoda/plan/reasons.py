@@ -6,16 +6,14 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
-from pagoda.plan.placement import SPARE, UNDO, Budgets, Placement
+from pagoda.plan.placement import SPARE, UNDO, Placement
 from pagoda.plan.ranks import Ranks
 
 MAX_WASTE = 0.02
 """Largest share of the pages that padding may take."""
 
 
-def reasons_for(
-    layout: Layout, budgets: Budgets, placement: Placement, options: Options, unit_limit: int
-) -> tuple[str, ...]:
+def reasons_for(layout: Layout, placement: Placement, options: Options, unit_limit: int) -> tuple[str, ...]:
     """At least one sentence for each choice. `unit_limit` is the limit in bytes with which the units were made."""
     largest = format_bytes(max(unit.numel for unit in layout.units) * layout.weight.dtype.itemsize)
     limited = "(as set)" if options.unit_limit else "(an eighth of the model, or less if the budget is tight)"
@@ -24,7 +22,7 @@ def reasons_for(
         f"{len(layout.units)} units, the largest with {largest} of weights: modules of at most "
         f"{format_bytes(unit_limit)} {limited}, and larger ones that cannot be divided.",
         f"Pages of {format_bytes(layout.page_bytes)}{padding}",
-        *reasons_for_homes(layout, budgets, placement, options),
+        *reasons_for_homes(layout, placement, options),
         _state_bytes(layout),
     ]
     if options.split is not None and len(placement.lines) > 1:
@@ -35,7 +33,7 @@ def reasons_for(
     return tuple(reasons)
 
 
-def reasons_for_homes(layout: Layout, budgets: Budgets, placement: Placement, options: Options) -> Iterator[str]:
+def reasons_for_homes(layout: Layout, placement: Placement, options: Options) -> Iterator[str]:
     """Why each state has its home, and how the rest of each tier is used."""
     count = len(layout.units)
     if placement.passing:

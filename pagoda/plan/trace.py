@@ -87,23 +87,6 @@ def gradients_of(trace: Trace, trained: frozenset[int]) -> list[Gradient]:
     return [Gradient(tick, unit, last[unit] == tick) for tick, unit in found]
 
 
-class Recorder:
-    """Records accesses as they happen. Consecutive uses of the same unit in one phase count once."""
-
-    def __init__(self) -> None:
-        self._accesses: list[Access] = []
-
-    def note(self, access: Access) -> None:
-        if not self._accesses or self._accesses[-1] != access:
-            self._accesses.append(access)
-
-    def finish(self) -> Trace:
-        """End the step and start a new one."""
-        trace = Trace((*self._accesses, STEP))
-        self._accesses = []
-        return trace
-
-
 class Cursor:
     """Follows a trace during a live step, and finds the way back after a departure from it."""
 

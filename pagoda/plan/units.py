@@ -178,7 +178,8 @@ def layers_of(root: ModuleSpec) -> tuple[ModuleSpec, ...]:
     without experts and tiles."""
     layers: list[ModuleSpec] = []
     for child in root.children:
-        if _is_layer(root, child):
+        numbered = child.name.rpartition(".")[2].isdigit()
+        if numbered and not child.apart and not root.routed and next(child.walk(), None) is not None:
             layers.append(child)
         else:
             layers += layers_of(child)
@@ -231,11 +232,6 @@ def enclosing(units: tuple[UnitSpec, ...]) -> dict[int, frozenset[int]]:
     return {
         unit.index: frozenset(by_module[name] for name in around_of(unit.module) if name in by_module) for unit in units
     }
-
-
-def _is_layer(parent: ModuleSpec, child: ModuleSpec) -> bool:
-    numbered = child.name.rpartition(".")[2].isdigit()
-    return numbered and not child.apart and not parent.routed and next(child.walk(), None) is not None
 
 
 def around_of(module: str) -> Iterator[str]:

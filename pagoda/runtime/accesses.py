@@ -28,25 +28,16 @@ class Accesses:
     once per operation. Reads in a row count as one use, which ends when compute does anything else.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        units: Sequence[LiveUnit],
-        executor: Executor,
-        leases: Leases,
-        device: Device,
-        meter: Meter,
-    ) -> None:
+    def __init__(self, store: Store, executor: Executor, leases: Leases, device: Device, meter: Meter) -> None:
         self._plan = store.plan
         self._store = store
-        self._units = units
         self._executor = executor
         self._driver = executor.driver
         self._scheduler: Scheduler = executor.driver.scheduler
         self._leases = leases
         self._device = device
         self._meter = meter
-        self._uses = {phase: [0] * len(units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        self._uses = {phase: [0] * len(store.plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         """Current uses of each unit, including an unfinished read."""
         self._reading: LiveUnit | None = None
         """The unit that backward read last, while that read counts as a use."""
@@ -81,7 +72,7 @@ class Accesses:
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
         is due."""
-        if phase is Phase.BACKWARD and self._scheduler.updates.began_early(unit.index):
+        if phase is Phase.BACKWARD and unit.index in self._scheduler.updates.begun_early:
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed in backward after its update during backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
@@ -152,7 +143,8 @@ class Accesses:
         self.tell(self._scheduler.expect, [unit.index for unit in units])
 
     def overwritten(self, unit: LiveUnit) -> None:
-        """A unit's weights were changed, at home or in compute's memory, by something other than an update."""
+        """A unit's weights were changed, at home or in compute's memory, by something other than an update. Leases and
+        graphs with the old weights are outdated."""
         unit.version += 1
         self.tell(self._scheduler.overwritten, unit.index)
 
@@ -261,7 +253,7 @@ class Accesses:
     def _refuse(self, unit: LiveUnit) -> None:
         """Raise the error for a unit that has no room."""
         tier = self._plan.lease_tier
-        names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.leases.holders())
+        names = ", ".join(repr(self._plan.units[holder].name) for holder in self._scheduler.leases.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
             f"memory.{tier}, or lower memory.unit_limit.",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.order import Call, CollectiveKind, Order, ProgramPart
@@ -18,6 +18,7 @@ from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
 
+T = TypeVar("T")
 TakePart = Callable[[LiveUnit, int | None], None]
 """Takes part in a collective that this rank does not want, given the unit and its number of updates (None if only ranks
 with other parts of the unit take part). Once something has failed here, others cannot use what this rank gives."""
@@ -126,19 +127,20 @@ class Collectives:
         sent = ring_bytes(nbytes, len(self.shards.sharers(unit.spec)))
         return self.lane.submit(run, (), sent, f"{kind.name.lower()} {unit.spec.name}")
 
-    def on_all_ranks(self, what: str, work: Callable[[], Any], step: bool | None = None) -> None:
-        """Run `work` on all ranks, each of which asks for it at this point of its program; returns when it is done.
+    def on_all_ranks(self, what: str, work: Callable[[], T], step: bool | None = None) -> T:
+        """Run `work` on all ranks, each of which asks for it at this point of its program; returns its result.
 
         `step` is given if a step ends with it, and says whether to expect the next one to be like it. On a device,
         `work` goes into compute's queue."""
         queue, part = self._device.as_compute(), self._come()
         call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.order.position)
+        results: list[T] = []
 
         def run() -> None:
             with self._device.beside_compute():
                 self.order.come_together(call, part, step)
                 with queue:
-                    work()
+                    results.append(work())
 
         self.awaited = True
         try:
@@ -147,6 +149,7 @@ class Collectives:
             self.awaited = False
         if step is not None:
             self._begin(_BETWEEN)
+        return results[0]
 
     def close(self) -> None:
         """Tell the others that this rank leaves, and join the thread."""

@@ -23,10 +23,6 @@ class Damage:
         if self.cause is None:
             self.cause, self.seen = error, False
 
-    @property
-    def found(self) -> bool:
-        return self.cause is not None
-
     def check(self) -> None:
         """Raises StorageError if states are damaged."""
         if self.cause is not None:

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ UpdateKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]],
 the arguments that a CPU kernel takes after its number of elements."""
 
 
-@runtime_checkable
 class Event(Protocol):
     """A point in a queue of work."""
 

@@ -1,6 +1,6 @@
 """Updates on the device: blocks of states pass it through slots, while the CPU updates other units."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -80,9 +80,8 @@ class DevicePath(UpdatePath):
         there = self._slots.take() if moving or brings or self._works_in_slots else None
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
-            buffer = record.buffer
-            assert buffer is not None
-            gradient = buffer[at : at + count]
+            """The block's part of a gradient, which is valid until the next call."""
+            gradient = record.buffer[at : at + count]
             if there is not None and brings:
                 device.copy(there.gradient[:count], gradient)
                 gradient = there.gradient[:count]
@@ -96,7 +95,10 @@ class DevicePath(UpdatePath):
                 device.copy(new[WEIGHT], old[WEIGHT])
             for name in moving:
                 device.copy(states[name], old[name])
-            self._update(block, states, gradient_of, there)
+            for record, segments in groupby(block.pieces, lambda piece: piece[0]):
+                gradient = gradient_of(record)
+                for _, segment in segments:
+                    self._apply(unit.spec, start, segment, gradient, states, there)
             for name in moving:
                 device.copy(new[name], states[name])
 
@@ -112,20 +114,6 @@ class DevicePath(UpdatePath):
         if there is not None:
             handle.then(lambda _: self._slots.give_back(there))
         return handle
-
-    def _update(
-        self,
-        block: Block,
-        states: Mapping[str, torch.Tensor],
-        bring: Callable[[UnitGradient], torch.Tensor],
-        slot: Slot | None,
-    ) -> None:
-        """Update a block in the given states. `bring` returns the block's part of a gradient, which is valid until its
-        next call."""
-        for record, pieces in groupby(block.pieces, lambda piece: piece[0]):
-            gradient = bring(record)
-            for _, piece in pieces:
-                self._apply(block.update.unit.spec, block.start, piece, gradient, states, slot)
 
     def _apply(
         self,

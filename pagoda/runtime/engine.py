@@ -125,7 +125,7 @@ class Engine:
             self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
         )
         self.damage = self._executor.damage
-        self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
+        self.accesses = Accesses(self.store, self._executor, self.leases, device, self._meter)
         self.accesses.owner = self
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
         """Communication with the other ranks of this stage, if there are any."""
@@ -174,7 +174,7 @@ class Engine:
         """Queue every update whose gradients have arrived. Updates run ahead of the next forward."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
-        self.check_usable()
+        self.accesses.check_usable()
         scale = self.stepper.scaler.scale
         with as_plain():  # it asks each parameter for its gradient
             norms = self.stepper.step()
@@ -185,7 +185,7 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until every state is in its home, as the last `step()` left it."""
-        self.check_open()
+        self.accesses.check_open()
         self.accesses.drain()
         self.damage.check()
 
@@ -206,11 +206,11 @@ class Engine:
     def replacing(self) -> Iterator[None]:
         """Inside, all states are replaced, even if they are damaged. If that fails halfway, they are damaged
         afterwards."""
-        self.check_open()
-        if not self.damage.found:
+        self.accesses.check_open()
+        if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
-        if self.damage.found:
+        if self.damage.cause is not None:
             self.stepper.drop_step()
         else:
             self.stepper.zero_grad()
@@ -232,7 +232,7 @@ class Engine:
         """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
         if states are already damaged, because this cannot mend them."""
-        self.check_usable()
+        self.accesses.check_usable()
         self.drain()
         self.accesses.wait_until_idle()
         self.saver.settle()
@@ -274,14 +274,6 @@ class Engine:
             "dict into it."
         )
 
-    def check_open(self) -> None:
-        """Raises UsageError once closed, and in a forked process."""
-        self.accesses.check_open()
-
-    def check_usable(self) -> None:
-        """Raises UsageError once closed, and StorageError if states are damaged."""
-        self.accesses.check_usable()
-
     def close(self) -> None:
         """Drain, finish a checkpoint, join every thread, and release memory and SSD space. The model keeps
         placeholders.
@@ -296,7 +288,7 @@ class Engine:
         self._dropped.detach()
         with ExitStack() as stack:
             stack.callback(give_back, self._executor, self.store)
-            stack.callback(self.graphs.close)
+            stack.callback(self.graphs.offloader.close)
             self._threads.end(stack)
             with suppress(Exception) if self.damage.seen else nullcontext():
                 self.accesses.drain()
@@ -394,7 +386,3 @@ class Engine:
         for tier, nbytes in self.graphs.peak_bytes.items():
             peaks[tier] = peaks.get(tier, 0) + nbytes
         return peaks
-
-    def weights_changed(self, unit: LiveUnit) -> None:
-        """A unit's weights were overwritten at home. Leases and graphs with the old weights are outdated."""
-        self.accesses.overwritten(unit)

@@ -109,11 +109,7 @@ class Executor:
     def poll(self) -> None:
         """Tell the scheduler about earlier RECLAIMs of weights to which nothing refers any more."""
         for operation in [*self._held]:
-            if operation.run is None:
-                free = self._leases.reclaim(operation, self._units[operation.unit])
-            else:
-                free = not self._leases.is_held(operation)
-            if free and operation in self._held:
+            if self._leases.is_free(operation, self._units[operation.unit]) and operation in self._held:
                 self._held.remove(operation)
                 self.driver.tell(self._let_go, operation)
 
@@ -245,8 +241,7 @@ class Executor:
         self.driver.tell(self._scheduler.reclaimed, operation, free)
 
     def _let_go(self, operation: Operation) -> None:
-        if operation.run is not None:
-            self._leases.reclaim(operation, self._units[operation.unit])
+        self._leases.reclaim(operation, self._units[operation.unit])
         self._scheduler.let_go(operation)
 
     def _spill(self, operation: Operation) -> None:

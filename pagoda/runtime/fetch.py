@@ -1,11 +1,12 @@
 """Fetches weights from their home to the frames of a lease."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from pagoda.memory.page import Run, pages_for
+from pagoda.memory.page import pages_for
 from pagoda.memory.region import Region
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
@@ -55,16 +56,16 @@ class Fetcher:
             extent = home.view(torch.uint8)
             nbytes = sum(part.target.nbytes for part in parts)
             return self._lanes["h2d"].submit(lambda: self._copy(parts, extent, free), after, nbytes, label)
-        run = self._store.run(unit.index, front)
-        assert run is not None
         straight = self._store.plan.budgets.device is None and not is_cut
         fills = []
         for start, held in self._pieces(parts):
+            load = partial(self._store.load, unit.index, front, start)
             if straight:
                 (piece,) = held
-                fills.append(self._straight(run, piece.target, start, after, label))
+                view = memoryview(piece.target.numpy().data)
+                fills.append(self._lanes["ssd_read"].submit(partial(load, view), after, view.nbytes, label))
             else:
-                fills.append(self._through_ring(run, held, start, after, free, label))
+                fills.append(self._through_ring(load, held, after, free, label))
         return all_of(fills)
 
     def _slices(self, unit: LiveUnit, whole: torch.Tensor) -> list[_Part]:
@@ -88,14 +89,15 @@ class Fetcher:
             if held:
                 yield at, held
 
-    def _straight(self, run: Run, into: torch.Tensor, at: int, after: tuple[Handle, ...], label: str) -> Handle:
-        view = memoryview(into.numpy().data)
-        return self._lanes["ssd_read"].submit(lambda: self._load(run, at, view), after, into.nbytes, label)
-
     def _through_ring(
-        self, run: Run, parts: Sequence[_Part], at: int, after: tuple[Handle, ...], free: Event, label: str
+        self,
+        load: Callable[[memoryview], None],
+        parts: Sequence[_Part],
+        after: tuple[Handle, ...],
+        free: Event,
+        label: str,
     ) -> Handle:
-        """Bring whole pages of an extent, from byte `at` on, to the parts in that piece."""
+        """Bring a piece of an extent, whose first pages `load` reads, to the parts in that piece."""
         taken: list[Region] = []
         nbytes = sum(part.target.numel() for part in parts)
         end = max(start + target.numel() for target, start in parts)
@@ -106,7 +108,7 @@ class Fetcher:
 
         def read() -> None:
             taken.append(self._ring.take())
-            self._load(run, at, view())
+            load(view())
 
         def copied(_: BaseException | None) -> None:
             for slot in taken:
@@ -125,8 +127,3 @@ class Fetcher:
         for target, start in parts:
             event = self._device.copy_in(target, source[start : start + target.numel()], free)
         return event
-
-    def _load(self, run: Run, at: int, into: memoryview) -> None:
-        ssd = self._store.ssd
-        assert ssd is not None
-        ssd.load(run, at, into)

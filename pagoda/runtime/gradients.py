@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import NonFiniteGradientError
-from pagoda.memory.page import Run
 from pagoda.memory.region import Region
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.gradient_kernels import GradientKernels, arriving_dtype
@@ -91,14 +90,15 @@ class UnitGradient:
         """Ends when every state is written."""
 
     @property
-    def buffer(self) -> torch.Tensor | None:
-        """The flat gradient in RAM or on the device. While the gradient is on SSD only, this is None or another
-        gradient's buffer.
+    def buffer(self) -> torch.Tensor:
+        """The flat gradient in RAM or on the device, once it has a buffer. While the gradient is on SSD only, this is
+        another gradient's buffer.
 
         A tensor of shared pages is made for each use. If the record kept it, this small object would fragment the free
         memory that autograd's large tensors come from.
         """
-        return None if self.place is None else self.place()
+        assert self.place is not None, "an OFFLOAD has come"
+        return self.place()
 
     @property
     def complete(self) -> bool:
@@ -155,7 +155,10 @@ class Gradients:
         self._device = device
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """The dtype of a gradient on its way to its extent."""
-        self._bounce = self._open_bounce()
+        pages = store.plan.placement.pages(HOST, BOUNCE) // 2
+        self._bounce = [store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
+        """Two buffers of shape [BOUNCE_ELEMENTS] at most, in which gradients from a separate device land before they
+        are added."""
         self._stalled = stalled
         self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
@@ -262,33 +265,22 @@ class Gradients:
 
     def spill(self, operation: Operation) -> Handle:
         """Start a SPILL."""
-        (record,) = self.of(operation)
-        view, run = self._ssd_extent(operation)
-        ssd = self._store.ssd
-        assert ssd is not None
-        label = f"spill {record.unit.spec.name}"
-        return self._lanes["ssd_write"].submit(lambda: ssd.store(run, 0, view), (), view.nbytes, label)
+        return self._transfer(operation, "ssd_write", "spill")
 
     def reload(self, operation: Operation) -> Handle:
         """Start a RELOAD."""
         (record,) = self.of(operation)
         self._place(record, operation)
-        view, run = self._ssd_extent(operation)
-        ssd = self._store.ssd
-        assert ssd is not None
-        label = f"gradient {record.unit.spec.name}"
-        return self._lanes["ssd_read"].submit(lambda: ssd.load(run, 0, view), (), view.nbytes, label)
+        return self._transfer(operation, "ssd_read", "gradient")
 
     def deliver(self, record: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
         """Store or add elements of a unit's gradient, starting at element `start`. Returns the result's sum of squares.
 
         Carries out an OFFLOAD. `values` are in the memory where compute leaves gradients.
         """
-        buffer = record.buffer
-        assert buffer is not None
         spec = record.unit.spec
         at = start - self._store.shards.updated(spec).start + self._store.shards.origin(spec, GRAD)
-        return self._take(record.unit, buffer[at : at + values.numel()], values, PAST, accumulate).square_sum()
+        return self._take(record.unit, record.buffer[at : at + values.numel()], values, PAST, accumulate).square_sum()
 
     def close(self) -> None:
         """Release all extents. Every lane must have ended."""
@@ -309,27 +301,27 @@ class Gradients:
     def _place(self, record: UnitGradient, operation: Operation) -> None:
         """Give a record the buffer that an operation names."""
         if operation.run is None:
-            home = self._store.gradients(record.unit.index)[operation.home]
+            home = self._store.gradients[record.unit.index][operation.home]
             record.place = lambda: home
             return
         assert self._staging is not None
         elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
         record.place = partial(self._staging.part(operation.run).tensor, self._store.dtype(GRAD), elements)
 
-    def _ssd_extent(self, operation: Operation) -> tuple[memoryview, Run]:
-        run = self._store.run(operation.unit, GRAD)
-        assert run is not None
+    def _transfer(self, operation: Operation, lane: str, verb: str) -> Handle:
+        """Move the buffer that an operation names to SSD or back."""
         assert self._staging is not None
         assert operation.run is not None
-        return self._staging.part(operation.run).view(), run
+        view = self._staging.part(operation.run).view()
+        move = self._store.load if lane == "ssd_read" else self._store.save
+        label = f"{verb} {self._store.plan.units[operation.unit].name}"
+        return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
 
     def _submit(self, record: UnitGradient, made: list[_Made]) -> Handle:
         unit = record.unit
 
         def take() -> Event:
-            arrivals = []
-            buffer = record.buffer
-            assert buffer is not None
+            arrivals, buffer = [], record.buffer
             for slot, values, issued, accumulate in made:
                 spec = unit.spec.slots[slot]
                 into = buffer[spec.offset : spec.offset + spec.param.numel]
@@ -344,12 +336,6 @@ class Gradients:
         # A store follows earlier stores in the device's queue. An addition needs the earlier gradient to have arrived.
         after = record.pending[-1:] if any(each.accumulate for each in made) else ()
         return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
-
-    def _open_bounce(self) -> list[torch.Tensor]:
-        """Two buffers of shape [BOUNCE_ELEMENTS] at most, in which gradients from a separate device land before they
-        are added."""
-        pages = self._store.plan.placement.pages(HOST, BOUNCE) // 2
-        return [self._store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
 
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
         """Store or add a flat gradient of shape [n]. The sum of squares is that of the result.

@@ -76,7 +76,6 @@ class HostPath(UpdatePath):
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
         """Update a piece of the block that begins at `start`."""
         buffer = record.buffer
-        assert buffer is not None
         within, origin = self._store.shards.updated(unit.spec).start, self._store.shards.origin(unit.spec, GRAD)
         ahead = piece.start - within - start
         states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]

@@ -120,15 +120,20 @@ class Leases:
         self._by_run[run.start] = self._add(Lease(unit, base, run, ready))
         return ready
 
+    def is_free(self, operation: Operation, unit: LiveUnit) -> bool:
+        """Whether nothing refers to the weights that a RECLAIM names."""
+        if operation.run is not None:
+            return not self._by_run[operation.run.start].held
+        latest = self._latest.get(unit.index)
+        return not (unit.packed or unit.active or (latest is not None and latest.held))
+
     def reclaim(self, operation: Operation, unit: LiveUnit) -> bool:
-        """Whether nothing refers to the frames that a RECLAIM names. If so, they are given back."""
-        if operation.run is None:
-            latest = self._latest.get(unit.index)
-            return not (unit.packed or unit.active or (latest is not None and latest.held))
-        lease = self._by_run[operation.run.start]
-        if lease.held:
+        """Whether nothing refers to the weights that a RECLAIM names. If so, their frames are given back."""
+        if not self.is_free(operation, unit):
             return False
-        del self._by_run[operation.run.start]
+        if operation.run is None:
+            return True
+        lease = self._by_run.pop(operation.run.start)
         del self._by_storage[lease.storage]
         if self._latest.get(unit.index) is lease:
             del self._latest[unit.index]
@@ -140,11 +145,6 @@ class Leases:
             self._filling.append((operation.run, lease.ready))
         self._freed = self._device.fence()
         return True
-
-    def is_held(self, operation: Operation) -> bool:
-        """Whether something refers to the frames that a RECLAIM names."""
-        assert operation.run is not None
-        return self._by_run[operation.run.start].held
 
     def close(self) -> bool:
         """End every lease. Returns whether someone still holds weights of one."""

@@ -27,11 +27,6 @@ class LossScaler:
         """True once a loss of this step has been scaled."""
 
     @property
-    def dynamic(self) -> bool:
-        """Whether the scale can change."""
-        return self._dynamic is not None
-
-    @property
     def skips(self) -> bool:
         """Whether a step is skipped if its gradients are not finite. True as long as a lower scale may help."""
         return self._dynamic is not None and self.scale > 1

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TypeVar
 
@@ -36,16 +35,6 @@ SquareSums = Callable[[Iterable[UnitGradient], Counts], list[list[float]]]
 """Returns the square sums of the gradients of a step, by param group."""
 
 
-@dataclass(frozen=True)
-class NormTerms:
-    """Terms of a global norm."""
-
-    square_sums: list[list[float]]
-    """The square sums of all ranks, by param group."""
-    non_finite: str | None
-    """Name of the first parameter whose gradient is NaN or infinite on some rank."""
-
-
 class RankGroup:
     """All communication of one engine with the engines of other ranks, in the order that `Order` decides."""
 
@@ -63,7 +52,7 @@ class RankGroup:
         stalled: Callable[[str, float], None],
     ) -> None:
         """`buffers` are for reducing gradients; None if no two ranks have gradients of the same elements."""
-        self._store = store
+        self.mesh = mesh
         self._shards = store.shards
         self._units = units
         self._gradients = gradients
@@ -80,27 +69,14 @@ class RankGroup:
             self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver, stalled, early)
         store.assemble = self._assemble
 
-    @property
-    def rank(self) -> int:
-        return self.collectives.mesh.rank
-
-    @property
-    def ranks(self) -> int:
-        return self.collectives.mesh.size
-
-    @property
-    def parts(self) -> int:
-        """The number of parts into which ranks divide the experts of a block."""
-        return self.collectives.mesh.ranks.expert_parallel
-
     def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
         """A part's counterpart of `mine`, which is a tensor of this rank's part of the experts. The first rank of the
         part sends it to the `receivers`; on other ranks the result has no meaning. `what` names it in errors."""
-        ranks, found = self.collectives.mesh.ranks, mine
-        sender = ranks.tensor_parallel * part
-        sends = [(rank, mine) for rank in receivers if self.rank == sender and ranks.expert_part(rank) != part]
+        mesh, found = self.mesh, mine
+        sender = mesh.ranks.tensor_parallel * part
+        sends = [(rank, mine) for rank in receivers if mesh.rank == sender and mesh.ranks.expert_part(rank) != part]
         receives = []
-        if self.collectives.mesh.expert_index != part and self.rank in receivers:
+        if mesh.expert_index != part and mesh.rank in receivers:
             found = torch.empty_like(mine)
             receives = [(sender, found)]
         self.collectives.on_all_ranks(what, lambda: self.collectives.transport.trade(sends, receives))
@@ -123,19 +99,16 @@ class RankGroup:
 
     def announce(self, what: str, value: T) -> list[T]:
         """Every rank's value; all ranks call this at the same point of their programs."""
-        found: list[T] = []
-        self.collectives.on_all_ranks(what, lambda: found.extend(self.collectives.transport.announce(value)))
-        return found
+        return self.collectives.on_all_ranks(what, lambda: self.collectives.transport.announce(value))
 
     def of_each_forward(self, what: str, value: T) -> list[T]:
         """As `announce`, but only of the ranks that run every block together: all ranks if experts are divided, else
         those that divide tensors, else this one."""
-        mesh = self.collectives.mesh
-        if mesh.ranks.expert_parallel > 1:
+        if self.mesh.ranks.expert_parallel > 1:
             return self.announce(what, value)
-        said = [value] * mesh.ranks.tensor_parallel
+        said = [value] * self.mesh.ranks.tensor_parallel
         if len(said) > 1:
-            dist.all_gather_object(said, value, group=mesh.tensor.get_group())
+            dist.all_gather_object(said, value, group=self.mesh.tensor.get_group())
         return said
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
@@ -156,13 +129,12 @@ class RankGroup:
         All ranks call this at the same point, as with `norm_terms`. Raises UsageError on all of them if some have
         gradients that others do not show yet, or if experts are divided.
         """
-        if self.parts > 1:
+        if self.mesh.ranks.expert_parallel > 1:
             raise UsageError(f"Ranks that divide experts have gradients of other parameters each: {_INSTEAD}.")
         self.flush()
         trained = [(unit, slot) for unit in self._units for slot in range(unit.trainable)]
-        said: list[tuple[bool, list[float]]] = []
 
-        def work() -> None:
+        def work() -> list[tuple[bool, list[float]]]:
             shown = [unit.params[slot].grad is not None for unit, slot in trained]
             records = self._marked(terms)
             here = [unit.params[slot].grad is not None for unit, slot in trained]
@@ -172,9 +144,9 @@ class RankGroup:
                 else 0.0
                 for unit, slot in trained
             ]
-            said.extend(self.collectives.transport.announce((shown != here, sums)))
+            return self.collectives.transport.announce((shown != here, sums))
 
-        self.collectives.on_all_ranks(what, work, step=True)
+        said = self.collectives.on_all_ranks(what, work, step=True)
         if any(differs for differs, _ in said):
             raise UsageError(f"Ranks have gradients of different parameters, so their norms differ: {_INSTEAD}.")
         found: dict[int, list[float]] = {}
@@ -188,8 +160,9 @@ class RankGroup:
         terms: Mapping[int, UnitGradient],
         square_sums: SquareSums,
         factors: Mapping[tuple[int, int], float],
-    ) -> NormTerms:
-        """The terms of the gradient's norm of all ranks, and the first parameter that is not finite.
+    ) -> tuple[list[list[float]], str | None]:
+        """The square sums of all ranks, by param group, and the name of the first parameter whose gradient is NaN or
+        infinite on some rank.
 
         All ranks call this at the same point, which `what` names; earlier collectives have ended by then. `terms` are
         gradients whose update has been queued; the step's other gradients are looked up once all ranks are there.
@@ -197,24 +170,22 @@ class RankGroup:
         ranks if they differ.
         """
         self.flush()
-        found: list[NormTerms] = []
-        alike: list[bool] = []
         changed = {key: factor for key, factor in factors.items() if factor != 1.0}
 
-        def work() -> None:
+        def work() -> tuple[bool, list[list[float]], str | None]:
             records = self._marked(terms)
             mine = [[*filter(math.isfinite, sums)] for sums in square_sums(records.values(), self._shards.counts)]
             bad = ((at[0], r.unit.index, at[1]) for r in records.values() if (at := r.non_finite()))
             by_rank = self.collectives.transport.announce((mine, min(bad, default=None), changed))
-            alike.append(all(its == changed for *_, its in by_rank))
+            alike = all(its == changed for *_, its in by_rank)
             of_groups = [[*chain(*of_ranks)] for of_ranks in zip(*(sums for sums, *_ in by_rank), strict=True)]
             first = min((bad for _, bad, _ in by_rank if bad is not None), default=None)
-            found.append(NormTerms(of_groups, None if first is None else self._units[first[1]].name(first[2])))
+            return alike, of_groups, None if first is None else self._units[first[1]].name(first[2])
 
-        self.collectives.on_all_ranks(what, work, step=True)
-        if not alike[0]:
+        alike, square_sums_of_all, non_finite = self.collectives.on_all_ranks(what, work, step=True)
+        if not alike:
             raise UsageError(f"Ranks have multiplied their gradients by different numbers: {_INSTEAD}.")
-        return found[0]
+        return square_sums_of_all, non_finite
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step has used; all ranks call this at the same point."""

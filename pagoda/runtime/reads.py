@@ -29,15 +29,15 @@ def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.
     """Parameters that a module's forward reads, with names: its own, those of children without a forward, and those
     that its source names. A parameter may come twice."""
     for short, param in module.named_parameters(recurse=False):
-        yield _join(name, short), param
+        yield join(name, short), param
     for short, child in module.named_children():
         if not has_forward(child):
-            yield from params_read_in(child, _join(name, short))
+            yield from params_read_in(child, join(name, short))
     kind: type = type(module)
     for path in _paths_read_by(kind, "forward"):
         found = _param_at(module, path) if "." in path else None
         if found is not None:
-            yield _join(name, path), found
+            yield join(name, path), found
 
 
 def methods_reading_params(module: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -145,5 +145,6 @@ def _writes(path: str, node: ast.AST, around: ast.AST) -> Iterator[str]:
             yield f"{path}.{name}"
 
 
-def _join(prefix: str, name: str) -> str:
+def join(prefix: str, name: str) -> str:
+    """The qualified name of something in the module `prefix`."""
     return f"{prefix}.{name}" if prefix else name

@@ -171,7 +171,7 @@ class Stepper:
         """Record which updates during backward have begun and will not be undone."""
         waiting = []
         for record in self._early:
-            if self._scheduler.updates.began_early(record.unit.index):
+            if record.unit.index in self._scheduler.updates.begun_early:
                 record.unit.updated = True
                 self._gradients.take(record)
                 self._ask_for(record)
@@ -226,14 +226,13 @@ class Stepper:
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
         self._settle(terms.values())
         if self._rank_group is not None:
-            found = self._rank_group.norm_terms(asked_by, self._norm_terms, self._square_sums, self._factors)
-            first, square_sums = found.non_finite, found.square_sums
+            square_sums, first = self._rank_group.norm_terms(
+                asked_by, self._norm_terms, self._square_sums, self._factors
+            )
         else:
-            bad = [(*at, record.unit) for record in terms.values() if (at := record.non_finite())]
-            first = None
-            if bad:
-                _, slot, unit = min(bad, key=lambda each: each[0])
-                first = unit.name(slot)
+            bad = ((*at, record.unit.index) for record in terms.values() if (at := record.non_finite()))
+            earliest = min(bad, default=None)
+            first = None if earliest is None else self._units[earliest[2]].name(earliest[1])
             square_sums = self._square_sums(terms.values())
         if self._stages is not None:
             factors = frozenset(self._factor(record.unit, slot) for record, slot in self._shown())

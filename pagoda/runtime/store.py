@@ -66,7 +66,8 @@ class Store:
         self._runs: dict[tuple[int, str], Run] = {}
         for unit in plan.units:
             self._open(unit)
-        self._gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
+        self.gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
+        """unit -> all its gradient extents in RAM. There are several if gradients wait for updates."""
         slots = placement.ring_slots
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
         self.ring = Ring(self.host.take(pages_per_slot) for _ in range(slots))
@@ -131,10 +132,6 @@ class Store:
             return "ssd_write"
         return "ssd_read" if any(self.run(unit, s.name) is not None for s in self.plan.layout.states) else "update"
 
-    def gradients(self, unit: int) -> list[torch.Tensor]:
-        """All gradient extents of a unit in RAM. There are several if gradients wait for updates."""
-        return self._gradients[unit]
-
     def newest_extent(self, unit: int, state: str) -> str:
         """Name of the extent with the newest values of a state."""
         return self.newest[unit] if state == WEIGHT else state
@@ -172,7 +169,7 @@ class Store:
         out = torch.empty(count, dtype=self.dtype(state))
         with self.ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, state, start, count):
-                self._load(unit, state, offset, window)
+                self.load(unit, state, offset, window)
                 out[part] = elements
         return out
 
@@ -185,7 +182,7 @@ class Store:
         first, end = start * itemsize, (start + count) * itemsize
         page = self.plan.page_bytes
         offset = first // page * page
-        self._load(unit, state, offset, window[: pages_for(end - offset, page) * page])
+        self.load(unit, state, offset, window[: pages_for(end - offset, page) * page])
         return window[first - offset : end - offset]
 
     def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
@@ -223,8 +220,7 @@ class Store:
                 if elements.nbytes != window.nbytes:
                     self._load_around(unit, state, offset, window)
                 elements.copy_(values[part])
-                assert self.ssd is not None
-                self.ssd.store(self._runs[unit, state], offset, window)
+                self.save(unit, state, offset, window)
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -275,7 +271,7 @@ class Store:
     def close(self, device: bool = True) -> None:
         """Release the tiers, and the device only if `device`. RAM is released with the last tensor in it."""
         self._tensors.clear()
-        self._gradients.clear()
+        self.gradients.clear()
         self.host.arena.close()
         if device and self.device is not None:
             self.device.arena.close()
@@ -300,14 +296,20 @@ class Store:
             yield slice(first - start, last - start), offset, window, elements
             first = last
 
-    def _load(self, unit: int, state: str, offset: int, window: memoryview) -> None:
+    def load(self, unit: int, state: str, offset: int, into: memoryview) -> None:
+        """Read whole pages of an extent on SSD, from byte `offset` on. Raises the errors of `SSDTier.load`."""
         assert self.ssd is not None, "extents that are not in RAM are on SSD"
-        self.ssd.load(self._runs[unit, state], offset, window)
+        self.ssd.load(self._runs[unit, state], offset, into)
+
+    def save(self, unit: int, state: str, offset: int, data: memoryview) -> None:
+        """Write whole pages of an extent on SSD, from byte `offset` on. Raises the errors of `SSDTier.store`."""
+        assert self.ssd is not None, "extents that are not in RAM are on SSD"
+        self.ssd.store(self._runs[unit, state], offset, data)
 
     def _load_around(self, unit: int, state: str, offset: int, window: memoryview) -> None:
         """Load the bytes of a window that are not about to be overwritten."""
         try:
-            self._load(unit, state, offset, window)
+            self.load(unit, state, offset, window)
         except StorageError:
             if not self._replacing:
                 raise

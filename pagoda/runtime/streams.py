@@ -77,13 +77,6 @@ class Part(NamedTuple):
     """Byte of the extent at which the part's first page begins."""
 
 
-class Moved(NamedTuple):
-    """The states on SSD that a part of an update reads, and those that it writes."""
-
-    read: Sequence[str]
-    written: Sequence[str]
-
-
 class UpdatePath:
     """Updates blocks by `_compute`, which a subclass has. States on SSD stream through the ring.
 
@@ -193,16 +186,16 @@ class UpdatePath:
         states to SSD. If it raises, the lists contain everything that was submitted."""
         unit, weights = block.update.unit.index, block.update.weights
         slot, using = self._take_slot(block.start) if self._streamed[unit] else (None, [])
-        parts, moved = self._parts(unit, block.start, block.stop), self._moved(unit, block.update.writes)
+        parts, (read, changed) = self._parts(unit, block.start, block.stop), self._moved(unit, block.update.writes)
         try:
             if slot is not None and not using:
-                using.extend(self._transfers("ssd_read", unit, slot, parts, weights.read, moved.read))
+                using.extend(self._transfers("ssd_read", unit, slot, parts, weights.read, read))
             handle = self._compute(block, parts, slot, tuple(using))
             computed.append(handle)
             using.append(handle)
             if slot is not None:
                 into = weights.write
-                for write in self._transfers("ssd_write", unit, slot, parts, into, moved.written, (handle,)):
+                for write in self._transfers("ssd_write", unit, slot, parts, into, changed, (handle,)):
                     written.append(write)
                     using.append(write)
         except BaseException:
@@ -212,12 +205,13 @@ class UpdatePath:
             if slot is not None:
                 all_of(using).then(partial(self._give_back, slot))
 
-    def _moved(self, unit: int, writes: Writes) -> Moved:
+    def _moved(self, unit: int, writes: Writes) -> tuple[Sequence[str], Sequence[str]]:
+        """The states on SSD that a part of an update reads, and those that it writes."""
         streamed = self._streamed[unit]
         if writes is Writes.ALL:
-            return Moved(streamed, streamed)
+            return streamed, streamed
         master, moments = ([name for name in streamed if (name in MASTER) is of] for of in (True, False))
-        return Moved(streamed, master) if writes is Writes.WEIGHTS else Moved(moments, moments)
+        return (streamed, master) if writes is Writes.WEIGHTS else (moments, moments)
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
         """A block's part of each state. States that its parameter does not have are left out."""
@@ -245,20 +239,18 @@ class UpdatePath:
     ) -> Iterator[Handle]:
         """Move a block's parts of some states between SSD and the ring, in whole pages. `weights` names the extent of
         the weights. A read waits for earlier writes to its first page."""
-        store, ssd, page = self._store, self._store.ssd, self._store.plan.page_bytes
+        store, page = self._store, self._store.plan.page_bytes
         reading = lane == "ssd_read"
+        move, verb = (store.load, "read") if reading else (store.save, "write")
         for name in names:
-            run, part = store.run(unit, weights if name == WEIGHT else name), parts.get(name)
+            part = parts.get(name)
             if part is None:
                 continue
-            assert run is not None
-            assert ssd is not None
-            move, verb = (ssd.load, "read") if reading else (ssd.store, "write")
             nbytes = pages_for(part.elements.stop * store.dtype(name).itemsize - part.page_at, page) * page
             view = slot.view(self._ring_offsets[name], nbytes)
             end, before = self._tails.get((unit, name), (0, None))
             behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()
-            work = partial(move, run, part.page_at, view)
+            work = partial(move, unit, weights if name == WEIGHT else name, part.page_at, view)
             handle = self._lanes[lane].submit(work, (*after, *behind), nbytes, f"{verb} {store.plan.units[unit].name}")
             if not reading:
                 self._tails[unit, name] = part.page_at + nbytes, handle

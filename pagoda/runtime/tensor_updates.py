@@ -22,54 +22,6 @@ from pagoda.runtime.streams import Part, UpdatePath
 from pagoda.runtime.unit import LiveUnit
 
 
-class Cuts:
-    """The blocks of updates: parameters, or pieces of those that may be cut."""
-
-    def __init__(self, store: Store) -> None:
-        self._layout = store.plan.layout
-        begins = [store.shards.updated(unit).start for unit in store.plan.units]
-        self._of = [
-            {cut.start - begin: cut for cut in self._layout.cuts(unit)}
-            for unit, begin in zip(store.plan.units, begins, strict=True)
-        ]
-        """unit -> first element of a cut, counted from the first element that this rank updates -> cut."""
-
-    def of(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        """First and last element of every block of a unit's update."""
-        return [(start, start + cut.stop - cut.start) for start, cut in self._of[unit.index].items()]
-
-    def spans(self, unit: UnitSpec, start: int) -> dict[StateSpec, ShapedSpan]:
-        """The part of each state that belongs to the block that begins at `start`. States that its parameter does not
-        have are left out."""
-        cut = self._of[unit.index][start]
-        spans = {state: self._layout.part(unit, cut, state) for state in self._layout.states}
-        return {state: span for state, span in spans.items() if span is not None}
-
-    def update(
-        self,
-        unit: UnitSpec,
-        start: int,
-        piece: Segment,
-        bench: "Workbench | None",
-        kept: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Update the block that begins at `start` with its gradient as it is stored. Gradient and states are flat.
-
-        `bench` is given if the rule computes on copies.
-        """
-        cut, rule = self._of[unit.index][start], piece.hyper.rule
-        shape = unit.slots[cut.slot].param.shape if cut.whole else (cut.stop - cut.start,)
-        shapes = {state.name: span.shape for state, span in self.spans(unit, start).items()}
-        shaped = {name: tensor.view(shapes[name]) for name, tensor in states.items() if name not in (WEIGHT, LOW)}
-        weight, low = states[WEIGHT], states.get(LOW)
-        if bench is not None:
-            bench.update(piece, shape, kept, weight, low, shaped)
-            return
-        assert isinstance(rule, Adafactor)
-        rule.update(piece.hyper.step, weight.view(shape), kept.view(shape), shaped, low, piece.hyper.grad_scale)
-
-
 class Workbench:
     """Updates parameters one after another on fp32 copies: of the gradient, and of the master if it is stored in
     halves."""
@@ -105,7 +57,7 @@ class Workbench:
 
 
 class CutPath(UpdatePath):
-    """Updates the blocks of `Cuts`.
+    """Updates parameters, or pieces of those that may be cut, one in each block.
 
     Parts of several parameters may share a page of a state on SSD. So a block is read after the last write to its first
     page.
@@ -114,10 +66,15 @@ class CutPath(UpdatePath):
     def __init__(self, store: Store, *others: Any) -> None:
         super().__init__(store, *others)
         self._layout = store.plan.layout
-        self._cuts = Cuts(store)
+        begins = [store.shards.updated(unit).start for unit in store.plan.units]
+        self._cuts = [
+            {cut.start - begin: cut for cut in self._layout.cuts(unit)}
+            for unit, begin in zip(store.plan.units, begins, strict=True)
+        ]
+        """unit -> first element of a cut, counted from the first element that this rank updates -> cut."""
 
     def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        return self._cuts.of(unit)
+        return [(start, start + cut.stop - cut.start) for start, cut in self._cuts[unit.index].items()]
 
     def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """The first block. Later blocks may share its pages."""
@@ -126,8 +83,39 @@ class CutPath(UpdatePath):
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
         return {
             state.name: Part(range(span.first, span.first + span.count), self._layout.window(span, state)[0])
-            for state, span in self._cuts.spans(self._store.plan.units[unit], start).items()
+            for state, span in self._spans(self._store.plan.units[unit], start).items()
         }
+
+    def _spans(self, unit: UnitSpec, start: int) -> dict[StateSpec, ShapedSpan]:
+        """The part of each state that belongs to the block that begins at `start`. States that its parameter does not
+        have are left out."""
+        cut = self._cuts[unit.index][start]
+        spans = {state: self._layout.part(unit, cut, state) for state in self._layout.states}
+        return {state: span for state, span in spans.items() if span is not None}
+
+    def _update_cut(
+        self,
+        unit: UnitSpec,
+        start: int,
+        piece: Segment,
+        bench: Workbench | None,
+        kept: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Update the block that begins at `start` with its gradient as it is stored. Gradient and states are flat.
+
+        `bench` is given if the rule computes on copies.
+        """
+        cut, rule = self._cuts[unit.index][start], piece.hyper.rule
+        shape = unit.slots[cut.slot].param.shape if cut.whole else (cut.stop - cut.start,)
+        shapes = {state.name: span.shape for state, span in self._spans(unit, start).items()}
+        shaped = {name: tensor.view(shapes[name]) for name, tensor in states.items() if name not in (WEIGHT, LOW)}
+        weight, low = states[WEIGHT], states.get(LOW)
+        if bench is not None:
+            bench.update(piece, shape, kept, weight, low, shaped)
+            return
+        assert isinstance(rule, Adafactor)
+        rule.update(piece.hyper.step, weight.view(shape), kept.view(shape), shaped, low, piece.hyper.grad_scale)
 
 
 class TensorPath(CutPath, HostPath):
@@ -144,17 +132,15 @@ class TensorPath(CutPath, HostPath):
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
         """Update the cut that begins at `start`. It lies within the piece's parameter."""
-        buffer = record.buffer
-        assert buffer is not None
-        spans = self._cuts.spans(unit.spec, start)
+        spans = self._spans(unit.spec, start)
         tensors = {
             state.name: self._store.at(address, state.dtype, spans[state].count)
             for state, address in zip(self._states, addresses, strict=True)
             if state in spans
         }
         at = start + self._store.shards.origin(unit.spec, GRAD)
-        kept = buffer[at : at + piece.stop - piece.start]
-        self._cuts.update(unit.spec, start, piece, self._bench, kept, tensors)
+        kept = record.buffer[at : at + piece.stop - piece.start]
+        self._update_cut(unit.spec, start, piece, self._bench, kept, tensors)
 
 
 class DeviceTensorPath(CutPath, DevicePath):
@@ -174,7 +160,7 @@ class DeviceTensorPath(CutPath, DevicePath):
     ) -> None:
         work = None if slot is None else slot.work
         bench = None if work is None else Workbench(work, self._states[0].dtype)
-        self._cuts.update(unit, start, piece, bench, gradient[: piece.stop - piece.start], states)
+        self._update_cut(unit, start, piece, bench, gradient[: piece.stop - piece.start], states)
 
 
 def _none(*_: object) -> None:

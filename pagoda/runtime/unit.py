@@ -152,11 +152,6 @@ class LiveUnit:
         else:
             form.show(param, part)
 
-    def replace_param(self, slot: int, param: nn.Parameter) -> None:
-        """Replace the parameter of a slot by another one that shows the placeholder."""
-        self.params[slot] = param
-        self._kinds[slot] = type(param)
-
     def as_param(self, slot: int, part: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor in a parameter's shape, as a DTensor if the parameter is one."""
         form = self.forms[slot]

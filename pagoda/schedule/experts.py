@@ -82,7 +82,7 @@ class Chosen:
 
     def __init__(self) -> None:
         self.coming: dict[int, int] = {}
-        """unit -> its place among the coming units, starting at 1."""
+        """unit -> its place among the coming units, starting at 1. In the order of their uses."""
         self._with: dict[int, Sequence[int]] = {}
         """unit -> the units that were chosen together with it when it was last chosen, including itself."""
         self._using: int | None = None
@@ -107,10 +107,6 @@ class Chosen:
         else:
             self.coming = {}
         return False
-
-    def units(self) -> Sequence[int]:
-        """The coming units, in order."""
-        return [*self.coming]
 
 
 def _places(units: Sequence[int]) -> dict[int, int]:

@@ -168,15 +168,17 @@ class Leases:
         self._reclaiming -= 1
         self.changes = True
         if freed:
-            self._free(lease)
+            self.free(lease)
+
+    def free(self, lease: Lease) -> None:
+        """Nothing refers any more to an ended lease."""
+        self.changes = True
+        del self._owner[lease.run.start]
+        self.frames.free(lease.run)
 
     def others_read(self, unit: int, begin: bool) -> None:
         """Another rank begins or ends a read of a unit's weights in their home."""
         self._others_read[unit] += 1 if begin else -1
-
-    def let_go(self, lease: Lease) -> None:
-        """Nothing refers any more to a lease that could not be reclaimed."""
-        self._free(lease)
 
     def changed(self, unit: int) -> None:
         """A unit's weights are about to change, so its lease ends."""
@@ -388,8 +390,3 @@ class Leases:
     def _reclaim(self, lease: Lease) -> None:
         self._reclaiming += 1
         self._issue(Operation(Kind.RECLAIM, lease.unit, lease.run, lease.version, about=lease))
-
-    def _free(self, lease: Lease) -> None:
-        self.changes = True
-        del self._owner[lease.run.start]
-        self.frames.free(lease.run)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import inf
 
-from pagoda.plan.trace import Access, Cursor, NextUse, Phase, Recorder, Trace
+from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Trace
 from pagoda.schedule.experts import Chosen, ExpertHistory
 
 
@@ -20,7 +20,8 @@ class Order:
         self._units = units
         self._start = 0
         """Time of tick 0 of this cycle."""
-        self._recorder = Recorder()
+        self._accesses: list[Access] = []
+        """The accesses of this step so far. Consecutive uses of the same unit in one phase count once."""
         self._previous: Trace | None = None
         """The last step, without experts."""
         self._steadiness = ExpertHistory(routed)
@@ -61,13 +62,13 @@ class Order:
         """Compute uses a unit: time advances to this access, or stays if the access is not in the trace. `recorded`:
         the access becomes part of the next trace. Returns the units that are expected next, if this access announces
         them."""
-        if recorded:
-            self._recorder.note(access)
+        if recorded and self._accesses[-1:] != [access]:
+            self._accesses.append(access)
         announces = self._chosen.used(access.unit, backward=access.phase is Phase.BACKWARD)
         before = self._cursor.position
         if self._cursor.advance(access) is not None and self._cursor.position < before:
             self._start += self._uses.period
-        return self._chosen.units() if announces else ()
+        return [*self._chosen.coming] if announces else ()
 
     def expect(self, units: Sequence[int]) -> None:
         """A router has chosen the units that are used next, in this order."""
@@ -80,7 +81,7 @@ class Order:
         assumed. Steps without accesses do not count. Experts do not count either: `ExpertHistory` decides which of them
         are in the trace.
         """
-        recorded = self._recorder.finish()
+        recorded, self._accesses = Trace((*self._accesses, STEP)), []
         replaced = len(recorded.accesses) > 1 and self._replaces(recorded)
         now = self.now
         if replaced:

@@ -28,7 +28,7 @@ class Scheduler:
         self.order = Order(plan.trace, len(plan.units), routed)
         self.versions = Versions(plan)
         self.gradients = Gradients(plan, self._issue)
-        self.leases = Leases(plan, self.order, self.versions, self._undo, self._issue)
+        self.leases = Leases(plan, self.order, self.versions, lambda unit: self.updates.undo(unit), self._issue)
         self.updates = Updates(plan, self.order, self.versions, self.gradients, self.leases, self._issue)
         self.found: bool | None = None
         """What the latest access found: True if the weights were there, False if their update or fetch had not ended,
@@ -222,7 +222,7 @@ class Scheduler:
     def let_go(self, operation: Operation) -> None:
         """Nothing refers any more to the weights of a RECLAIM."""
         if isinstance(operation.about, Lease):
-            self.leases.let_go(operation.about)
+            self.leases.free(operation.about)
         else:
             self.updates.ask_again(operation.unit)
         self._pump()
@@ -248,10 +248,6 @@ class Scheduler:
         return self._under_way == 0
 
     # --- parts ---
-
-    def _undo(self, unit: int) -> None:
-        """A unit's weights are about to be read in their home."""
-        self.updates.undo(unit)
 
     def _moved(self, operation: Operation, failed: bool) -> None:
         """An operation that copies weights, gradients or states has ended."""

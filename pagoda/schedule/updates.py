@@ -80,7 +80,7 @@ class Updates:
         """The unit that is being read ahead, or -1."""
         self._may_read_ahead = True
         """False between a drain and compute's next access, because the program may then write states in their homes."""
-        self._early: set[int] = set()
+        self.begun_early: set[int] = set()
         """Units whose final update was queued in this step before `step()`."""
         self.times_kept = self.times_undone = 0
         """The number of speculative updates so far that were confirmed, and that were undone or called off."""
@@ -138,7 +138,7 @@ class Updates:
 
     def step_over(self) -> None:
         """The step has ended or was dropped."""
-        self._early.clear()
+        self.begun_early.clear()
 
     # --- early updates ---
 
@@ -176,7 +176,7 @@ class Updates:
         else:
             self.queue(update.records[0])
             self._gradients.take(asked.unit)
-            self._early.add(asked.unit)
+            self.begun_early.add(asked.unit)
 
     def call_off_early(self, unit: int) -> None:
         """Cancel the early update of a unit if it has not been queued."""
@@ -184,10 +184,6 @@ class Updates:
         if weights.guess is weights.asking:
             weights.guess = None
         weights.asking = None
-
-    def began_early(self, unit: int) -> bool:
-        """Whether a final update of a unit was queued in this step before `step()`."""
-        return unit in self._early
 
     def speculates(self, unit: int) -> bool:
         """Whether a speculative update of a unit is queued, under way, waiting for `step()`, or being undone."""
@@ -303,7 +299,7 @@ class Updates:
             self._calm = 0
             self._over(update)
             return
-        self._early.discard(unit)
+        self.begun_early.discard(unit)
         self._versions.of[unit].due -= steps
         self.checkpoint.refused(unit, steps, kept=update.keeps is not None)
         self._finish(update)
@@ -339,7 +335,7 @@ class Updates:
         for queue in self._queues:
             queue.clear()
         self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
-        self._early.clear()
+        self.begun_early.clear()
         self._admitted, self._pending, self._ahead = [0, 0], 0, -1
         self._turns.restored()
 
@@ -443,8 +439,12 @@ class Updates:
             return
         if False in [self._gradients.usable(record) for record in update.records]:
             return
+        steps = tuple(record.step for record in update.records)
+        newest = self._versions.of[update.unit].newest
         if update.persists:
-            self._persist(update)
+            update.state = UpdateState.RUNNING
+            self._ahead = -1  # its blocks replace those that were read ahead
+            self._issue(Operation(Kind.PERSIST, update.unit, version=newest, steps=steps, about=update))
             return
         if self.checkpoint.would_lose(update.unit):
             # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
@@ -456,21 +456,12 @@ class Updates:
         if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
-        steps = tuple(record.step for record in update.records)
-        version, undoable = self._versions.of[update.unit].newest + len(steps), update.speculative
+        version, undoable = newest + len(steps), update.speculative
         update.in_two = plan.in_two and not undoable
         operation = Operation(
             Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, update.in_two, about=update
         )
         self._issue(operation)
-
-    def _persist(self, update: Update) -> None:
-        """Run the second part of an update."""
-        update.state = UpdateState.RUNNING
-        self._ahead = -1  # its blocks replace those that were read ahead
-        steps = tuple(record.step for record in update.records)
-        version = self._versions.of[update.unit].newest
-        self._issue(Operation(Kind.PERSIST, update.unit, version=version, steps=steps, about=update))
 
     def _release(self, update: Update) -> None:
         """An update makes room for another update."""

@@ -7,18 +7,16 @@ from pagoda.plan.activations import BUFFERED
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
 from pagoda.plan.traffic import activations_at
-from pagoda.simulate.lanes import SimulatedLanes, Task, Work
-from pagoda.simulate.rates import Rates
+from pagoda.simulate.lanes import SimulatedLanes, Task
 
 
 class SimulatedActivations:
     """Moves the activations that a plan offloads. Compute makes and uses their bytes gradually during an access."""
 
-    def __init__(self, plan: Plan, lanes: SimulatedLanes, rates: Rates, wait: Callable[[Task], None]) -> None:
+    def __init__(self, plan: Plan, lanes: SimulatedLanes, wait: Callable[[Task], None]) -> None:
         """`wait` makes compute wait for a task."""
         self._at = activations_at(plan)
         self._lanes = lanes
-        self._rates = rates
         self._wait = wait
         self._returns = {tick for tick in self._at if plan.trace.accesses[tick].phase is Phase.BACKWARD}
         self._following = {tick: later for tick, later in pairwise(self._at) if {tick, later} <= self._returns}
@@ -53,5 +51,5 @@ class SimulatedActivations:
                 self._wait(self._leaving.pop(0))
 
     def _moved(self, tick: int, name: str, after: list[Task]) -> list[Task]:
-        works = (Work(lane, name, nbytes, self._rates.seconds(lane, nbytes)) for lane, nbytes in self._at[tick])
-        return [self._lanes.submit(work, after) for work in works]
+        lanes = self._lanes
+        return [lanes.submit(lanes.move(lane, name, nbytes), after) for lane, nbytes in self._at[tick]]

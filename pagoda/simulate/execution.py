@@ -100,10 +100,7 @@ class Execution:
     def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:
         """Submit an operation to the lanes. It ends with its last chain."""
         for chain in chains:
-            after: list[Task] = []
-            for work in chain:
-                after = [self._lanes.submit(work, after)]
-        (task,) = after
+            *_, task = self._lanes.in_turn(chain)
         task.then.append(partial(self._ended, operation))
         if operation.kind is Kind.FETCH:
             self._fetches[operation.unit] = task
@@ -137,9 +134,9 @@ class Execution:
         if kind is Kind.FETCH:
             return self._fetch(index)
         if kind is Kind.SPILL:
-            return [[self._move("ssd_write", f"spill {unit.name}", traffic.buffer)]]
+            return [[self._lanes.move("ssd_write", f"spill {unit.name}", traffic.buffer)]]
         if kind is Kind.RELOAD:
-            return [[self._move("ssd_read", f"gradient {unit.name}", traffic.buffer)]]
+            return [[self._lanes.move("ssd_read", f"gradient {unit.name}", traffic.buffer)]]
         if kind is not Kind.OFFLOAD:
             return []
         chain = []
@@ -149,7 +146,7 @@ class Execution:
         if sent := traffic.merged:
             chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, self._rates.merge_seconds(sent)))
         if traffic.offloaded:  # handing gradients over is part of what a parameter costs
-            chain.append(self._move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0))
+            chain.append(self._lanes.move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0))
         return [chain] if chain else []
 
     def _fetch(self, index: int) -> Sequence[Chain]:
@@ -161,13 +158,11 @@ class Execution:
         chunks = _FETCH_CHUNKS if len(lanes) > 1 else 1
         cuts = [traffic.fetched * chunk // chunks for chunk in range(chunks + 1)] if traffic.fetched else []
         chains = [
-            [self._move(lane, f"fetch {unit.name}", end - begin) for lane in lanes] for begin, end in pairwise(cuts)
+            [self._lanes.move(lane, f"fetch {unit.name}", stop - start) for lane in lanes]
+            for start, stop in pairwise(cuts)
         ]
         if sent := traffic.gathered:
             seconds = self._rates.ring_seconds(sent, self._plan.layout.group(unit))
             chains = chains or [[]]
             chains[-1].append(Work(COLLECTIVE, f"gather {unit.name}", sent, seconds))
         return chains
-
-    def _move(self, lane: str, name: str, nbytes: int, pieces: int = 1) -> Work:
-        return Work(lane, name, nbytes, self._rates.seconds(lane, nbytes), pieces)

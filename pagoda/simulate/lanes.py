@@ -1,7 +1,7 @@
 """The simulator's clock: work on lanes, and the speed of each lane while others work."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
@@ -52,7 +52,7 @@ class SimulatedLanes:
         self.now = 0.0
         self.ended: list[Task] = []
         """Tasks in the order of their ends."""
-        self._handover_s = rates.task_switch_s
+        self._rates = rates
         self._shared = cache(rates.shared)
         self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES, COLLECTIVE)}
         self._active: dict[str, Task] = {}
@@ -63,7 +63,7 @@ class SimulatedLanes:
         """Submit work that takes `times` times its seconds."""
         seconds = work.seconds * times
         if work.lane == COMPUTE:
-            seconds += self._handed_over * self._handover_s
+            seconds += self._handed_over * self._rates.task_switch_s
             self._handed_over = 0
         else:
             self._handed_over += work.pieces
@@ -75,6 +75,18 @@ class SimulatedLanes:
         if not task.waiting:
             self._ready[work.lane].append(task)
         return task
+
+    def in_turn(self, works: Sequence[Work], after: Sequence[Task] = ()) -> list[Task]:
+        """Submit work, one piece after another, behind `after`. Returns the tasks."""
+        tasks: list[Task] = []
+        for work in works:
+            tasks.append(self.submit(work, after))
+            after = tasks[-1:]
+        return tasks
+
+    def move(self, lane: str, name: str, nbytes: int, pieces: int = 1) -> Work:
+        """The work of a lane that moves bytes."""
+        return Work(lane, name, nbytes, self._rates.seconds(lane, nbytes), pieces)
 
     def when_ended(self, task: Task, then: Callable[[], None]) -> None:
         """Call `then` once a task has ended, or now if it has."""

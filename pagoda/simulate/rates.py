@@ -41,6 +41,7 @@ class Rates:
         self._device_params_per_s = (
             self._params_per_s if hardware.device is None else hardware.device.update_params_per_s.value
         )
+        both = {}
         if link is None:
             self._bytes_per_s = {
                 H2D: _known(cpu.copy_bytes_per_s, hardware, "copies to an arena"),
@@ -51,8 +52,6 @@ class Rates:
                 H2D: link.h2d_bytes_per_s.value / link.gpus,
                 D2H: link.d2h_bytes_per_s.value / link.gpus,
             }
-        both = {}
-        if link is not None:
             both[H2D, D2H] = link.both_bytes_per_s.value / link.gpus
         if ssd is not None:
             self._bytes_per_s[READ] = ssd.read_bytes_per_s.value / ranks

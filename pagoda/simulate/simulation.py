@@ -99,7 +99,7 @@ class Simulation:
         units = [replace(unit, routed=False) if unit.routed else unit for unit in scheduled.units]
         self._scheduler = Scheduler(replace(scheduled, units=units))
         self._execution = Execution(plan, self._scheduler, self._lanes, rates)
-        self._activations = SimulatedActivations(plan, self._lanes, rates, self._wait_for)
+        self._activations = SimulatedActivations(plan, self._lanes, self._wait_for)
         self._exchanges = exchanges_at(plan)
         self._gradients: dict[int, list[Gradient]] = {}
         for gradient in gradients_of(plan.trace, frozenset(u.index for u in plan.units if u.trainable_numel)):

@@ -126,23 +126,15 @@ class SimulatedUpdates:
             read = feeding.ahead[at] if at < len(feeding.ahead) else self._read(chunk)
             if read is None:
                 return False
-            after = [self._in_turn(chunk.come[1:], read)]
+            after = [read, *self._lanes.in_turn(chunk.come[1:], [read])][-1:]
         computed = self._lanes.submit(chunk.update, after, feeding.times)
-        back = [computed]
-        for work in chunk.back:
-            back.append(self._lanes.submit(work, [back[-1]]))
+        back = [computed, *self._lanes.in_turn(chunk.back, [computed])]
         feeding.fed += 1
         if feeding.fed == len(feeding.chunks):
             self._last_is_fed(feeding.operation, back)
         if chunk.come:
             back[-1].then.append(self._slot_is_free)
         return True
-
-    def _in_turn(self, works: Sequence[Work], task: Task) -> Task:
-        """Submit work, one after another, behind a task. Returns the last task."""
-        for work in works:
-            task = self._lanes.submit(work, [task])
-        return task
 
     def _last_is_fed(self, operation: Operation, tasks: Sequence[Task]) -> None:
         """Report how an update proceeds. Its last chunk is the last one in every lane: the first of `tasks` computes
@@ -164,22 +156,16 @@ class SimulatedUpdates:
     def share(self, unit: int, after: Sequence[Task]) -> Task:
         """Simulate the exchange of updated slices between ranks. On the way from SSD and back, units take turns in a
         buffer for one."""
-        spec, traffic = self._plan.units[unit], self._traffic[unit]
+        spec, traffic, lanes = self._plan.units[unit], self._traffic[unit], self._lanes
         sent, read, write = traffic.published, traffic.sent_from_ssd, traffic.kept_on_ssd
         name, seconds = f"share {spec.name}", self._rates.ring_seconds(sent, self._plan.layout.group(spec))
         if read or write:
-            after = [self._submit_move("ssd_read", name, read, [*after, *self._sharing])]
-        task = self._lanes.submit(Work(COLLECTIVE, name, sent, seconds), after)
+            after = [lanes.submit(lanes.move("ssd_read", name, read), [*after, *self._sharing])]
+        task = lanes.submit(Work(COLLECTIVE, name, sent, seconds), after)
         if write:
-            task = self._submit_move("ssd_write", name, write, [task])
+            task = lanes.submit(lanes.move("ssd_write", name, write), [task])
             self._sharing = [task]
         return task
-
-    def _submit_move(self, lane: str, name: str, nbytes: int, after: Sequence[Task]) -> Task:
-        return self._lanes.submit(self._move(lane, name, nbytes), after)
-
-    def _move(self, lane: str, name: str, nbytes: int, pieces: int = 1) -> Work:
-        return Work(lane, name, nbytes, self._rates.seconds(lane, nbytes), pieces)
 
     def _read(self, chunk: _Chunk) -> Task | None:
         """Start to bring the states of a chunk, if they move and there is a slot."""
@@ -216,7 +202,7 @@ class SimulatedUpdates:
             blocks, seconds = ceil((stop - start) / self._block), rate(stop - start)
             come, back = (
                 [
-                    self._move(lane, f"{verb} {name}", _part(nbytes, start, stop, total), states * blocks)
+                    self._lanes.move(lane, f"{verb} {name}", _part(nbytes, start, stop, total), states * blocks)
                     for lane, nbytes, states in moves
                     if nbytes
                 ]

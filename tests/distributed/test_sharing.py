@@ -18,8 +18,8 @@ from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.runtime.device import Device
+from pagoda.runtime.gathering import SharedWeights
 from pagoda.runtime.lanes import Lane
-from pagoda.runtime.sharing import SharedWeights
 from pagoda.runtime.store import Store
 
 PAGE = 4096

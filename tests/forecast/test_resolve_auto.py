@@ -93,7 +93,7 @@ def test_offloading_is_in_the_plan_and_costs_what_a_link_costs() -> None:
     saved = sum(nbytes for lane, nbytes in moves if lane == "d2h")
     assert saved == pytest.approx(offload.activations.offloaded, rel=0.01)
     buffers = offload.plan.placement.pages("host", ACTIVATIONS) * offload.plan.page_bytes
-    assert offload.bytes["host"][ACTIVATIONS] == saved + buffers
+    assert offload.plan.bytes["host"][ACTIVATIONS] == saved + buffers
     assert offload.timeline.step_s > keep.timeline.step_s
     assert offload.activations.total < keep.activations.total
 
@@ -146,14 +146,14 @@ def test_tiles_make_units_smaller() -> None:
     ],
 )
 def test_what_decides_states_is_in_the_account(given: dict[str, Any], line: str, factor: float | None) -> None:
-    usual = made(Machine(SMALL, here=False))
-    other = made(Machine(SMALL, here=False), **given)
-    states = {state for lines in other.bytes.values() for state in lines}
+    usual = made(Machine(SMALL, here=False)).plan.bytes
+    other = made(Machine(SMALL, here=False), **given).plan.bytes
+    states = {state for lines in other.values() for state in lines}
     if factor is None:
         assert not states & {"exp_avg", "exp_avg_sq"}
     else:
-        found = sum(n for state, n in other.bytes["host"].items() if state.startswith(line) and "scale" not in state)
-        before = sum(n for state, n in usual.bytes["host"].items() if state.startswith(line))
+        found = sum(n for state, n in other["host"].items() if state.startswith(line) and "scale" not in state)
+        before = sum(n for state, n in usual["host"].items() if state.startswith(line))
         assert found == pytest.approx(factor * before, rel=0.1)
 
 

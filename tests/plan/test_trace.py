@@ -6,7 +6,7 @@ from math import inf
 import pytest
 from hypothesis import given, strategies as st
 
-from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Recorder, Trace, gradients_of
+from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Trace, gradients_of
 
 from .strategies import traces
 
@@ -20,15 +20,6 @@ accesses = st.builds(Access, st.integers(0, UNITS - 1), st.sampled_from([Phase.F
 def test_a_trace_without_exactly_one_step_at_its_end_is_refused(wrong: tuple[Access, ...]) -> None:
     with pytest.raises(ValueError, match="one STEP, at its end"):
         Trace(wrong)
-
-
-@given(st.lists(st.lists(accesses, max_size=20), min_size=1, max_size=3))
-def test_a_recorder_writes_each_step_down_with_repeats_in_a_row_counted_once(steps: list[list[Access]]) -> None:
-    recorder = Recorder()
-    for step in steps:
-        for access in step:
-            recorder.note(access)
-        assert recorder.finish() == Trace((*(access for access, _ in groupby(step)), STEP))
 
 
 @given(traces(UNITS), st.lists(accesses | st.just(STEP), max_size=30))

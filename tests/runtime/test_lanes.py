@@ -17,8 +17,8 @@ import pagoda
 from pagoda.plan import layout
 from pagoda.runtime.device import PAST
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.store import Store
 
 SOON_S = 30
 """What must happen does so long before; a lane that hangs fails the test instead of stopping it."""
@@ -173,7 +173,7 @@ def test_a_lane_keeps_nothing_of_the_work_it_has_done(lane: Lane) -> None:
 def test_an_engine_closes_while_fetches_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a step starts the fetches of the next, which never comes."""
     monkeypatch.setattr(layout, "FETCH_PIECE_BYTES", 4096)
-    load = Fetcher._load
+    load = Store.load
 
     def slow(*args: Any) -> None:
         time.sleep(0.01)
@@ -187,7 +187,7 @@ def test_an_engine_closes_while_fetches_are_on_their_way(tmp_path: Path, monkeyp
         model, pagoda.AdamW(), memory=pagoda.Memory(host=refused.value.needed_bytes, **settings)
     )
     model(torch.ones(2, 256, dtype=torch.bfloat16)).float().sum().backward()
-    monkeypatch.setattr(Fetcher, "_load", slow)
+    monkeypatch.setattr(Store, "load", slow)
     optimizer.step()
     thread = threading.Thread(target=optimizer.close, daemon=True)
     thread.start()

@@ -351,7 +351,7 @@ class Memory:
         require(self.plan.max_staleness is None and not self.at_rest, "READ_AHEAD while nothing should be")
         require(self.plan.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
         require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")
-        begun = self.scheduler.updates.began_early(unit) and self.steps not in truth.applied
+        begun = unit in self.scheduler.updates.begun_early and self.steps not in truth.applied
         require(truth.asked <= home.newest and not begun, f"READ_AHEAD of unit {unit}, whose update is queued")
         require(not self.scheduler.updates.speculates(unit), f"READ_AHEAD of unit {unit}, whose update may be undone")
         self.ahead[self.plan.units[unit].updater] = unit, home.states, home.edition

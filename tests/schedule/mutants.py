@@ -46,8 +46,8 @@ class Mutant:
 _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     leases: {
         "frames that something refers to are free": (
-            "        if freed:\n            self._free(lease)",
-            "        self._free(lease)",
+            "        if freed:\n            self.free(lease)",
+            "        self.free(lease)",
         ),
         "frames are free before they are filled": (
             "        if lease.filled or self._plan.ranks_fetch_alike:\n            self._reclaim(lease)",
@@ -200,7 +200,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if not free or self._leases.uses(asked.unit):",
             "if self._leases.uses(asked.unit):",
         ),
-        "what is due early is not said": ("            self._early.add(asked.unit)\n", ""),
+        "what is due early is not said": ("            self.begun_early.add(asked.unit)\n", ""),
         "an update begins before its gradients have arrived": (
             "        if not all(record.arrived for record in update.records):\n            return True\n",
             "",
@@ -273,9 +273,9 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
         "a second part does not come": ("if update.in_two and not update.persists:", "if False:"),
         "a second part comes twice": (
-            "        self._issue(Operation(Kind.PERSIST, ",
-            "        self._issue(Operation(Kind.PERSIST, update.unit, version=version, steps=steps, about=update))\n"
-            "        self._issue(Operation(Kind.PERSIST, ",
+            "            self._issue(Operation(Kind.PERSIST, ",
+            "            self._issue(Operation(Kind.PERSIST, update.unit, version=newest, steps=steps, about=update))\n"
+            "            self._issue(Operation(Kind.PERSIST, ",
         ),
         "the gradient of a second part is given up": (
             "            update.persists, update.state = True, UpdateState.QUEUED\n",
@@ -287,8 +287,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if self._must_wait(update):",
         ),
         "a second part does the first again": (
-            "        if update.persists:\n            self._persist(update)\n            return\n",
-            "",
+            "        if update.persists:\n            update.state = UpdateState.RUNNING",
+            "        if False:\n            update.state = UpdateState.RUNNING",
         ),
         "a guess has two parts": (
             "update.in_two = plan.in_two and not undoable",
@@ -379,8 +379,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     order: {
         "an evaluation is expected of every step": (
-            "        if recorded:\n            self._recorder",
-            "        if True:\n            self._recorder",
+            "        if recorded and self._accesses",
+            "        if self._accesses",
         ),
         "steps that have become others are not followed": (
             "        if replaced:\n            self._follow",

@@ -1,7 +1,12 @@
 """Which gradient makes room and which update comes next, where several could."""
 
+from itertools import groupby
+
+from hypothesis import given, strategies as st
+
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.order import Order
 from pagoda.schedule.scheduler import Scheduler
 
 from .at_once import end, end_all, units_of
@@ -99,3 +104,19 @@ def test_an_update_whose_gradient_has_not_arrived_does_not_hold_up_others() -> N
     assert units_of(Kind.UPDATE, make(of, 3)) == [3]
     of.ended(offload)
     assert units_of(Kind.UPDATE, of.take()) == [4]
+
+
+# --- the trace ---------------------------------------------------------------------------------------------
+
+accesses = st.builds(Access, st.sampled_from(UNITS), st.sampled_from([Phase.FORWARD, Phase.BACKWARD]))
+
+
+@given(st.lists(st.lists(accesses, min_size=1, max_size=20), min_size=1, max_size=3))
+def test_a_step_that_comes_twice_is_the_trace_with_repeats_in_a_row_counted_once(steps: list[list[Access]]) -> None:
+    order = Order(Trace((STEP,)), len(UNITS), frozenset())
+    for each in steps:
+        for _ in range(2):
+            for access in each:
+                order.access(access, recorded=True)
+            order.end_step()
+        assert order.trace.accesses == (*(access for access, _ in groupby(each)), STEP)

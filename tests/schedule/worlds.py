@@ -76,7 +76,7 @@ class World(Compute):
 
     def begun(self) -> list[int]:
         """Units whose updates stand, whatever becomes of the step."""
-        begun = [unit for unit in range(len(self.truths)) if self.scheduler.updates.began_early(unit)]
+        begun = sorted(self.scheduler.updates.begun_early)
         for unit in begun:
             early = self.plan.during_backward and self.steps in self.truths[unit].passes
             require(early, f"an update of unit {unit} stands, though nobody has asked for it")

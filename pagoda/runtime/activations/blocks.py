@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pagoda.errors import UsageError
+from pagoda.runtime.reads import join
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -50,7 +51,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
         kinds = Counter(type(child) for _, child in children)
         repeats = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         for short, child in children:
-            child_name = f"{name}.{short}" if name else short
+            child_name = join(name, short)
             if child in seen:
                 continue
             has_parts = any(True for _ in child.children())

@@ -81,11 +81,11 @@ class GraphMemory:
         self._places = open_places(store, device, directories, self._page_bytes, poison) if options.may_offload else []
         self._fixed = None if options.activations == "auto" else Policy(options.activations)
         self._saved = SavedStorages()
-        self._offloader = Offloader(
+        self.offloader = Offloader(
             self._places, self._page_bytes, self._fixed is not None, lanes, device, self._saved, stalled
         )
         partitioner = None if group is None else Partitioner(group)
-        self.packing = Packing(leases, accesses, self._saved, self._offloader, partitioner, self._note)
+        self.packing = Packing(leases, accesses, self._saved, self.offloader, partitioner, self._note)
         self._rates: dict[str, tuple[float, float]] | None = None
         """Rates of each place, once they are measured."""
         self._plans: dict[Bucket, ActivationPlan] = {}
@@ -168,12 +168,8 @@ class GraphMemory:
         self._trace = self._new_trace()
         kept = self._saved.peak_bytes
         self._saved.start_step()
-        self._offloader.settle()
+        self.offloader.settle()
         return self._taken(kept)
-
-    def close(self) -> None:
-        """Free all memory. Lanes must have ended."""
-        self._offloader.close()
 
     def _taken(self, kept: int) -> ActivationBytes:
         return ActivationBytes(kept, self.peak_bytes.get(HOST, 0), self.peak_bytes.get(SSD, 0))
@@ -191,7 +187,6 @@ class GraphMemory:
             self._refusals.clear()
 
     def _next_policy(self) -> Policy:
-        """The policy of the forward's next block."""
         if self._fixed is not None:
             return self._fixed
         plan, index = self._plans.get(self._bucket), len(self._trace.blocks)

@@ -133,7 +133,7 @@ class Offloader:
         self._window = BUFFERED * max((offloaded.nbytes for _, offloaded in live), default=0)
 
     def close(self) -> None:
-        """Forget all transfers. Lanes have ended, so what they did not bring back is lost."""
+        """Free all memory and forget all transfers. Lanes have ended, so what they did not bring back is lost."""
         self._closed = True
         for place in self.places:
             place.scratch.close()
