@@ -13,7 +13,7 @@ import torch
 import zoo
 from pairwise import each_once
 from torch import nn
-from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, Recipe, run, squeeze, usual_loop
+from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, Recipe, run, squeeze
 
 import pagoda
 from pagoda.construction.construct import describe
@@ -30,14 +30,13 @@ from .test_device import memory as on_device
 
 SOON_S = 30
 STEPS = 6
-PASSING, HOME, BOTH = "passing", "home", "both"
-"""States of units pass a device that updates them; or units live there; or some states do, and others pass."""
-ON_DEVICE = {PASSING: (0.5, 0.0), HOME: (0.0, 0.8), BOTH: (1.0, 0.4)}
+BOTH = "both"
+"""Units live on a device, or their states pass it."""
 
 
 def memory_of(recipe: Recipe, placement: str, directory: Path, max_staleness: int) -> pagoda.Memory:
-    if placement in ON_DEVICE:
-        return on_device(recipe, *ON_DEVICE[placement])
+    if placement == BOTH:
+        return on_device(recipe, 1.0, homes=0.4)
     return squeeze(recipe.build(), placement, directory, max_staleness=max_staleness)
 
 
@@ -111,7 +110,7 @@ def versions_read(steps: int, bound: int, unit: int) -> list[int]:
 
 
 @each_once(
-    placement=[HOST_WEIGHTS, ALL_ON_SSD, ARENA, *ON_DEVICE],
+    placement=[HOST_WEIGHTS, ALL_ON_SSD, BOTH],
     checkpointing=[False, True],
     bound=[1, 2, 3],
 )
@@ -135,8 +134,7 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
     for path in (feeder.path for feeder in engine_of(model)._executor.feeders):
         monkeypatch.setattr(path, "_kernel", slow(path._kernel))  # type: ignore[attr-defined]
     planned = pagoda.plan_of(model).placement
-    assert bool(planned.passing) == (placement in (PASSING, BOTH))
-    assert bool(planned.units_with("device", [WEIGHT])) == (placement in (HOME, BOTH))
+    assert bool(planned.passing) == bool(planned.units_with("device", [WEIGHT])) == (placement == BOTH)
     mine = Outcome()
     generator = seeded()
     for _ in range(STEPS):
@@ -208,10 +206,9 @@ def test_forward_and_backward_of_a_step_see_the_same_weights_though_newer_ones_a
     assert norm_of_second_step(newer_before_backward=True) == norm_of_second_step(newer_before_backward=False)
 
 
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ARENA])
-def test_evaluation_between_steps_sees_every_step(placement: str, tmp_path: Path, wrap: Wrap) -> None:
+def test_evaluation_between_steps_sees_every_step(tmp_path: Path, wrap: Wrap) -> None:
     recipe = Recipe("plain")
-    model, optimizer = wrap(recipe.build(), memory_of(recipe, placement, tmp_path, 2), update=lagging(2))
+    model, optimizer = wrap(recipe.build(), memory_of(recipe, ARENA, tmp_path, 2), update=lagging(2))
     generator = seeded()
     steps(model, optimizer, generator, 3)
     with torch.no_grad():
@@ -236,7 +233,7 @@ def test_a_graph_older_than_the_published_weights_is_refused(wrap: Wrap) -> None
 # --- nothing is lost ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, BOTH])
+@pytest.mark.parametrize("placement", [ALL_ON_SSD, BOTH])
 def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_that(
     placement: str, tmp_path: Path, wrap: Wrap
 ) -> None:
@@ -327,20 +324,6 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
     assert tight.peak_bytes["host"] <= needed
     assert tight.bytes["ssd"][WEIGHT_BACK] == tight.bytes["ssd"][WEIGHT]
     assert tight.bytes["host"][GRAD] + tight.bytes["host"][GRAD_QUEUE] == 4 * host[GRAD]
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [pagoda.Muon(lr=1e-2), pytest.param(pagoda.Adafactor(lr=1e-2), marks=pytest.mark.slow)],
-    ids=["muon", "adafactor"],
-)
-def test_parameters_that_are_taken_whole_are_updated_late_on_the_device_as_on_the_cpu(rule: Any) -> None:
-    recipe = Recipe("plain", rule=rule, steps=4)
-
-    def outcome(memory: pagoda.Memory) -> Outcome:
-        return run(recipe.build(), memory, usual_loop(recipe), rule=rule, clip_grad_norm=0.5, update=lagging(2))
-
-    outcome(on_device(recipe, *ON_DEVICE[BOTH])).assert_same_bits(outcome(RESIDENT))
 
 
 def test_the_device_holds_what_a_unit_that_lives_there_takes() -> None:

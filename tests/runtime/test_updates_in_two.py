@@ -19,6 +19,7 @@ from pagoda.plan.ops import SSD
 
 CLIP = 0.05
 """Every step is clipped."""
+RECIPE = Recipe("llama", clip=CLIP)
 
 
 def memory_of(recipe: Recipe, directory: Path, **split: float) -> pagoda.Memory:
@@ -35,27 +36,18 @@ def in_two(recipe: Recipe, directory: Path, loop: Any = None, **split: float) ->
     return outcome
 
 
-@pytest.mark.parametrize(
-    ("recipe", "weights"),
-    [
-        (Recipe("llama", clip=CLIP, layers=4), 0.0),
-        pytest.param(Recipe("llama", clip=CLIP, layers=4, precision="fp32"), 1.0, marks=pytest.mark.slow),
-        (Recipe("llama", clip=CLIP, layers=4, moments="bf16", accumulation=2), 0.0),
-        (Recipe("llama", clip=CLIP, layers=4, rule=pagoda.Lion(lr=1e-3, weight_decay=0.1)), 1.0),
-        (Recipe("llama", clip=CLIP, layers=4, announced=True, frozen=True), 0.0),
-    ],
-    ids=["adamw on SSD", "fp32", "bf16 moments on SSD", "lion", "frozen on SSD"],
-)
-def test_same_bits(recipe: Recipe, weights: float, tmp_path: Path) -> None:
-    outcome = in_two(recipe, tmp_path, weight_share=weights)
+@pytest.mark.parametrize("settings", [{"moments": "bf16", "accumulation": 2}, {"announced": True, "frozen": True}])
+def test_weights_on_ssd_have_the_bits_of_those_in_ram(settings: dict[str, Any], tmp_path: Path) -> None:
+    """tests/test_matrix.py has them in RAM."""
+    recipe = replace(RECIPE, **settings)
+    outcome = in_two(recipe, tmp_path, weight_share=0.0)
     assert outcome.plan is not None
-    on_ssd = outcome.plan.placement.units_with(SSD, (WEIGHT,))
-    assert bool(on_ssd) == (weights == 0)
+    assert outcome.plan.placement.units_with(SSD, (WEIGHT,))
     outcome.assert_same_bits(train(recipe, RESIDENT))
 
 
 def test_moments_are_read_twice_and_everything_is_written_once(tmp_path: Path) -> None:
-    recipe = Recipe("llama", clip=CLIP, layers=4, steps=4)
+    recipe = replace(RECIPE, steps=4)
 
     def drained(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -82,11 +74,9 @@ def test_moments_are_read_twice_and_everything_is_written_once(tmp_path: Path) -
 
 @pytest.mark.parametrize("after", ["step", "forward"])
 def test_a_checkpoint_between_the_parts_has_the_state_after_the_step(tmp_path: Path, after: str) -> None:
-    recipe = Recipe("llama", clip=CLIP, layers=4)
-
     def saved(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         generator = torch.Generator().manual_seed(1)
-        for step in range(recipe.steps):
+        for step in range(RECIPE.steps):
             loss = loss_of(model(**batch("llama", generator)))
             if step == 3 and after == "forward":
                 optimizer.save_checkpoint(tmp_path / "saved")
@@ -99,7 +89,7 @@ def test_a_checkpoint_between_the_parts_has_the_state_after_the_step(tmp_path: P
     def resumed(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         optimizer.load_checkpoint(tmp_path / "saved")
         generator = torch.Generator().manual_seed(1)
-        for step in range(recipe.steps):
+        for step in range(RECIPE.steps):
             ids = batch("llama", generator)
             if step >= 3:
                 loss = loss_of(model(**ids))
@@ -107,15 +97,15 @@ def test_a_checkpoint_between_the_parts_has_the_state_after_the_step(tmp_path: P
                 outcome.losses.append(loss.item())
                 take_step(optimizer, outcome)
 
-    usual = train(recipe, RESIDENT)
-    in_two(recipe, tmp_path, saved).assert_same_bits(usual)
-    second = in_two(recipe, tmp_path, resumed)
+    usual = train(RECIPE, RESIDENT)
+    in_two(RECIPE, tmp_path, saved).assert_same_bits(usual)
+    second = in_two(RECIPE, tmp_path, resumed)
     second.losses, second.norms = usual.losses[:3] + second.losses, usual.norms[:3] + second.norms
     second.assert_same_bits(usual)
 
 
 def test_speculative_updates_stay_whole_and_those_that_are_clipped_have_two_parts(tmp_path: Path) -> None:
-    recipe = Recipe("llama", clip=0.5, layers=4, announced=True, steps=8)
+    recipe = replace(RECIPE, clip=0.5, announced=True, steps=8)
     memory = memory_of(recipe, tmp_path, two_part_share=1.0)
     assert isinstance(memory.host, int)
     outcome = train(recipe, replace(memory, host=memory.host + (256 << 10)))
@@ -129,8 +119,6 @@ def test_speculative_updates_stay_whole_and_those_that_are_clipped_have_two_part
 def test_a_second_part_that_fails_is_said_until_every_state_is_replaced(
     tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = Recipe("llama", clip=CLIP, layers=4)
-
     def failing(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         optimizer.save_checkpoint(tmp_path / "saved")
         loss_of(model(**batch("llama", torch.Generator().manual_seed(3)))).backward()
@@ -153,16 +141,16 @@ def test_a_second_part_that_fails_is_said_until_every_state_is_replaced(
         with pytest.raises(StorageError, match="damaged"):
             loss_of(model(**batch("llama", torch.Generator().manual_seed(3))))
         optimizer.load_checkpoint(tmp_path / "saved")
-        usual_loop(recipe)(model, optimizer, outcome)
+        usual_loop(RECIPE)(model, optimizer, outcome)
 
-    in_two(recipe, tmp_path, failing).assert_same_bits(train(recipe, RESIDENT))
+    in_two(RECIPE, tmp_path, failing).assert_same_bits(train(RECIPE, RESIDENT))
 
 
 @pytest.mark.parametrize(
     "rule", [pagoda.SGD(lr=1e-2, momentum=0.9), pagoda.AdamW(moments="8bit")], ids=["needs weights", "scales in RAM"]
 )
 def test_rules_whose_moments_cannot_be_computed_apart_are_updated_whole(rule: Rule, tmp_path: Path) -> None:
-    recipe = Recipe("llama", clip=CLIP, layers=4, rule=rule)
+    recipe = replace(RECIPE, rule=rule, steps=1)
     outcome = train(recipe, memory_of(recipe, tmp_path, two_part_share=1.0))
     assert outcome.plan is not None
     assert not outcome.plan.placement.in_two
