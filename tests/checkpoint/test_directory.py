@@ -138,24 +138,18 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     assert synced == [*((str(path), False) for path in (*in_parents, *before[1:])), (str(runs / "first"), True)]
 
 
-def test_a_full_disk_is_a_storage_error_that_names_the_checkpoint(tmp_path: Path) -> None:
-    target = tmp_path / "step-1"
-    with (
-        pytest.raises(StorageError, match=r"step-1 could not be written.*No space left.*Free space"),
-        committed(target),
-    ):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_of_another_disk_is_not_taken_for_one_of_the_checkpoint(tmp_path: Path) -> None:
+def test_a_disk_that_fails_is_a_storage_error_that_names_the_checkpoint_unless_it_is_another_disk(
+    tmp_path: Path,
+) -> None:
     """Reading the states to save may fail, too."""
-    with pytest.raises(StorageError, match=r"^Reading /ssd/pages failed\.$"), committed(tmp_path / "step-1"):
-        raise StorageError("Reading /ssd/pages failed.")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for error, message in (
+        (full, r"step-1 could not be written.*No space left.*Free space"),
+        (StorageError("Reading /ssd/pages failed."), r"^Reading /ssd/pages failed\.$"),
+    ):
+        with pytest.raises(StorageError, match=message), committed(tmp_path / "step-1"):
+            raise error
+        assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"step-1 could not be written"), committed(tmp_path / "file" / "step-1"):
         pytest.fail("there is nothing to fill")

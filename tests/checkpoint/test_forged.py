@@ -72,10 +72,10 @@ def said(checkpoint: Path) -> dict[str, Any]:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value in a manifest; of long lists only to the first ones."""
+    """The way to every value in a manifest; of lists only to the first one."""
     if path:
         yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     for key, item in inner:
         yield from places(item, (*path, key))
 
@@ -89,15 +89,15 @@ def forged(content: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[s
     return content
 
 
-@pytest.mark.parametrize("each", [27, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [len(FORGED), pytest.param(1, marks=pytest.mark.slow)])
 def test_a_checkpoint_with_any_field_forged_is_read_or_refused(each: int, saved: Path, tmp_path: Path) -> None:
-    """Some of the values at each place, others at the next one; all of them in the nightly run."""
+    """One of the values at each place, another at the next one; all of them in the nightly run."""
     content, tried, refused = said(saved), 0, 0
     assert "paged" in content
     _, optimizer = wrapped(make_directory(tmp_path / "ssd"))
     try:
         for number, path in enumerate(places(content)):
-            for value in FORGED[number % min(each, len(FORGED)) :: each]:
+            for value in FORGED[number % each :: each]:
                 case = tmp_path / "case"
                 shutil.copytree(saved, case)
                 write_manifest(case, forged(content, path, value))
@@ -111,7 +111,7 @@ def test_a_checkpoint_with_any_field_forged_is_read_or_refused(each: int, saved:
         optimizer.load_checkpoint(saved)
     finally:
         optimizer.close()
-    assert tried > 1500 // each
+    assert tried > 800 // each
     assert refused > tried // 2
 
 

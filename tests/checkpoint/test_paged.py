@@ -15,7 +15,13 @@ from pagoda.checkpoint.state import ParameterState
 from pagoda.cli.main import main
 from pagoda.memory.ssd.tier import SSDTier
 
-from .test_resume import HALF, LLAMA, PLACES, Run, on_ssd, uninterrupted
+from .test_resume import HALF, LLAMA, Run, on_ssd, other_pages, uninterrupted
+
+
+@pytest.fixture
+def ssd(tmp_path: Path) -> Path:
+    (tmp_path / "ssd").mkdir()
+    return tmp_path / "ssd"
 
 
 def saved(directory: Path, ssd: Path) -> pagoda.Memory:
@@ -28,21 +34,16 @@ def saved(directory: Path, ssd: Path) -> pagoda.Memory:
     return memory
 
 
-def test_state_on_ssd_is_kept_and_not_copied(tmp_path: Path) -> None:
-    (tmp_path / "ssd").mkdir()
-    saved(tmp_path / "step", tmp_path / "ssd")
+def test_pages_are_not_copied_and_are_loaded_into_another_geometry_or_adopted_without_being_read(
+    ssd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = saved(tmp_path / "step", ssd)
     assert PAGED in read_manifest(tmp_path / "step")
     for file in (tmp_path / "step").glob("*.safetensors"):
         assert file.stat().st_size <= 4096, "headers only"
-    with Checkpoint(tmp_path / "step") as checkpoint:
-        assert checkpoint.specs("weight").keys() == checkpoint.specs("exp_avg").keys()
-
-
-def test_a_run_of_the_same_geometry_adopts_pages_without_reading_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "ssd").mkdir()
-    memory = saved(tmp_path / "step", tmp_path / "ssd")
+    (tmp_path / "other").mkdir()
+    resumed = Run(LLAMA, other_pages(LLAMA, tmp_path / "other"), seed=1).load(tmp_path / "step")
+    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 
     def never(*_: object) -> None:
         pytest.fail("a state was copied")
@@ -52,18 +53,8 @@ def test_a_run_of_the_same_geometry_adopts_pages_without_reading_them(
     resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 
 
-@pytest.mark.parametrize("place", ["resident", "other_pages"])
-def test_pages_are_loaded_into_any_geometry_and_directory(place: str, tmp_path: Path) -> None:
-    (tmp_path / "ssd").mkdir()
-    (tmp_path / "other").mkdir()
-    saved(tmp_path / "step", tmp_path / "ssd")
-    resumed = Run(LLAMA, PLACES[place](LLAMA, tmp_path / "other"), seed=1).load(tmp_path / "step")
-    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
-
-
-def test_checkpoints_beyond_those_that_have_room_are_copied(tmp_path: Path) -> None:
-    (tmp_path / "ssd").mkdir()
-    run = Run(LLAMA, on_ssd(LLAMA, tmp_path / "ssd"))
+def test_checkpoints_beyond_those_that_have_room_are_copied(ssd: Path, tmp_path: Path) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, ssd))
     for step in range(2 * HALF):
         run.train(step, step + 1)
         run.save(tmp_path / f"step-{step}")
@@ -71,9 +62,8 @@ def test_checkpoints_beyond_those_that_have_room_are_copied(tmp_path: Path) -> N
     assert [PAGED in read_manifest(tmp_path / f"step-{step}") for step in range(3)] == [True, False, False]
 
 
-def test_a_replaced_checkpoint_goes_once_the_new_one_is_complete(tmp_path: Path) -> None:
-    (tmp_path / "ssd").mkdir()
-    run = Run(LLAMA, on_ssd(LLAMA, tmp_path / "ssd"))
+def test_a_replaced_checkpoint_goes_once_the_new_one_is_complete(ssd: Path, tmp_path: Path) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, ssd))
     for step in range(2 * HALF):
         run.train(step, step + 1)
         old = [tmp_path / f"step-{step - 1}"] if step else []
@@ -85,9 +75,8 @@ def test_a_replaced_checkpoint_goes_once_the_new_one_is_complete(tmp_path: Path)
     run.finish().assert_continues_as(uninterrupted(LLAMA))
 
 
-def test_a_failed_checkpoint_keeps_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ssd").mkdir()
-    run = Run(LLAMA, on_ssd(LLAMA, tmp_path / "ssd")).train(0, 1)
+def test_a_failed_checkpoint_keeps_no_pages(ssd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, ssd)).train(0, 1)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -108,21 +97,13 @@ def test_a_failed_checkpoint_keeps_no_pages(tmp_path: Path, monkeypatch: pytest.
 # --- damage: a clear error, and the checkpoint before is whole ------------------------------------------------
 
 
-def two_checkpoints(tmp_path: Path) -> tuple[Path, Path]:
+def two_checkpoints(ssd: Path, tmp_path: Path) -> tuple[Path, Path]:
     """One with all state in RAM, and a later one whose state is on SSD."""
-    (tmp_path / "ssd").mkdir()
     run = Run(LLAMA, RESIDENT).train(0, HALF)
     run.save(tmp_path / "first")
     run.optimizer.close()
-    saved(tmp_path / "second", tmp_path / "ssd")
+    saved(tmp_path / "second", ssd)
     return tmp_path / "first", tmp_path / "second"
-
-
-def refused(broken: Path, whole: Path, message: str) -> None:
-    run = Run(LLAMA, RESIDENT, seed=1)
-    with pytest.raises(pagoda.CheckpointError, match=message):
-        run.load(broken)
-    run.load(whole).train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 
 
 def place_of_page(checkpoint: Path, state: str, ssd: Path) -> tuple[Path, int]:
@@ -136,39 +117,34 @@ def place_of_page(checkpoint: Path, state: str, ssd: Path) -> tuple[Path, int]:
         return pages, slot * rank.committed.page_bytes
 
 
-def test_damage_of_a_page_or_the_manifest_is_found_and_a_missing_directory_is_named(tmp_path: Path) -> None:
-    first, second = two_checkpoints(tmp_path)
-    pages, at = place_of_page(second, "weight", tmp_path / "ssd")
+def test_damage_of_a_page_or_the_manifest_is_found_and_a_missing_directory_is_named(ssd: Path, tmp_path: Path) -> None:
+    first, second = two_checkpoints(ssd, tmp_path)
+    run = Run(LLAMA, RESIDENT, seed=1)
+
+    def refused(message: str) -> None:
+        with pytest.raises(pagoda.CheckpointError, match=message):
+            run.load(second)
+
+    pages, at = place_of_page(second, "weight", ssd)
     flip(pages, at + 100)
-    refused(second, first, "second is damaged: .* cannot be read")
+    refused("second is damaged: .* cannot be read")
     flip(pages, at + 100)
     manifest = second / MANIFEST
     whole = manifest.read_bytes()
     flip(manifest, whole.index(b'"steps"') + 60)
-    refused(second, first, r"manifest\.json is damaged")
+    refused(r"manifest\.json is damaged")
     manifest.write_bytes(whole[:-10])
-    refused(second, first, r"manifest\.json is damaged")
+    refused(r"manifest\.json is damaged")
     manifest.write_bytes(whole)
-    shutil.rmtree(tmp_path / "ssd")
-    refused(second, first, "second cannot be read: .*ssd")
+    shutil.rmtree(ssd)
+    refused("second cannot be read: .*ssd")
+    run.load(first).train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 
 
-def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path) -> None:
-    run = Run(LLAMA, RESIDENT).train(0, HALF)
-    run.save(tmp_path / "first")
-    shutil.copytree(tmp_path / "first", tmp_path / "second")
-    run.optimizer.close()
-    for name in ("weight", "weight_low", "exp_avg", "exp_avg_sq"):
-        file = tmp_path / "second" / f"{name}.safetensors"
-        flip(file, -1000)
-        refused(tmp_path / "second", tmp_path / "first", rf"{name}\.safetensors is damaged: elements 0 to")
-        flip(file, -1000)
-
-
-def test_inspect_shows_a_checkpoint_and_verifies_files_and_pages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_inspect_verifies_files_and_pages_and_those_that_are_adopted_are_checked_when_they_are_first_read(
+    ssd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = two_checkpoints(tmp_path)
+    first, second = two_checkpoints(ssd, tmp_path)
     for whole, pages in ((first, "0 are pages"), (second, f"{9 * LAYERS + 2} are pages")):
         assert main(["inspect", str(whole), "--verify"]) == 0
         shown = capsys.readouterr().out
@@ -178,17 +154,12 @@ def test_inspect_shows_a_checkpoint_and_verifies_files_and_pages(
     assert main(["inspect", str(first)]) == 0
     assert main(["inspect", str(first), "--verify"]) == 1
     assert "exp_avg.safetensors is damaged" in capsys.readouterr().out
-
-
-def test_pages_that_are_adopted_are_checked_when_they_are_first_read_and_by_inspect_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = two_checkpoints(tmp_path)
-    pages, at = place_of_page(second, "exp_avg", tmp_path / "ssd")
-    flip(pages, at + 100)
+    flip(first / "exp_avg.safetensors", -1000)
+    file, at = place_of_page(second, "exp_avg", ssd)
+    flip(file, at + 100)
     assert main(["inspect", str(second), "--verify"]) == 1
-    assert f"{pages} at offset {at} does not hold what was written there" in capsys.readouterr().out
-    run = Run(LLAMA, on_ssd(LLAMA, tmp_path / "ssd"), seed=1).load(second)
+    assert f"{file} at offset {at} does not hold what was written there" in capsys.readouterr().out
+    run = Run(LLAMA, on_ssd(LLAMA, ssd), seed=1).load(second)
     with pytest.raises(pagoda.StorageError, match="does not hold what was written there"):
         run.train(HALF, HALF + 1).optimizer.drain()
     run.losses, run.rates = [], []

@@ -1,7 +1,7 @@
 """A directory that `save_pretrained` wrote is trained from as `from_pretrained` would, streamed to its tier."""
 
-import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from pagoda.checkpoint import pretrained, state
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.tensors import TensorFile
 from pagoda.cli.main import main
-from pagoda.train.metrics import read_metrics
 
 from .hf_models import MODELS, build, ids, train, wrapped
 
@@ -61,7 +60,6 @@ def test_the_master_is_what_the_files_say(dtype: torch.dtype, precision: str, tm
     expected = dict(plain.named_parameters())
     assert masters.keys() == expected.keys()
     assert all(torch.equal(masters[key], expected[key]) for key in masters)
-    assert first_loss(directory, torch.float32) > 0
 
 
 def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,33 +177,19 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 def test_the_command_trains_from_weights_and_from_config_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("pages of a book " * 200)
+    (tmp_path / "text.txt").write_text("pages of a book " * 200)
     model = build("llama-tied", seed=5)
     model.resize_token_embeddings(256, mean_resizing=False)  # type: ignore[operator]
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")  # type: ignore[operator]
-    args = ["train", "--model", str(tmp_path / "hf"), "--data", str(text), "--batch-size", "2", "--seq-len", "16"]
-    args += ["--memory.host", "8MiB", "--precision", "fp32", "--optim.schedule", "constant"]
+    (tmp_path / "alone").mkdir()
+    shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "alone")
+    args = ["train", "--data", str(tmp_path / "text.txt"), "--batch-size", "2", "--seq-len", "16"]
+    args += ["--memory.host", "8MiB", "--plan", "usual"]
 
-    def run(out: str, steps: int, *flags: str) -> str:
-        here = ["--steps", str(steps), "--checkpoint-every", "1", "--out", str(tmp_path / out)]
-        assert main([*args, *here, *flags]) == 0
+    def said(model: str, *flags: str) -> str:
+        assert main([*args, "--model", str(tmp_path / model), "--out", str(tmp_path / f"run of {model}"), *flags]) == 0
         return capsys.readouterr().out
 
-    shown = run("from-weights", 2)
-    assert re.search(r"Weights: .*hf, .* KiB in \d+ files", shown)
-    run("whole", 3)
-    assert "Weights" not in run("from-weights", 3, "--resume")
-    losses = [[m["loss"] for m in read_metrics(tmp_path / out / "metrics.jsonl")] for out in ("from-weights", "whole")]
-    assert losses[0] == losses[1]
-
-    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "exported")]) == 0
-    assert "step-000003 exported to" in capsys.readouterr().out
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype is torch.float32
-
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
-    assert json.loads((alone / "config.json").read_text())["vocab_size"] == 256
-    args[2] = str(alone)
-    assert "Weights: random, seed 0" in run("random", 1)
+    assert re.search(r"Weights: .*hf, .* KiB in \d+ files", said("hf", "--steps", "1"))
+    assert "Weights" not in said("hf", "--steps", "2", "--resume")
+    assert "Weights: random, seed 0" in said("alone", "--steps", "1")

@@ -42,7 +42,6 @@ def test_a_second_gradient_buffer_goes_before_blocks_get_smaller() -> None:
     with pytest.raises(BudgetError) as refused:
         make_plan(root, states, Budgets(1, None, LARGE), options)
     least = refused.value.needed_bytes
-    assert least is not None
     tight = make_plan(root, states, Budgets(least, None, LARGE), options)
     assert tight.layout.block_elements == BLOCK_ELEMENTS // 8
     gradient = max(tight.layout.pages(unit, GRAD) for unit in tight.units) * tight.page_bytes
@@ -73,7 +72,6 @@ def test_units_shrink_where_the_budget_is_tight_unless_their_limit_was_asked_for
     with pytest.raises(BudgetError) as refused:
         make_plan(root, states, Budgets(0, ssd=LARGE), Options(unit_limit=widest))
     needed = refused.value.needed_bytes
-    assert needed is not None
     tight = Budgets(needed - 1, ssd=LARGE)
     with pytest.raises(BudgetError, match="unit_limit"):
         make_plan(root, states, tight, Options(unit_limit=widest))
@@ -113,8 +111,6 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
     budgets = Budgets(0, device, ssd)
     asked_for: list[str] = []
     while (error := refusal(root, budgets, options)) is not None:
-        assert error.tier is not None
-        assert error.needed_bytes is not None
         asked_for.append(error.tier)
         budgets = replace(budgets, **{error.tier: error.needed_bytes})
     assert len(asked_for) == len(set(asked_for))
@@ -122,7 +118,6 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
         for tier in asked_for:
             short = replace(budgets, **{tier: getattr(budgets, tier) - 1})
             error = refusal(root, short, options)
-            assert error is not None
             assert (error.tier, error.needed_bytes) == (tier, getattr(budgets, tier))
 
 
