@@ -84,6 +84,7 @@ class AdamW(Adam):
         return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
 
     def noise(self, parameter: str, step: int) -> Key | None:
+        """A key for bf16 moments. Others are not rounded stochastically."""
         return Key.of(self.seed, parameter, step) if self.moments == "bf16" else None
 
     @property

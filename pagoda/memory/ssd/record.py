@@ -79,7 +79,7 @@ class StoreRecord:
         Creates the store's folders. Raises StorageError.
         """
         fields = {"format": FORMAT, "version": VERSION, "id": self.id, "page_bytes": self.page_bytes}
-        fields |= {"directories": [str(directory) for directory in self.directories], "portions": self.portions}
+        fields["directories"] = [str(directory) for directory in self.directories]
         for stripe in reversed(range(len(self.directories))):
             with storage_errors(f"{self.folders[stripe]} cannot be written"), inside(self.directories[stripe]) as top:
                 with contextlib.suppress(FileExistsError):
@@ -88,7 +88,8 @@ class StoreRecord:
                     if stripe == 0:
                         with contextlib.suppress(FileExistsError):
                             os.mkdir(COMMITS, dir_fd=folder)
-                    replace_file(folder, RECORD, json.dumps({**fields, "stripe": stripe}).encode())
+                    content = {**fields, "stripe": stripe, "portions": self.portions}
+                    replace_file(folder, RECORD, json.dumps(content).encode())
                 sync_descriptor(top, self.folders[stripe])
 
     def write_commit(self, commit: str, content: bytes) -> None:
