@@ -30,7 +30,7 @@ from pagoda.config.training import (
     Updates,
     training_of,
 )
-from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
+from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers, owners_of
 from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype, check_quantized
 from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
 from pagoda.distributed.stages import Links
@@ -278,8 +278,9 @@ class _Wrapping:
         """Write the values of every state to its home, and move buffers. With several ranks, the values are those of
         rank 0."""
         from_first = FromFirst(self._links.ranks) if self._links.ranks is not None else None
+        holders = owners_of(self._model)
         with tiling.undone():
-            Builder(self._model, engine, tiling, from_first).build(engine.units)
+            Builder(self._model, engine, tiling, holders, from_first).build(engine.units)
         if from_first is not None:
             from_first.copy(self._model.buffers())
         move_buffers(self._model, engine.device.torch_device)
