@@ -30,7 +30,7 @@ from pagoda.config.training import (
     Updates,
     training_of,
 )
-from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
+from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers, owners_of
 from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype, check_quantized
 from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
 from pagoda.distributed.stages import Links
@@ -275,8 +275,9 @@ class _Wrapping:
         """Write the values of every state to its home, and move buffers. With several ranks, the values are those of
         rank 0."""
         of_first = None if self._links.ranks is None else partial(from_first, self._links.ranks)
+        holders = owners_of(self._model)
         with tiling.undone():
-            Builder(self._model, engine, tiling, of_first).build(engine.units)
+            Builder(self._model, engine, tiling, holders, of_first).build(engine.units)
         if of_first is not None:
             for buffer in self._model.buffers():
                 buffer.copy_(of_first(buffer))

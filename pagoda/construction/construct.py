@@ -22,12 +22,14 @@ from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec, around_of
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.quantized import QuantizedForm
 from pagoda.runtime.reads import has_forward, join, params_read_in
-from pagoda.runtime.unit import LiveUnit, Owner
+from pagoda.runtime.unit import LiveUnit
 from pagoda.transforms.adapters import adapter_initialiser
 from pagoda.transforms.operator_tiles import Tiling
 
 _LARGE_ELEMENTS = 1 << 20
 """Parameters of transformers modules with at least this many elements wait on meta."""
+Owner = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter."""
 _MADE = "_pagoda_made"
 """Attribute of a module: names of its parameters that wait on meta and that its own constructor made."""
 
@@ -137,12 +139,7 @@ def live_units(
 ) -> list[LiveUnit]:
     """Make a model's units, which hold the model's own parameters. Those on meta are built later."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    owners = owners_of(model)
-    units = []
-    for spec in specs:
-        held = [params[slot.param.name] for slot in spec.slots]
-        units.append(LiveUnit(spec, held, [owners[id(param)] for param in held], dtype, device))
-    return units
+    return [LiveUnit(spec, [params[slot.param.name] for slot in spec.slots], dtype, device) for spec in specs]
 
 
 def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
@@ -189,13 +186,15 @@ class Builder:
         model: nn.Module,
         engine: Engine,
         tiling: Tiling,
+        holders: dict[int, list[Owner]],
         from_first: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """`tiling`: the replacements in `model`, undone until everything is built. `from_first`: gives every rank the
-        first rank's values of a tensor, or the values of the first rank that has it. Each rank keeps its slices of
-        them."""
+        """`tiling`: the replacements in `model`, undone until everything is built. `holders`: `owners_of` the model
+        with them. `from_first`: gives every rank the first rank's values of a tensor, or the values of the first rank
+        that has it. Each rank keeps its slices of them."""
         self._engine = engine
         self._tiling = tiling
+        self._holders = holders
         self._from_first = from_first or (lambda mine, having=None: mine)
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
@@ -208,6 +207,7 @@ class Builder:
     def build(self, units: list[LiveUnit]) -> None:
         """Write every unit's master weights to their home. The unit's parameters are placeholders afterwards."""
         wholes = [[self._tiling.whole(param)[0] for param in unit.params] for unit in units]
+        holders = [self._holders[id(param)] for unit in units for param in unit.params]
         if any(whole.is_meta and values_of(whole) is None for of_unit in wholes for whole in of_unit):
             self._seed = int(self._from_first(torch.randint(2**62, (1,))).item())
             for whole in {id(whole): whole for of_unit in wholes for whole in of_unit}.values():
@@ -215,10 +215,9 @@ class Builder:
         for unit in units:
             for slot, param in enumerate(unit.params):
                 unit.params[slot] = self._build(unit, slot, param)
-        for unit in units:
-            for param, owners in zip(unit.params, unit.owners, strict=True):
-                for module, short in owners:
-                    module._parameters[short] = param
+        for param, of_param in zip((param for unit in units for param in unit.params), holders, strict=True):
+            for module, short in of_param:
+                module._parameters[short] = param
 
     def _build(self, unit: LiveUnit, slot: int, param: nn.Parameter) -> nn.Parameter:
         """Write one parameter's master. Returns the parameter as a placeholder, or a new one if it was on meta or is a

@@ -93,7 +93,12 @@ def describe_model(
     """
     shape = PAPER_SHAPES.get(name)
     if shape is not None:
-        root, flops = _tree_of_paper(shape, batch_size, seq_len, expert_parallel, tile_elements)
+        if expert_parallel > 1:
+            _check_experts(shape, expert_parallel)
+        root = module_spec(shape, expert_parallel)
+        flops = forward_flops(shape, batch_size * seq_len, seq_len, expert_parallel)
+        if tile_elements is not None:
+            root, flops = tiled(root, flops, tile_elements)
         layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
         heads, divisions = shape.heads, OF_PAPERS
         hidden, ffn, vocab = shape.hidden, shape.ffn * max(1, top_k), shape.vocab
@@ -121,18 +126,12 @@ def describe_model(
     )
 
 
-def _tree_of_paper(
-    shape: PaperShape, batch_size: int, seq_len: int, expert_parallel: int, tile_elements: int | None
-) -> tuple[ModuleSpec, dict[str, float]]:
-    if expert_parallel > 1:
-        asked = f"--expert-parallel is {expert_parallel}"
-        if not shape.experts:
-            raise ConfigError(f"{asked}, but model {shape.name!r} has no experts to divide")
-        if shape.experts % expert_parallel:
-            raise ConfigError(f"{asked}, which does not divide {shape.experts:,} experts")
-    root = module_spec(shape, expert_parallel)
-    flops = forward_flops(shape, batch_size * seq_len, seq_len, expert_parallel)
-    return (root, flops) if tile_elements is None else tiled(root, flops, tile_elements)
+def _check_experts(shape: PaperShape, ranks: int) -> None:
+    """Raises ConfigError if ranks cannot divide the experts of a paper's shape."""
+    if not shape.experts:
+        raise ConfigError(f"--expert-parallel is {ranks}, but model {shape.name!r} has no experts to divide")
+    if shape.experts % ranks:
+        raise ConfigError(f"--expert-parallel is {ranks}, which does not divide {shape.experts:,} experts")
 
 
 def _tree_of_transformers(

@@ -115,7 +115,13 @@ def stage_of(described: ModelDescription, stage: int, count: int) -> ModelDescri
     Raises ConfigError for fewer layers than stages, and for an encoder-decoder.
     """
     layers, mine = [layer.name for layer in layers_of(described.root)], _layers(described, stage, count)
-    owners = _owners(described.root, layers, stage, count, mine)
+    owners: dict[str, bool] = {}
+    """Module -> whether this stage has the module's own parameters."""
+    before = True
+    for module in described.root.modules():
+        in_layers = is_within(module.name, layers)
+        before = before and not in_layers
+        owners[module.name] = is_within(module.name, mine) if in_layers else stage == (0 if before else count - 1)
     shapes = {param.name: param for param in described.root.walk()}
     held = {param.name for module in described.root.modules() if owners[module.name] for param in module.params}
 
@@ -156,14 +162,3 @@ def _layers(described: ModelDescription, stage: int, count: int) -> Sequence[str
             "fewer stages, or a decoder"
         )
     return layers[stage * len(layers) // count : (stage + 1) * len(layers) // count]
-
-
-def _owners(root: ModuleSpec, layers: Sequence[str], stage: int, count: int, mine: Sequence[str]) -> dict[str, bool]:
-    """Module -> whether this stage has the module's own parameters."""
-    found: dict[str, bool] = {}
-    before = True
-    for module in root.modules():
-        in_layers = is_within(module.name, layers)
-        before = before and not in_layers
-        found[module.name] = is_within(module.name, mine) if in_layers else stage == (0 if before else count - 1)
-    return found

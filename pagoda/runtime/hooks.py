@@ -202,9 +202,9 @@ def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     owner = {id(param): unit for unit in units for param in unit.params}
-    needed: dict[nn.Module, list[LiveUnit]] = {modules[unit.spec.module]: [] for unit in units}
+    needed: dict[nn.Module, list[LiveUnit]] = {}
     for unit in units:
-        needed[modules[unit.spec.module]].append(unit)
+        needed.setdefault(modules[unit.spec.module], []).append(unit)
     for module in filter(has_forward, model.modules()):
         for _, param in params_read_in(module):
             held = owner.get(id(param))

@@ -63,8 +63,7 @@ class QuantizedForm:
         tensors = {"": param}
         if hasattr(param, "__tensor_flatten__"):
             names, context = param.__tensor_flatten__()
-            tensors = {name: getattr(param, name) for name in names}
-            tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+            tensors = {name: tensor for name in names if (tensor := getattr(param, name)) is not None}
             rebuild = context, param.shape, param.stride()
         inner, end = [], 0
         for name, tensor in tensors.items():

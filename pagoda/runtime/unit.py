@@ -1,6 +1,5 @@
 """A unit of the live model: its parameters, their placeholders between uses, and its counters."""
 
-import weakref
 from typing import Any
 
 import torch
@@ -11,10 +10,6 @@ from pagoda.errors import UsageError
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.hidden import as_plain, hidden_class, hide, name_of
 from pagoda.runtime.quantized import QuantizedForm, kept_class
-
-Owner = tuple[nn.Module, str]
-"""A module and the name under which it holds a parameter."""
-
 
 _DATA: Any = torch.Tensor.data
 
@@ -60,13 +55,11 @@ class LiveUnit:
         self,
         spec: UnitSpec,
         params: list[nn.Parameter],
-        owners: list[list[Owner]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.spec = spec
         self.params = params
-        self._owners = [[(weakref.ref(module), name) for module, name in of_param] for of_param in owners]
         self.active = 0
         """Number of running forwards of this unit's modules. Above zero, the lease is pinned."""
         self.version = 0
@@ -103,11 +96,6 @@ class LiveUnit:
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
         self.blanks = [nan.expand(param.shape) for nan, param in zip(nans, params, strict=True)]
         """The placeholders in the shapes of the whole parameters."""
-
-    @property
-    def owners(self) -> list[list[Owner]]:
-        """The modules that hold each parameter, several for a tied one. The unit does not keep them alive."""
-        return [[(m, name) for of, name in of_param if (m := of()) is not None] for of_param in self._owners]
 
     @property
     def index(self) -> int:

@@ -17,9 +17,8 @@ class Frames:
     def __init__(self, count: int, slab: int) -> None:
         self._slab = slab = slab or 1
         self._slabs = [PagePool(min(slab, count - first), first) for first in range(0, count, slab)]
-        self._by_room = [(pool.largest_free, index) for index, pool in enumerate(self._slabs)]
+        self._by_room = sorted((pool.largest_free, index) for index, pool in enumerate(self._slabs))
         """(longest free run, slab), sorted."""
-        self._by_room.sort()
         self.in_use = 0
         self.peak = 0
         """The most frames in use at once so far."""
