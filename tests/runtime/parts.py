@@ -93,7 +93,6 @@ class Parts:
 
     def record(self, unit: LiveUnit) -> UnitGradient:
         record = self.engine.gradients.get(unit)
-        assert record is not None
         return record
 
     def settle(self) -> None:
@@ -113,7 +112,6 @@ class Parts:
         def feed(update: Update) -> None:
             before(update.unit)
             for record, _ in update.parts:
-                assert record.buffer is not None
                 for slot in range(update.unit.trainable):
                     placed = update.unit.spec.slots[slot]
                     of_slot = record.buffer[placed.offset : placed.offset + placed.param.numel]
