@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, Qwen3MoeConfig, SwitchTransformersConfig
+from transformers import MixtralConfig, SwitchTransformersConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
 from pagoda.experts.modules import ExpertStack, SwitchRouter
@@ -23,17 +22,12 @@ def stable_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
 
 
-def stack(kind: str, implementation: str, dtype: torch.dtype) -> nn.Module:
+def stack(implementation: str = "grouped_mm", dtype: torch.dtype = torch.float32) -> nn.Module:
     """A module that holds a stack of experts."""
     torch.manual_seed(0)
-    if kind == "mixtral":
-        config: Any = MixtralConfig(num_local_experts=EXPERTS, intermediate_size=48, hidden_size=HIDDEN)
-        config._experts_implementation = implementation
-        experts: nn.Module = MixtralExperts(config)
-    else:
-        config = Qwen3MoeConfig(num_experts=EXPERTS, moe_intermediate_size=48, hidden_size=HIDDEN)
-        config._experts_implementation = implementation
-        experts = Qwen3MoeExperts(config)
+    config: Any = MixtralConfig(num_local_experts=EXPERTS, intermediate_size=48, hidden_size=HIDDEN)
+    config._experts_implementation = implementation
+    experts = MixtralExperts(config)
     for param in experts.parameters():
         nn.init.normal_(param, std=0.1)
     return nn.ModuleDict({"experts": experts}).to(dtype)
@@ -61,11 +55,10 @@ def choices(top_k: int, among: int = EXPERTS) -> torch.Tensor:
 
 @pytest.mark.parametrize("tile", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_a_stack_in_tiles_gives_the_bits_of_the_stack(kind: str, dtype: torch.dtype, tile: int | None) -> None:
+def test_a_stack_in_tiles_gives_the_bits_of_the_stack(dtype: torch.dtype, tile: int | None) -> None:
     chosen = choices(3, among=EXPERTS - 2)  # two experts get no token, and gradients of zeros
-    whole = gradients(stack(kind, "grouped_mm", dtype), chosen, dtype)
-    model = stack(kind, "grouped_mm", dtype)
+    whole = gradients(stack(dtype=dtype), chosen, dtype)
+    model = stack(dtype=dtype)
     tiling = Tiling(model, None if tile is None else tile * 3 * 48 * HIDDEN)
     assert isinstance(model["experts"], ExpertStack)  # type: ignore[index]
     assert len(model["experts"].pieces()) == (EXPERTS if tile is None else 3)  # type: ignore[index]
@@ -80,8 +73,8 @@ def test_a_stack_in_tiles_gives_the_bits_of_the_stack(kind: str, dtype: torch.dt
 def test_a_number_past_the_experts_adds_nothing() -> None:
     chosen = choices(3)
     chosen[::4, 1] = EXPERTS
-    whole = gradients(stack("mixtral", "eager", torch.float32), chosen, torch.float32)
-    model = stack("mixtral", "grouped_mm", torch.float32)
+    whole = gradients(stack("eager"), chosen, torch.float32)
+    model = stack()
     Tiling(model)
     cut = gradients(model, chosen, torch.float32)
     for name, value in whole.items():
@@ -117,7 +110,7 @@ def test_a_switch_router_computes_in_fp32_and_keeps_its_weight_as_it_is() -> Non
 
 def test_what_keeps_the_weights_is_told_what_runs_and_what_gets_zeros() -> None:
     told: list[Any] = []
-    model = stack("mixtral", "grouped_mm", torch.float32)
+    model = stack()
     Tiling(model)
     experts: Any = model["experts"]  # type: ignore[index]
     names = {tile: int(name) for name, tile in experts.tiles.items()}
@@ -128,7 +121,7 @@ def test_what_keeps_the_weights_is_told_what_runs_and_what_gets_zeros() -> None:
 
 
 def test_the_zeros_of_experts_without_tokens_take_no_memory_before_they_are_accumulated() -> None:
-    model = stack("mixtral", "grouped_mm", torch.float32)
+    model = stack()
     Tiling(model)
     experts: Any = model["experts"]  # type: ignore[index]
     out = experts(torch.randn(2, HIDDEN), torch.tensor([[0], [1]]), torch.ones(2, 1))

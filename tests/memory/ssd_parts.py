@@ -6,6 +6,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
+from rich.console import Console
+
+from pagoda.cli import gc, inspect
+from pagoda.config.commands import GcConfig, InspectConfig
 from pagoda.memory.arena import Arena
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
@@ -76,6 +80,16 @@ def committed(reference: Reference, run: Run, directories: Sequence[Path] = ()) 
     with closing(open_commit(reference, directories)) as pages:
         pages.load(run, 0, into)
     return into
+
+
+def run_gc(directory: Path) -> int:
+    """`pagoda gc DIR --yes`, without parsing that, which takes longer than all else; its exit code."""
+    return gc.run(GcConfig(directories=(directory,), yes=True), Console(quiet=True))
+
+
+def run_inspect(directory: Path, verify: bool = False) -> int:
+    """`pagoda inspect DIR`, likewise."""
+    return inspect.run(InspectConfig(directory=directory, verify=verify), Console(quiet=True))
 
 
 def names(directory: Path) -> list[str]:

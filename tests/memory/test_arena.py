@@ -52,7 +52,6 @@ def test_an_arena_maps_what_was_asked_and_no_more(nbytes: int) -> None:
     assert arena.nbytes == nbytes
     assert nbytes <= all_arenas("Size") - before < nbytes + PAGE_ALIGN
     mapped = mapping_at(arena.address)
-    assert mapped is not None
     assert "dc" in mapped["VmFlags"].split()  # "do not copy area on fork", proc(5)
     if nbytes > 16 * MIB:  # what was not touched is not resident, but for a huge page at each end
         before = all_arenas("Rss")

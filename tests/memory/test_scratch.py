@@ -40,8 +40,6 @@ def test_no_more_is_taken_than_there_is_room_for(room: int, sizes: list[int], ra
 def test_pieces_of_ram_do_not_overlap_and_are_poisoned_when_nobody_has_them() -> None:
     scratch = MemoryScratch(8 * PAGE, PAGE, Arena, poison=True)
     first, second = scratch.alloc(3 * PAGE), scratch.alloc(5 * PAGE)
-    assert first is not None
-    assert second is not None
     for value, pieces in ((1, first), (2, second)):
         for piece in pieces:
             scratch.tensor(piece).fill_(value)
@@ -59,7 +57,6 @@ def test_what_was_written_to_ssd_comes_back(drives: int, tmp_path: Path) -> None
         directory.mkdir()
     scratch = SSDScratch(64 * PAGE, PAGE, directories)
     pieces = scratch.alloc(10 * PAGE)
-    assert pieces is not None
     arena = Arena(10 * PAGE)
     view = arena.view(0, 10 * PAGE)
     view[:] = data = os.urandom(10 * PAGE)

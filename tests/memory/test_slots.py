@@ -148,27 +148,3 @@ class Bookkeeping(RuleBasedStateMachine):
 
 TestBookkeeping = Bookkeeping.TestCase
 TestBookkeeping.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
-
-
-def store(table: SlotTable, first: int, count: int) -> list[int]:
-    run = Run(first, count)
-    targets = table.begin_store(run)
-    assert targets is not None
-    table.end_store(run, targets, np.zeros(count, np.uint64))
-    return targets.tolist()
-
-
-def test_a_page_that_nothing_else_keeps_stays_in_its_slot() -> None:
-    table = SlotTable(4, 8)
-    assert store(table, 0, 4) == store(table, 0, 4)
-    assert table.free == 4
-
-
-def test_adjoining_pages_take_adjoining_slots_even_when_stored_apart() -> None:
-    table = SlotTable(8, 24)
-    first = store(table, 0, 3)
-    store(table, 6, 2)
-    assert store(table, 3, 2) != [first[-1] + 1, first[-1] + 2]  # taken by then
-    table.pin(table.table(Run(0, 8)))
-    moved = [slot for page in range(5) for slot in store(table, page, 1)]
-    assert moved == list(range(moved[0], moved[0] + 5))

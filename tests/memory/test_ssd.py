@@ -78,12 +78,6 @@ def test_one_transfer_spans_consecutive_pages(page_file: PageFile) -> None:
     assert target.view(0, PAGE) == source.view(PAGE, PAGE)
 
 
-def test_pages_never_written_read_as_zeros(page_file: PageFile) -> None:
-    target = random_arena(8 * PAGE, 3)
-    page_file.pread(0, target.view(0, 8 * PAGE))
-    assert not any(target.view(0, 8 * PAGE))
-
-
 def test_short_transfers_go_on_from_the_last_whole_block(page_file: PageFile, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets: list[int] = []
 
@@ -135,7 +129,6 @@ def test_refused_direct_io_falls_back_with_a_reason_and_one_warning(
     source, target = random_arena(PAGE, 5), Arena(PAGE)
     with caplog.at_level(logging.WARNING, logger="pagoda"), closing(PageFile(tmp_path, 2, PAGE)) as file:
         assert not file.direct
-        assert file.fallback_reason is not None
         assert "Invalid argument" in file.fallback_reason
         file.pwrite(1, source.view(0, PAGE))
         file.pread(1, target.view(0, PAGE))

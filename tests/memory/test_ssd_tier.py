@@ -131,12 +131,7 @@ def test_a_flipped_bit_in_any_page_is_an_error_that_names_file_and_offset(tier: 
         loaded(tier, run)
     files[0].write_bytes(content)
     assert loaded(tier, run) == pattern(8, 1)
-
-
-def test_a_truncated_page_file_is_an_error(tier: Tier, tmp_path: Path) -> None:
-    run = tier.alloc(8)
-    tier.store(run, 0, pattern(8, 1))
-    os.truncate(committed_files(tier, tmp_path / "checkpoint")[0], PAGE)
+    os.truncate(files[0], PAGE)
     with pytest.raises(StorageError, match="end of file"):
         loaded(tier, run)
 
@@ -233,7 +228,7 @@ def test_striping_and_drives_of_unequal_size_give_the_same_bytes(tmp_path: Path)
     ):
         rng = random.Random(0)
         runs = [(one.alloc(n), several.alloc(n)) for n in (4, 2, 3)]
-        for step in range(200):
+        for step in range(100):
             pair = rng.choice(runs)
             first = rng.randrange(pair[0].count)
             data = pattern(rng.randint(1, pair[0].count - first), step)
@@ -275,7 +270,7 @@ def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_ev
         try:
             rng, run, value = random.Random(seed), runs[seed], 0
             tier.store(run, 0, pattern(2, value))
-            for step in range(30):
+            for step in range(20):
                 action = rng.random()
                 if action < 0.5:
                     value = seed + 3 * step
@@ -297,7 +292,7 @@ def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_ev
 
     def snapshot() -> None:
         try:
-            for step in range(6):
+            for step in range(4):
                 with closing(tier.freeze_all()) as frozen:
                     reference = frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{step}"))
                     for run in runs:

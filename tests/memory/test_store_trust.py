@@ -15,7 +15,19 @@ from pagoda.errors import StorageError
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.striped import StripedFile
-from tests.memory.ssd_parts import PAGE, RUN, Tier, committed, kept, loaded, make_directory, names, pattern
+from tests.memory.ssd_parts import (
+    PAGE,
+    RUN,
+    Tier,
+    committed,
+    kept,
+    loaded,
+    make_directory,
+    names,
+    pattern,
+    run_gc,
+    run_inspect,
+)
 
 
 def open_tier(ssd: Path, pages: int = 4, spare: int = 4) -> Tier:
@@ -43,7 +55,7 @@ STORE = "0123456789abcdef"
 def test_a_directory_without_a_record_is_never_deleted(name: str, ssd: Path) -> None:
     (make_directory(ssd / name / "src") / "main.py").write_text("a clone")
     open_tier(ssd).close()
-    assert main(["gc", str(ssd), "--yes"]) == 0
+    assert run_gc(ssd) == 0
     assert (ssd / name / "src" / "main.py").exists()
 
 
@@ -70,7 +82,7 @@ def test_a_forged_record_deletes_nothing_elsewhere(
             text.replace("HOME", str(home)).replace("HERE", str(ssd))
         )
     open_tier(ssd).close()
-    assert main(["gc", str(ssd), "--yes"]) == 0
+    assert run_gc(ssd) == 0
     assert content_of(tmp_path / "home") == before
 
 
@@ -121,8 +133,8 @@ def test_a_record_with_any_field_forged_is_one_error_and_changes_nothing(ssd: Pa
         path.write_bytes(forged)
         with pytest.raises(StorageError):
             committed(reference, RUN)
-        assert main(["inspect", str(ssd), "--verify"]) in (0, 1)
-        assert main(["gc", str(ssd), "--yes"]) == 0
+        assert run_inspect(ssd, verify=True) in (0, 1)
+        assert run_gc(ssd) == 0
         assert path.read_bytes() == forged
     open_tier(ssd).close()
     path.write_bytes(whole)
@@ -142,8 +154,8 @@ def test_a_page_table_with_any_field_forged_is_one_error_and_is_kept(ssd: Path, 
         if path.read_bytes() != mended(line + b"\n" + arrays):
             with pytest.raises(StorageError):
                 committed(reference, RUN)
-            assert main(["inspect", str(ssd)]) in (0, 1)
-            assert main(["gc", str(ssd), "--yes"]) == 0
+            assert run_inspect(ssd) in (0, 1)
+            assert run_gc(ssd) == 0
             assert path.read_bytes() == mended(body)
     open_tier(ssd).close()
 
@@ -171,29 +183,22 @@ def test_a_pipe_in_place_of_a_file_is_an_error_and_does_not_hang(part: str, ssd:
         committed(reference, RUN)
     with open_tier(ssd) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 2))
-    assert main(["inspect", str(ssd), "--verify"]) in (0, 1)
-    assert main(["gc", str(ssd), "--yes"]) == 0
+    assert run_inspect(ssd, verify=True) in (0, 1)
+    assert run_gc(ssd) == 0
     assert path.is_fifo()
 
 
-def test_two_page_tables_exchanged_are_refused(ssd: Path, checkpoint: Path) -> None:
+def test_page_tables_that_are_exchanged_or_made_up_for_their_commit_are_refused(ssd: Path, checkpoint: Path) -> None:
+    """The names and checksum of one that is made up are right: what binds it is its hash in the manifest."""
     references = kept([ssd], checkpoint, checkpoint.with_name("step-2"), spare=4)
-    first, second = (next(ssd.glob(f"*/commits/{reference['commit']}")) for reference in references)
-    first.rename(ssd / "first")
-    second.rename(first)
-    (ssd / "first").rename(second)
+    paths = [next(ssd.glob(f"*/commits/{reference['commit']}")) for reference in references]
+    first, second = (path.read_bytes() for path in paths)
+    paths[0].write_bytes(second)
+    paths[1].write_bytes(first)
     for reference in references:
         with pytest.raises(StorageError, match="is the page table of commit"):
             committed(reference, RUN)
-
-
-def test_a_page_table_made_up_for_the_commit_is_refused(ssd: Path, checkpoint: Path) -> None:
-    """Its names and checksum are right: what binds it is its hash in the manifest."""
-    references = kept([ssd], checkpoint, checkpoint.with_name("step-2"), spare=4)
-    first, second = (next(ssd.glob(f"*/commits/{reference['commit']}")) for reference in references)
-    line = first.read_bytes().partition(b"\n")[0]
-    arrays = second.read_bytes()[:-8].partition(b"\n")[2]
-    first.write_bytes(mended(line + b"\n" + arrays))
+    paths[0].write_bytes(mended(first.partition(b"\n")[0] + b"\n" + second[:-8].partition(b"\n")[2]))
     with pytest.raises(StorageError, match="not the page table of the checkpoint"):
         committed(references[0], RUN)
 

@@ -152,12 +152,10 @@ def inputs() -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("items", [None, 40], ids=["mean", "items in batch"])
-def test_a_models_loss_and_gradients_stay(name: str, items: int | None) -> None:
-    if name == "t5" and items is not None:
-        pytest.skip("T5's loss is a mean")
+def test_a_models_loss_and_gradients_stay(name: str) -> None:
+    """Of a mean, and of a sum over so many items."""
     models = built(name), pagoda.chunked_loss(built(name))
-    more = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
+    more = {"num_items_in_batch": torch.tensor(40)} if name in ("llama", "gemma2") else {}
     for model in models:
         output = model(**inputs(), **more)
         if model is models[1]:
@@ -273,7 +271,7 @@ def test_placement_does_not_change_a_bit(name: str, late_first: bool, tmp_path: 
     """Tied and untied output layers whose weights are in memory during their forward only."""
 
     def train(memory: pagoda.Memory) -> zoo.Outcome:
-        recipe = zoo.Recipe(name, checkpointing=True, steps=3, layers=6)
+        recipe = zoo.Recipe(name, checkpointing=True, steps=2, layers=6)
         model = recipe.build()
         if late_first:
             pagoda.chunked_loss(model)

@@ -64,9 +64,14 @@ def test_a_built_in_shape_is_ready_to_train() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_gradient_checkpointing_is_off_and_can_be_on_without_reentry(tmp_path: Path) -> None:
-    directory = write_config(tmp_path)
-    assert not checkpoints(build_model(directory, seq_len=16))
+def test_a_directory_builds_what_its_config_says_and_checkpoints_do_not_reenter(
+    tmp_path: Path,
+) -> None:
+    directory = write_config(tmp_path, dtype="bfloat16")
+    plain = build_model(directory, seq_len=16)
+    assert not checkpoints(plain)
+    assert plain.config.num_hidden_layers == 2
+    assert {parameter.dtype for parameter in plain.parameters()} == {torch.float32}
     checkpointed = build_model(directory, seq_len=16, gradient_checkpointing=True)
     assert checkpoints(checkpointed)
     ids = torch.arange(16)[None]
@@ -75,27 +80,17 @@ def test_gradient_checkpointing_is_off_and_can_be_on_without_reentry(tmp_path: P
     assert all(parameter.grad is not None for parameter in checkpointed.parameters())
 
 
-def test_a_directory_builds_what_its_config_says(tmp_path: Path) -> None:
-    model = build_model(write_config(tmp_path, dtype="bfloat16"), seq_len=128)
-    assert model.config.num_hidden_layers == 2
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-def test_an_unknown_name_lists_the_shapes_and_the_closest() -> None:
+def test_what_names_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean 'llama-15m'\?.*gpt2-xl"):
         build_model("lama-15m", seq_len=16)
-
-
-def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="200 is not a multiple of 64"):
+        build_model("gpt-2x200", seq_len=16)
     with pytest.raises(ConfigError, match=r"config\.json"):
         build_model(str(tmp_path), seq_len=16)
-
-
-@pytest.mark.parametrize("text", ["not json", "{}", '{"model_type": "no-such-model"}', '{"model_type": "vit"}'])
-def test_an_unusable_config_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError):
-        build_model(str(tmp_path), seq_len=16)
+    for text in ("not json", "{}", '{"model_type": "no-such-model"}', '{"model_type": "vit"}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError):
+            build_model(str(tmp_path), seq_len=16)
 
 
 def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path) -> None:
@@ -113,8 +108,3 @@ def test_a_gpt_of_layers_and_width_is_the_one_of_the_family_that_is_planned() ->
 def test_a_gpt_of_layers_and_width_has_positions_for_every_sequence() -> None:
     with torch.device("meta"):
         assert build_model("gpt-2x192", seq_len=2048).config.max_position_embeddings == 2048
-
-
-def test_a_gpt_whose_width_has_no_whole_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match="200 is not a multiple of 64"):
-        build_model("gpt-2x200", seq_len=16)

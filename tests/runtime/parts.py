@@ -93,7 +93,6 @@ class Parts:
 
     def record(self, unit: LiveUnit) -> UnitGradient:
         record = self.engine.gradients.get(unit)
-        assert record is not None
         return record
 
     def settle(self) -> None:

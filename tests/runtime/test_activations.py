@@ -44,7 +44,6 @@ def two_steps(memory: pagoda.Memory, activations: ActivationMode) -> Any:
     planned = pagoda.plan_of(wrapped).activations
     measured = optimizer.stats.activation_bytes
     optimizer.close()
-    assert planned is not None
     return measured, planned
 
 
@@ -207,9 +206,8 @@ def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None
     optimizer.close()
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_autocast_does_not_change_with_the_policy(activations: ActivationMode, tmp_path: Path) -> None:
-    recipe = Recipe("gpt2", precision="fp32", steps=2, layers=2, activations=activations)
+def test_autocast_does_not_change_with_the_policy(tmp_path: Path) -> None:
+    recipe = Recipe("gpt2", precision="fp32", steps=2, layers=2, activations="recompute+offload")
 
     @every_step
     def loop(model: nn.Module, generator: torch.Generator, outcome: Outcome, _step: int) -> None:
@@ -244,7 +242,6 @@ def test_offloading_more_than_there_is_room_for_is_refused(tmp_path: Path) -> No
     recipe = Recipe("llama", steps=2, activations="offload")
     memory = least(recipe, ALL_ON_SSD, tmp_path)
     plan = train(recipe, memory).plan
-    assert plan is not None
     state = plan.peak_bytes["ssd"] - plan.activations.peak.ssd  # type: ignore[union-attr]
     with pytest.raises(pagoda.BudgetError, match=r"No room to offload activations.*memory\.ssd"):
         train(recipe, replace(memory, ssd=f"{tmp_path}:{state + 8 * PAGE}"))

@@ -319,7 +319,6 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
         make_plan(root, states, Budgets(host[GRAD] * 3, None, 1 << 40), options)
     assert refused.value.tier == "host"
     needed = refused.value.needed_bytes
-    assert needed is not None
     tight = make_plan(root, states, Budgets(needed, None, 1 << 40), options)
     assert tight.peak_bytes["host"] <= needed
     assert tight.bytes["ssd"][WEIGHT_BACK] == tight.bytes["ssd"][WEIGHT]

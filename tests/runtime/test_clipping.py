@@ -71,7 +71,6 @@ def by_hand(params: Params, limit: float) -> torch.Tensor:
     """As loops wrote it before torch had a function for it."""
     total = sum(p.grad.detach().data.norm(2).item() ** 2 for p in params if p.grad is not None) ** 0.5
     for param in params:
-        assert param.grad is not None
         param.grad.data.mul_(min(1.0, limit / (total + 1e-6)))
     return torch.tensor(total, dtype=torch.float64)
 
@@ -86,8 +85,7 @@ CLIPS: dict[str, Clip] = {
 FP16 = {"precision": pagoda.MixedPrecision("fp16", loss_scale=1024.0)}
 
 
-@pytest.mark.parametrize("options", [{}, FP16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("limit", [1e-3, 1e6], ids=["bites", "does-not"])
+@pytest.mark.parametrize(("limit", "options"), [(1e-3, {}), (1e-3, FP16), (1e6, {})])
 def test_clipping_by_torch_is_clipping_by_wrap(limit: float, options: dict[str, Any], wrap: Wrap) -> None:
     """Loss scales do not show in norms."""
     twin = wrap(clip_grad_norm=limit, **options)
@@ -164,7 +162,6 @@ def test_of_wraps_limit_and_a_later_one_the_smaller_holds(first: float, second: 
 def halve(model: nn.Module, _optimizer: object) -> list[float]:
     norms = []
     for param in model.parameters():
-        assert param.grad is not None
         param.grad *= 0.5
         norms.append(param.grad.norm().item())
     return norms
@@ -264,7 +261,6 @@ def test_a_gradient_that_is_gone_is_not_asked_or_changed(wrap: Wrap) -> None:
     model, optimizer = wrap()
     loss_of(model, 0).backward()
     old = model.get_parameter("layers.1.0.weight").grad
-    assert old is not None
     optimizer.step()
     for _ in range(2):
         with pytest.raises(pagoda.UsageError, match="gone"):
@@ -285,7 +281,6 @@ def test_what_libraries_do_to_gradients_between_backward_and_step_changes_nothin
         model.cpu().to("cpu").float()
         for param in model.parameters():
             grad = param.grad
-            assert grad is not None
             assert "pages" in repr(grad)
             assert "pages" in f"{grad}"
             assert "norm" in dir(grad)
@@ -328,7 +323,6 @@ def test_what_needs_the_values_of_a_gradient_is_refused_in_words(wrap: Wrap) -> 
     model, _ = wrap()
     loss_of(model, 0).backward()
     grad = model.get_parameter("layers.1.0.weight").grad
-    assert grad is not None
     for use, message in REFUSED.values():
         with pytest.raises(pagoda.UsageError, match=message):
             use(grad)

@@ -1,6 +1,5 @@
 """Models that torch.compile had before `wrap`: the bits of the compiled plain run, and names without `_orig_mod`."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ from torch import nn
 
 import pagoda
 from pagoda.config.training import ActivationMode
+
+from .loops import losses_of
 
 RULE = pagoda.Optim(torch.optim.SGD, lr=0.05)
 
@@ -53,14 +54,9 @@ def compiled(how: str, backend: str) -> Any:
     return model
 
 
-def losses(model: Any, optimizer: Any) -> Iterator[float]:
+def losses(model: Any, optimizer: Any) -> list[float]:
     torch.manual_seed(1)
-    for _ in range(3):
-        loss = model(torch.randn(4, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.item()
+    return losses_of(lambda _: model(torch.randn(4, 32)).square().mean(), optimizer)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -78,14 +74,14 @@ def test_a_compiled_model_has_the_bits_of_its_plain_run(
 ) -> None:
     torch.compiler.reset()
     plain = compiled(how, backend)
-    expected = [*losses(plain, torch.optim.SGD(plain.parameters(), lr=0.05))]
+    expected = losses(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
     torch.compiler.reset()
     given = compiled(how, backend)
     host = "352KiB" if activations == "offload" else "160KiB"
     memory = pagoda.Memory(host=host, ssd=f"{tmp_path}:16MiB", page_size=4096, unit_limit="24KiB")
     model, optimizer = pagoda.wrap(given, RULE, memory=memory, precision="fp32", activations=activations)
     with optimizer:
-        assert [*losses(model, optimizer)] == expected
+        assert losses(model, optimizer) == expected
         assert model.state_dict().keys() == Model().state_dict().keys()
         optimizer.save_checkpoint(tmp_path / "checkpoint")
         x = torch.randn(2, 32)

@@ -167,15 +167,7 @@ def test_initialisation_has_the_statistics_of_eager_construction(name: str) -> N
         assert value.abs().max().item() == pytest.approx(expected.abs().max().item(), rel=0.5), param
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in BUILD if name not in ("conv", "norms")),
-        ("conv", "fp32"),
-        ("norms", "fp32"),
-        ("llama", "bf16"),
-    ],
-)
+@pytest.mark.parametrize(("name", "precision"), [("conv", "fp32"), ("norms", "fp32"), ("llama", "bf16")])
 def test_values_depend_on_the_seed_alone(name: str, precision: Precision, wrap: Wrap, tmp_path: Path) -> None:
     """Not on unit size, page size or tier."""
     reference = values(wrap(built_later(BUILD[name]), precision=precision)[0])

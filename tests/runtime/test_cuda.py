@@ -13,7 +13,6 @@ from zoo import MODELS, PAGE, UNIT_LIMIT, Batch, Outcome, Recipe, batch, loss_of
 
 import pagoda
 from pagoda.memory.cuda import CudaArena
-from pagoda.optim.codecs import Moments
 
 from .test_device import COPIED, WHOLE, assert_updated_on_device, device_bytes, memory as in_ram
 
@@ -27,6 +26,13 @@ FEW, SSD, PASSING, BOTH, HOME = "few", "ssd", "passing", "both", "home"
 """In the least device memory: states in RAM; on SSD; updated on the device, all of them or half; half at home there."""
 PASSING_AND_HOME = "passing-and-home"
 """Half at home there, and all others updated there."""
+OTHERS = {
+    "bf16 moments": Recipe("llama", precision="fp32", moments="bf16"),
+    "8bit moments": Recipe("llama", moments="8bit"),
+    "during backward": Recipe("llama", clip=None, announced=True, frozen=True),
+    "fp32 gradients": Recipe("llama", precision="bf16+fp32", accumulation=2),
+    "bf16 gradients": Recipe("llama", precision="fp32+bf16", accumulation=2),
+}
 
 
 def memory(placement: str, directory: Path, recipe: Recipe) -> pagoda.Memory:
@@ -94,24 +100,10 @@ def test_placement_does_not_change_a_bit(model: str, placement: str, checkpointi
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("placement", [FEW, BOTH, HOME])
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_nor_does_it_with_other_states(precision: str, moments: Moments, placement: str, tmp_path: Path) -> None:
-    assert_same_everywhere(Recipe("llama", precision=precision, moments=moments), placement, tmp_path)
-
-
-@pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
-def test_nor_do_updates_during_backward(placement: str, tmp_path: Path) -> None:
-    assert_same_everywhere(Recipe("llama", clip=None, announced=True, frozen=True), placement, tmp_path)
-
-
-@pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("placement", [FEW, SSD, PASSING, BOTH, HOME])
-@pytest.mark.parametrize("precision", ["bf16+fp32", "fp32+bf16"])
-def test_nor_does_it_with_gradients_in_another_dtype(precision: str, placement: str, tmp_path: Path) -> None:
-    assert_same_everywhere(Recipe("llama", precision=precision, accumulation=2), placement, tmp_path)
+@pytest.mark.parametrize("others", OTHERS)
+def test_nor_does_it_with_other_settings(others: str, placement: str, tmp_path: Path) -> None:
+    assert_same_everywhere(OTHERS[others], placement, tmp_path)
 
 
 @pytest.mark.usefixtures("_deterministic")

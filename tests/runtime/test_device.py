@@ -68,7 +68,6 @@ def memory(
 def assert_updated_on_device(outcome: Outcome, share: float) -> None:
     """The share of the parameters that was asked for passed the device, and the others did not."""
     plan = outcome.plan
-    assert plan is not None
     passing = [plan.units[index] for index in plan.placement.passing]
     assert passing
     assert sum(unit.trainable_numel for unit in passing) <= share * sum(unit.trainable_numel for unit in plan.units)
@@ -92,7 +91,6 @@ def test_states_on_ssd_come_to_the_device_and_go_back(share: float, tmp_path: Pa
     outcome = train(recipe, memory(recipe, share, host=host, ssd=tmp_path))
     outcome.assert_same_bits(resident(recipe))
     assert_updated_on_device(outcome, share)
-    assert outcome.plan is not None
     placement = outcome.plan.placement
     streamed = {unit for (unit, state), tier in placement.homes.items() if tier == "ssd" and state != GRAD}
     assert streamed & placement.on_device
@@ -103,7 +101,6 @@ def test_states_on_ssd_come_to_the_device_and_go_back(share: float, tmp_path: Pa
 def test_a_device_without_room_for_the_ring_is_refused() -> None:
     recipe = Recipe("llama")
     roomy = memory(recipe, 1.0)
-    assert roomy.device is not None
     tight = replace(roomy, device=f"cpu:{int(roomy.device[4:]) - PAGE}")
     with pytest.raises(pagoda.BudgetError, match=r"split\.device_update_share") as refused:
         pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=tight)
@@ -114,7 +111,6 @@ def test_a_device_without_room_for_the_ring_is_refused() -> None:
 def assert_at_home(outcome: Outcome) -> None:
     """Some units live on the device, and neither their states nor their gradients took any link."""
     plan = outcome.plan
-    assert plan is not None
     lives = plan.placement.resident
     assert 0 < len(lives) < len(plan.units)
     assert not plan.placement.passing & plan.placement.units_with("device", ["weight", GRAD])
@@ -137,7 +133,6 @@ def test_device_ram_and_ssd_are_home_to_one_model_whose_updates_run_everywhere(t
     outcome = train(recipe, memory(recipe, 1.0, homes=0.3, host=int(states * 0.8), ssd=tmp_path))
     outcome.assert_same_bits(resident(recipe))
     assert_at_home(outcome)
-    assert outcome.plan is not None
     assert {tier for (_, state), tier in outcome.plan.placement.homes.items() if state != GRAD} == {
         "device",
         "host",
@@ -162,7 +157,6 @@ def test_the_device_is_home_to_weights_first_then_to_gradients_then_to_moments(
     outcome = train(recipe, memory(recipe, share, share * ROOM[homes]))
     outcome.assert_same_bits(resident(recipe))
     plan = outcome.plan
-    assert plan is not None
     peak = plan.peak_bytes["device"]
     assert peak - plan.bytes["device"]["leases"] < outcome.peak_bytes["device"] <= peak
     placement, traffic = plan.placement, traffic_of(plan)
@@ -255,7 +249,6 @@ def test_parameters_that_are_taken_whole_are_all_updated_on_the_device(
     host = int(states_of(recipe) * 0.8) if on_ssd else 64 << 20
     outcome = train(recipe, memory(recipe, 1.0, homes, host, ssd=tmp_path if on_ssd else None))
     outcome.assert_same_bits(train(recipe, RESIDENT))
-    assert outcome.plan is not None
     placement = outcome.plan.placement
     trained = {unit.index for unit in outcome.plan.units if unit.trainable_numel}
     assert bool(placement.units_with("device", [WEIGHT])) == (homes > 0)

@@ -42,7 +42,7 @@ from pagoda.checkpoint.export import export
 from pagoda.config.training import ActivationMode
 from pagoda.experts.modules import ExpertStack, RoutedExperts, SwitchRouter
 
-STEPS = 4
+STEPS = 3
 WHOLE = pagoda.Tiles(tile_limit=1 << 40)
 """Leaves stacks of experts whole."""
 SIZES: dict[str, Any] = {
@@ -94,7 +94,6 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "deepseek-v3": deepseek_v3,
     "switch": switch,
 }
-STACKS = [name for name in BUILDERS if name != "switch"]
 EXPERTS = {"mixtral": 2 * 4, "qwen3-moe": 2 * 8, "gpt-oss": 2 * 8, "deepseek-v3": 8, "switch": 2 * 8}
 """How many each model has."""
 ONE_EXPERT = {"mixtral": 3 * 64 * 96, "qwen3-moe": 3 * 64 * 48}
@@ -153,7 +152,6 @@ def test_placement_does_not_change_a_bit(
     outcome = run(
         built(name), memory, few_tokens, clip_grad_norm=clip, accumulation_steps=announced, activations=activations
     )
-    assert outcome.plan is not None
     assert ("exp_avg" in outcome.plan.bytes.get("ssd", {})) == (placement != ARENA)
     outcome.assert_same_bits(resident(name, clip))
 
@@ -185,7 +183,7 @@ def test_wrapped_training_is_plain_training(name: str) -> None:
     assert (len(set(steps.values())) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
 
 
-@each_once(name=STACKS, implementation=["eager", "batched_mm"], precision=["fp32", "fp32", "bf16"])
+@each_once(name=["mixtral", "gpt-oss"], implementation=["eager", "batched_mm"], precision=["fp32", "bf16"])
 def test_other_kernels_of_transformers_give_the_same_within_rounding(
     name: str, implementation: str, precision: str
 ) -> None:

@@ -195,15 +195,12 @@ class Table(nn.Module):
         return self.layer(self.table(tokens))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_sparse_gradient_trains_as_the_same_gradient_made_dense(precision: Precision, tmp_path: Path) -> None:
+def test_a_sparse_gradient_trains_as_the_same_gradient_made_dense(tmp_path: Path) -> None:
     """With repeated tokens, two micro-batches a step, and a norm that clips."""
 
     def losses(sparse: bool, memory: Memory) -> list[float]:
         torch.manual_seed(0)
-        model, optimizer = pagoda.wrap(
-            Table(sparse), pagoda.AdamW(lr=0.1), memory=memory, precision=precision, clip_grad_norm=0.1
-        )
+        model, optimizer = pagoda.wrap(Table(sparse), pagoda.AdamW(lr=0.1), memory=memory, clip_grad_norm=0.1)
         found = []
         for tokens in torch.randint(0, 64, (6, 4, 8), generator=torch.Generator().manual_seed(1)):
             loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())

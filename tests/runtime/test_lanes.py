@@ -144,23 +144,6 @@ def test_wait_all_waits_for_everything_before_it_raises_the_first_error(lane: La
     assert all(handle.done for handle in handles)
 
 
-def test_close_finishes_what_is_queued_and_joins_the_threads() -> None:
-    before = set(threading.enumerate())
-    lane = Lane("update", threads=3)
-    assert len(set(threading.enumerate()) - before) == 3
-    done: list[int] = []
-
-    def work(n: int) -> None:
-        time.sleep(0.001)
-        done.append(n)
-
-    handles = [lane.submit(lambda n=n: work(n)) for n in range(50)]
-    lane.close()
-    assert sorted(done) == list(range(50))
-    assert all(handle.done for handle in handles)
-    assert set(threading.enumerate()) <= before
-
-
 def test_a_lane_keeps_nothing_of_the_work_it_has_done(lane: Lane) -> None:
     memory, gone = Memory(), threading.Event()
     weakref.finalize(memory, gone.set)

@@ -126,27 +126,20 @@ def test_from_pretrained_inside_init_has_the_weights_of_the_files(wrap: Wrap, tm
     assert_equal(found, plain.state_dict())
 
 
-@torch.no_grad()
-def write_data(param: nn.Parameter) -> None:
-    param.data.copy_(torch.ones(4, 4))
+WRITES: tuple[Callable[[nn.Parameter], object], ...] = (
+    lambda param: param.data.copy_(torch.ones(4, 4)),
+    lambda param: param[:2].copy_(torch.ones(2, 4)),
+    lambda param: param.__setitem__(slice(2), torch.ones(2, 4)),
+)
 
 
 @torch.no_grad()
-def write_view(param: nn.Parameter) -> None:
-    param[:2].copy_(torch.ones(2, 4))
-
-
-@torch.no_grad()
-def write_rows(param: nn.Parameter) -> None:
-    param[:2] = torch.ones(2, 4)
-
-
-@pytest.mark.parametrize("write", [write_data, write_view, write_rows])
-def test_values_written_to_a_part_of_what_waits_are_refused(write: Callable[[nn.Parameter], None]) -> None:
+def test_values_written_to_a_part_of_what_waits_are_refused() -> None:
     with pagoda.init():
-        model = nn.Linear(4, 4)
-        with pytest.raises(pagoda.UsageError, match=r"waits on the meta device.*would be lost.*outside pagoda\.init"):
-            write(model.weight)
+        for write in WRITES:
+            weight = nn.Linear(4, 4).weight
+            with pytest.raises(pagoda.UsageError, match=r"waits on the meta device.*lost.*outside pagoda\.init"):
+                write(weight)
 
 
 def test_what_wrap_repeats_may_write_as_it_likes(wrap: Wrap) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,23 +97,8 @@ class Shape:
         return 4 * TOKENS * (self.layers * (4 * self.hidden + 2 * self.intermediate) + 6 * VOCABULARY)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Bytes of one run."""
-
-    grown: int
-    """Peak resident memory minus that before `wrap`."""
-    ledger: int
-    """What the plan said for RAM."""
-    used: int
-    """What was in use of it at most."""
-    ssd: int
-    state: int
-    largest: int
-    """Elements of the largest parameter."""
-
-
-def measure(shape: Shape, **memory: str | int) -> Measured:
+def measure(shape: Shape, **memory: str | int) -> SimpleNamespace:
+    """Bytes of one run, and elements of its largest parameter: what `SCRIPT` prints."""
     settings = json.dumps([asdict(shape), memory, TOKENS, VOCABULARY])
     # Poison writes to all memory at once, which is the very thing that is measured here.
     environment = {**os.environ, "PAGODA_POISON": "0"}
@@ -120,10 +106,10 @@ def measure(shape: Shape, **memory: str | int) -> Measured:
         [sys.executable, "-c", SCRIPT, settings], capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    return SimpleNamespace(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def allowed(shape: Shape, run: Measured) -> float:
+def allowed(shape: Shape, run: SimpleNamespace) -> float:
     gradients = 2 * 2 * run.largest
     return run.ledger * (1 + SLACK_SHARE) + SLACK_BYTES + shape.activations + gradients
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from pairwise import each_once
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 from zoo import ALL_ON_SSD, squeeze
 
 import pagoda
@@ -26,14 +25,6 @@ def step(wrapped: Wrapped, *seeds: int) -> None:
     for seed in seeds:
         backward(model, seed)
     optimizer.step()
-
-
-def test_it_is_a_torch_optimizer_over_the_models_parameters(wrap: Wrap) -> None:
-    model, optimizer = wrap(layers())
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-    assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_a_closure_runs_with_gradients_and_its_loss_is_returned(wrap: Wrap) -> None:
@@ -69,29 +60,6 @@ def test_cleared_gradients_never_happened(clear: str, clip: float | None, wrap: 
         twin_optimizer.step()
         assert optimizer.stats.grad_norm == twin_optimizer.stats.grad_norm
     assert_same_state((model, optimizer), (twin, twin_optimizer))
-
-
-def test_state_dicts_resume_bit_for_bit_on_another_tier(wrap: Wrap, tmp_path: Path) -> None:
-    """Weights go through bf16 unless the master is loaded too, so fp32 is what resumes exactly through state dicts."""
-    model, optimizer = wrap(layers(), precision="fp32")
-    scheduler = CosineAnnealingLR(optimizer, T_max=2 * STEPS)
-    for seed in range(STEPS):
-        step((model, optimizer), seed)
-        scheduler.step()
-    saved = model.state_dict(), optimizer.state_dict(), scheduler.state_dict()
-    assert saved[1]["param_groups"][0]["lr"] < 1e-2
-
-    on_ssd = squeeze(layers(), ALL_ON_SSD, tmp_path, precision="fp32", clipping=False)
-    other, other_optimizer = wrap(layers(), on_ssd, precision="fp32")
-    other_scheduler = CosineAnnealingLR(other_optimizer, T_max=2 * STEPS)
-    other.load_state_dict(saved[0])
-    other_optimizer.load_state_dict(saved[1])
-    other_scheduler.load_state_dict(saved[2])
-    for seed in range(STEPS, 2 * STEPS):
-        assert backward(model, seed) == backward(other, seed)
-        for stepped in (optimizer, other_optimizer, scheduler, other_scheduler):
-            stepped.step()
-    assert_same_state((model, optimizer), (other, other_optimizer))
 
 
 def test_the_state_of_torchs_adamw_can_be_loaded(wrap: Wrap) -> None:
@@ -164,7 +132,6 @@ def test_stats_describe_the_step(wrap: Wrap, tmp_path: Path) -> None:
         stats = optimizer.stats
         moved.update(stats.bytes_moved)
         assert stats.step == seed + 1
-        assert stats.grad_norm is not None
         assert stats.grad_norm > 0
         assert stats.step_s > 0
         assert stats.faults >= 0

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from zoo import PAGE, RESIDENT, assert_equal
 
 import pagoda
 
 from .conftest import Wrap
-from .loops import WIDTH, Layers, backward
+from .loops import WIDTH, Layers, backward, losses_of
 
 SMALL_UNITS = pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=PAGE)
 ARENA = pagoda.Memory(host="64MiB", device="cpu:8MiB", unit_limit="16KiB", page_size=PAGE)
@@ -94,20 +95,13 @@ def test_a_parent_owns_what_it_reads_and_not_what_it_only_asks_about(wrap: Wrap)
 
 def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """Of three steps, and of an evaluation without gradients."""
-    losses = []
-    for _ in range(3):
-        loss = model(X)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(lambda _: model(X), optimizer)
     model.eval()
     with torch.no_grad():
         return [*losses, model(X).item()]
 
 
-@pytest.mark.parametrize("memory", [SMALL_UNITS, ARENA], ids=["host", "arena"])
-@pytest.mark.parametrize("build", [Recurrent, Attentive, Held, TiedByHand])
+@each_once(build=[Recurrent, Attentive, Held, TiedByHand], memory=[ARENA, SMALL_UNITS])
 def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memory: pagoda.Memory, wrap: Wrap) -> None:
     torch.manual_seed(0)
     model = build()

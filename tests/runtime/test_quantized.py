@@ -18,6 +18,8 @@ import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.config.training import ActivationMode
 
+from .loops import losses_of
+
 SHAPE = 64, 96
 RULE = pagoda.Optim(torch.optim.SGD, lr=0.5)
 
@@ -105,17 +107,6 @@ def outcome(model: Any) -> torch.Tensor:
     return loss
 
 
-def train(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = outcome(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def wrapped(case: str, directory: Path, activations: ActivationMode = "recompute") -> Any:
     directory.mkdir(exist_ok=True)
     memory = pagoda.Memory(host=HOST[case], ssd=str(directory), page_size=4096, unit_limit="32KiB")
@@ -129,9 +120,9 @@ def test_quantized_weights_on_ssd_train_adapters_with_the_bits_of_torch_and_resu
     plain = MODELS[case]()
     trained = [param for param in plain.parameters() if param.requires_grad]
     sgd = torch.optim.SGD(trained, lr=0.5)
-    expected = train(plain, sgd, 2)
+    expected = losses_of(lambda _: outcome(plain), sgd, 2)
     model, optimizer = wrapped(case, tmp_path / "ssd", activations)
-    assert train(model, optimizer, 2) == expected
+    assert losses_of(lambda _: outcome(model), optimizer, 2) == expected
     assert pagoda.plan_of(model).bytes["ssd"]["weight"] > pagoda.plan_of(model).bytes["host"].get("weight", 0)
     with torch.no_grad():
         assert outcome(model.eval()).item() == outcome(plain.eval()).item()
@@ -139,7 +130,8 @@ def test_quantized_weights_on_ssd_train_adapters_with_the_bits_of_torch_and_resu
     optimizer.close()
     model, optimizer = wrapped(case, tmp_path / "another", activations)
     optimizer.load_checkpoint(tmp_path / "saved")
-    assert train(model, optimizer, 2) == train(plain.train(), sgd, 2)
+    plain.train()
+    assert losses_of(lambda _: outcome(model), optimizer, 2) == losses_of(lambda _: outcome(plain), sgd, 2)
     optimizer.close()
     if case != "bytes":
         out = export(tmp_path / "saved", tmp_path / "adapter")
@@ -210,8 +202,9 @@ def test_an_evaluated_model_of_bitsandbytes_says_how_to_unpack() -> None:
 
 def test_dora_over_quantized_weights_has_the_bits_of_torch(tmp_path: Path) -> None:
     plain = adapted(eight_bits, dora=True)
-    expected = train(plain, torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5))
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    expected = losses_of(lambda _: outcome(plain), torch.optim.SGD(trained, lr=0.5))
     memory = pagoda.Memory(host="1MiB", ssd=str(tmp_path), page_size=4096, unit_limit="32KiB")
     model, optimizer = pagoda.wrap(adapted(eight_bits, dora=True), RULE, memory=memory, precision="fp32")
-    assert train(model, optimizer) == expected
+    assert losses_of(lambda _: outcome(model), optimizer) == expected
     optimizer.close()

@@ -25,13 +25,11 @@ RECIPE = Recipe("llama", clip=CLIP)
 def memory_of(recipe: Recipe, directory: Path, **split: float) -> pagoda.Memory:
     """Moments on SSD, gradients in RAM."""
     memory = least(recipe, HOST_WEIGHTS, directory)
-    assert isinstance(memory.host, int)
     return replace(memory, host=memory.host + 64 * PAGE, split=pagoda.Split(**split))
 
 
 def in_two(recipe: Recipe, directory: Path, loop: Any = None, **split: float) -> Outcome:
     outcome = train(recipe, memory_of(recipe, directory, **{"two_part_share": 1.0, **split}), loop)
-    assert outcome.plan is not None
     assert outcome.plan.placement.in_two
     return outcome
 
@@ -41,7 +39,6 @@ def test_weights_on_ssd_have_the_bits_of_those_in_ram(settings: dict[str, Any], 
     """tests/test_matrix.py has them in RAM."""
     recipe = replace(RECIPE, **settings)
     outcome = in_two(recipe, tmp_path, weight_share=0.0)
-    assert outcome.plan is not None
     assert outcome.plan.placement.units_with(SSD, (WEIGHT,))
     outcome.assert_same_bits(train(recipe, RESIDENT))
 
@@ -61,7 +58,6 @@ def test_moments_are_read_twice_and_everything_is_written_once(tmp_path: Path) -
     parts = in_two(recipe, tmp_path, drained, two_part_share=0.5)
     whole = train(recipe, memory_of(recipe, tmp_path), drained)
     plan = parts.plan
-    assert plan is not None
     units = [plan.units[index] for index in plan.placement.in_two]
     moments = [state for state in plan.layout.states if state.name not in MASTER]
     again = sum(plan.layout.updated_bytes(unit, state) for unit in units for state in moments)
@@ -107,9 +103,7 @@ def test_a_checkpoint_between_the_parts_has_the_state_after_the_step(tmp_path: P
 def test_speculative_updates_stay_whole_and_those_that_are_clipped_have_two_parts(tmp_path: Path) -> None:
     recipe = replace(RECIPE, clip=0.5, announced=True, steps=8)
     memory = memory_of(recipe, tmp_path, two_part_share=1.0)
-    assert isinstance(memory.host, int)
     outcome = train(recipe, replace(memory, host=memory.host + (256 << 10)))
-    assert outcome.plan is not None
     placement = outcome.plan.placement
     assert placement.in_two & placement.speculated
     outcome.assert_same_bits(train(recipe, RESIDENT))
@@ -152,5 +146,4 @@ def test_a_second_part_that_fails_is_said_until_every_state_is_replaced(
 def test_rules_whose_moments_cannot_be_computed_apart_are_updated_whole(rule: Rule, tmp_path: Path) -> None:
     recipe = replace(RECIPE, rule=rule, steps=1)
     outcome = train(recipe, memory_of(recipe, tmp_path, two_part_share=1.0))
-    assert outcome.plan is not None
     assert not outcome.plan.placement.in_two
