@@ -1,7 +1,9 @@
-"""Placement fits its budgets and gives every extent a home; what it refuses is in `test_planner`."""
+"""Placement fits its budgets, gives every extent a home, and refuses by exactly what is missing."""
+
+from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
@@ -51,6 +53,14 @@ def placed(case: tuple[Layout, Budgets, Options]) -> Placement:
     except BudgetError:
         assume(False)
         raise
+
+
+def refusal(layout: Layout, budgets: Budgets, options: Options) -> BudgetError | None:
+    try:
+        place(layout, budgets, options)
+    except BudgetError as error:
+        return error
+    return None
 
 
 @given(cases)
@@ -123,6 +133,25 @@ def test_ram_goes_to_weights_then_gradients_then_moments_of_the_first_units_of_f
         assert homed(*moments) + unused < gradient
     if moment is not None:
         assert unused < moment
+
+
+@example(
+    (Layout((unit(0, 19_000), unit(1, 19_000)), STATES["bf16"], 4096), Budgets(host=4096, ssd=LARGE), AFTER_BACKWARD)
+)
+@given(cases)
+def test_a_refusal_names_the_tier_and_the_least_budget_that_is_not_refused(
+    case: tuple[Layout, Budgets, Options],
+) -> None:
+    layout, budgets, options = case
+    while (error := refusal(layout, budgets, options)) is not None:
+        tier, needed = error.tier, error.needed_bytes
+        assert tier in (HOST, DEVICE, SSD)
+        assert needed > getattr(budgets, tier)
+        assert f"{tier} needs at least" in str(error)
+        assert f"memory.{tier}" in str(error)
+        one_page_less = refusal(layout, replace(budgets, **{tier: needed - layout.page_bytes}), options)
+        assert (one_page_less.tier, one_page_less.needed_bytes) == (tier, needed)
+        budgets = replace(budgets, **{tier: needed})
 
 
 @given(cases)

@@ -121,21 +121,18 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
             assert (error.tier, error.needed_bytes) == (tier, getattr(budgets, tier))
 
 
-@settings(max_examples=40)
-@given(any_plans)
-def test_peak_bytes_are_the_sum_of_the_lines_shown(plan: Plan) -> None:
-    assert plan.peak_bytes == {tier: sum(lines.values()) for tier, lines in plan.bytes.items()}
-    for tier, budget in (("device", plan.budgets.device), (HOST, plan.budgets.host), (SSD, plan.budgets.ssd)):
-        assert plan.peak_bytes.get(tier, 0) <= (budget or 0)
-
-
 # --- traffic --------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
 @given(any_plans)
-def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(plan: Plan) -> None:
-    traffic, written = traffic_of(plan), 0
+def test_lines_are_all_that_is_held_only_what_lives_on_ssd_is_streamed_and_only_what_is_away_is_leased(
+    plan: Plan,
+) -> None:
+    assert plan.peak_bytes == {tier: sum(lines.values()) for tier, lines in plan.bytes.items()}
+    for tier, budget in (("device", plan.budgets.device), (HOST, plan.budgets.host), (SSD, plan.budgets.ssd)):
+        assert plan.peak_bytes.get(tier, 0) <= (budget or 0)
+    traffic, leased, written = traffic_of(plan), plan.leased_pages(), 0
     for unit in plan.units:
         on_ssd = sum(
             unit.trainable_numel * state.dtype.itemsize
@@ -149,18 +146,11 @@ def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(pl
         waiting = passes - 1 if plan.options.update_during_backward else passes
         if unit.trainable_numel and plan.placement.home(unit.index, GRAD) == SSD:
             written += waiting * plan.layout.pages(unit, GRAD) * plan.page_bytes
-    assert bytes_written_to_ssd(plan) == written
-
-
-@settings(max_examples=40)
-@given(any_plans)
-def test_only_units_without_weights_where_compute_reads_them_are_leased(plan: Plan) -> None:
-    leased = plan.leased_pages()
-    for unit in plan.units:
         away = plan.budgets.device is not None or plan.placement.home(unit.index, "weight") == SSD
         assert (unit.index in leased) == (away and plan.placement.home(unit.index, "weight") != DEVICE)
+    assert bytes_written_to_ssd(plan) == written
     assert (plan.lease_tier is not None) == bool(leased)
-    assert {unit for unit, traffic in enumerate(traffic_of(plan)) if traffic.fetched} == set(leased)
+    assert {unit for unit, of_unit in enumerate(traffic) if of_unit.fetched} == set(leased)
 
 
 @pytest.mark.parametrize(("device", "most"), [(None, 32 << 20), (LARGE, 40 << 20)])
