@@ -35,29 +35,26 @@ def state_of(model: torch.nn.Module, optimizer: PagedOptimizer) -> dict[str, Any
 
 @each_once(name=["llama-tied", "gpt2"], before=["ram", "ssd"], in_group=[True, False])
 def test_a_run_goes_on_bit_for_bit(name: str, before: str, in_group: bool, tmp_path: Path) -> None:
-    with gloo(tmp_path) if in_group else nullcontext():
-        go_on(name, before, "ssd" if before == "ram" else "ram", tmp_path)
-
-
-def go_on(name: str, before: str, after: str, tmp_path: Path) -> None:
     """From a state that was saved in one place and is loaded in another."""
-    model, optimizer = wrapped(build(name), before, tmp_path)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    train(model, optimizer, 0, 3)
-    schedule.step()
-    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "dcp")
-    rest = train(model, optimizer, 3, 5)
-    final = {key: value.state_dict() for key, value in state_of(model, optimizer).items()}
-    optimizer.close()
+    after = "ssd" if before == "ram" else "ram"
+    with gloo(tmp_path) if in_group else nullcontext():
+        model, optimizer = wrapped(build(name), before, tmp_path)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(model, optimizer, 0, 3)
+        schedule.step()
+        dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "dcp")
+        rest = train(model, optimizer, 3, 5)
+        final = {key: value.state_dict() for key, value in state_of(model, optimizer).items()}
+        optimizer.close()
 
-    model, optimizer = wrapped(build(name, seed=9), after, tmp_path)
-    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    train(model, optimizer, 0, 1)
-    dcp.load(state_of(model, optimizer), checkpoint_id=tmp_path / "dcp")
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
-    assert train(model, optimizer, 3, 5) == rest
-    assert_same({key: value.state_dict() for key, value in state_of(model, optimizer).items()}, final)
-    optimizer.close()
+        model, optimizer = wrapped(build(name, seed=9), after, tmp_path)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(model, optimizer, 0, 1)
+        dcp.load(state_of(model, optimizer), checkpoint_id=tmp_path / "dcp")
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+        assert train(model, optimizer, 3, 5) == rest
+        assert_same({key: value.state_dict() for key, value in state_of(model, optimizer).items()}, final)
+        optimizer.close()
 
 
 def test_the_state_is_by_parameter_name_and_plain_pytorch_can_load_it(tmp_path: Path) -> None:

@@ -121,12 +121,9 @@ def test_a_file_of_another_length_is_refused(tmp_path: Path) -> None:
             TensorFile(path)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none\.safetensors cannot be read: No such file"):
         TensorFile(tmp_path / "none.safetensors")
-
-
-def test_a_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "some.safetensors", {"a": torch.zeros(1 << 20, dtype=torch.uint8)})
     file = TensorFile(path)
     os.truncate(path, 1 << 19)

@@ -119,10 +119,6 @@ def test_updates_on_the_device_help_where_the_cpu_is_slow_and_not_where_the_link
     assert not steps(slow_link, passing=True)
 
 
-def test_a_search_lets_units_live_on_a_device_that_has_room() -> None:
-    assert searched(cpu_params_per_s=5e7, link_bytes_per_s=1e9).best.plan.placement.resident
-
-
 def test_units_live_on_the_device_as_far_as_it_goes_and_take_no_link() -> None:
     options = Options(page_bytes=4096, clipping=True, split=Split(device_home_share=1.0))
     plan = make_plan(tower(8, 128), STATES["bf16"], Budgets(LARGE, LARGE), options)
@@ -176,7 +172,8 @@ def test_whole_units_live_on_the_device_where_ram_does_not_hold_the_rest() -> No
     assert on_ssd.isdisjoint(placement.resident)
 
 
-def test_a_search_finds_that_homes_of_states_take_less_of_the_link_than_whole_units() -> None:
+def test_a_search_lets_units_live_on_a_device_that_has_room_and_else_what_takes_most_of_the_link() -> None:
+    assert searched(cpu_params_per_s=5e7, link_bytes_per_s=1e9).best.plan.placement.resident
     choice = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e9, device=3 << 20)
     assert choice.best.plan.placement.passing
     weights, moments = (choice.best.plan.placement.units_with(DEVICE, [name]) for name in ("weight", "exp_avg"))

@@ -64,18 +64,14 @@ def refusal(layout: Layout, budgets: Budgets, options: Options) -> BudgetError |
 
 
 @given(cases)
-def test_the_ledger_of_a_tier_never_passes_its_budget(case: tuple[Layout, Budgets, Options]) -> None:
-    layout, budgets, _ = case
-    ledger = placed(case).lines
-    for tier, budget in ((HOST, budgets.host), (DEVICE, budgets.device), (SSD, budgets.ssd)):
-        assert sum(ledger.get(tier, {}).values()) * layout.page_bytes <= (budget or 0)
-        assert all(pages >= 0 for pages in ledger.get(tier, {}).values())
-
-
-@given(cases)
-def test_every_extent_has_a_home_and_its_pages_are_in_the_ledger(case: tuple[Layout, Budgets, Options]) -> None:
+def test_every_extent_has_a_home_and_its_pages_are_in_a_ledger_that_never_passes_the_budget(
+    case: tuple[Layout, Budgets, Options],
+) -> None:
     layout, budgets, options = case
     placement = placed(case)
+    for tier, budget in ((HOST, budgets.host), (DEVICE, budgets.device), (SSD, budgets.ssd)):
+        assert sum(placement.lines.get(tier, {}).values()) * layout.page_bytes <= (budget or 0)
+        assert all(pages >= 0 for pages in placement.lines.get(tier, {}).values())
     for state in names(layout):
         homes = {unit.index: placement.home(unit.index, state) for unit in layout.units}
         assert set(homes.values()) <= ({HOST} if budgets.ssd is None else {HOST, SSD})
@@ -107,18 +103,14 @@ def test_what_leaves_ram_has_the_buffers_it_moves_through(case: tuple[Layout, Bu
 
 
 @given(cases)
-def test_each_state_in_ram_is_that_of_the_first_units_of_forward(case: tuple[Layout, Budgets, Options]) -> None:
-    layout, _, _ = case
+def test_ram_goes_to_weights_then_gradients_then_moments_of_the_first_units_of_forward(
+    case: tuple[Layout, Budgets, Options],
+) -> None:
+    layout, budgets, options = case
     placement = placed(case)
     for state in names(layout):
         homes = in_ram(layout, placement, state)
         assert homes == sorted(homes, reverse=True)
-
-
-@given(cases)
-def test_ram_goes_to_weights_then_gradients_then_moments(case: tuple[Layout, Budgets, Options]) -> None:
-    layout, budgets, options = case
-    placement = placed(case)
 
     def homed(*states: str) -> int:
         return sum(placement.pages(HOST, state) for state in states)
@@ -154,12 +146,10 @@ def test_a_refusal_names_the_tier_and_the_least_budget_that_is_not_refused(
     while (error := refusal(layout, budgets, options)) is not None:
         tier, needed = error.tier, error.needed_bytes
         assert tier in (HOST, DEVICE, SSD)
-        assert needed is not None
         assert needed > getattr(budgets, tier)
         assert f"{tier} needs at least" in str(error)
         assert f"memory.{tier}" in str(error)
         one_page_less = refusal(layout, replace(budgets, **{tier: needed - layout.page_bytes}), options)
-        assert one_page_less is not None
         assert (one_page_less.tier, one_page_less.needed_bytes) == (tier, needed)
         budgets = replace(budgets, **{tier: needed})
 

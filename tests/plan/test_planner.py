@@ -42,7 +42,6 @@ def test_a_second_gradient_buffer_goes_before_blocks_get_smaller() -> None:
     with pytest.raises(BudgetError) as refused:
         make_plan(root, states, Budgets(1, None, LARGE), options)
     least = refused.value.needed_bytes
-    assert least is not None
     tight = make_plan(root, states, Budgets(least, None, LARGE), options)
     assert tight.layout.block_elements == BLOCK_ELEMENTS // 8
     gradient = max(tight.layout.pages(unit, GRAD) for unit in tight.units) * tight.page_bytes
@@ -73,7 +72,6 @@ def test_units_shrink_where_the_budget_is_tight_unless_their_limit_was_asked_for
     with pytest.raises(BudgetError) as refused:
         make_plan(root, states, Budgets(0, ssd=LARGE), Options(unit_limit=widest))
     needed = refused.value.needed_bytes
-    assert needed is not None
     tight = Budgets(needed - 1, ssd=LARGE)
     with pytest.raises(BudgetError, match="unit_limit"):
         make_plan(root, states, tight, Options(unit_limit=widest))
@@ -113,8 +111,6 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
     budgets = Budgets(0, device, ssd)
     asked_for: list[str] = []
     while (error := refusal(root, budgets, options)) is not None:
-        assert error.tier is not None
-        assert error.needed_bytes is not None
         asked_for.append(error.tier)
         budgets = replace(budgets, **{error.tier: error.needed_bytes})
     assert len(asked_for) == len(set(asked_for))
@@ -122,16 +118,7 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
         for tier in asked_for:
             short = replace(budgets, **{tier: getattr(budgets, tier) - 1})
             error = refusal(root, short, options)
-            assert error is not None
             assert (error.tier, error.needed_bytes) == (tier, getattr(budgets, tier))
-
-
-@settings(max_examples=40)
-@given(any_plans)
-def test_peak_bytes_are_the_sum_of_the_lines_shown(plan: Plan) -> None:
-    assert plan.peak_bytes == {tier: sum(lines.values()) for tier, lines in plan.bytes.items()}
-    for tier, budget in (("device", plan.budgets.device), (HOST, plan.budgets.host), (SSD, plan.budgets.ssd)):
-        assert plan.peak_bytes.get(tier, 0) <= (budget or 0)
 
 
 # --- traffic --------------------------------------------------------------------------------------------
@@ -139,8 +126,13 @@ def test_peak_bytes_are_the_sum_of_the_lines_shown(plan: Plan) -> None:
 
 @settings(max_examples=40)
 @given(any_plans)
-def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(plan: Plan) -> None:
-    traffic, written = traffic_of(plan), 0
+def test_lines_are_all_that_is_held_only_what_lives_on_ssd_is_streamed_and_only_what_is_away_is_leased(
+    plan: Plan,
+) -> None:
+    assert plan.peak_bytes == {tier: sum(lines.values()) for tier, lines in plan.bytes.items()}
+    for tier, budget in (("device", plan.budgets.device), (HOST, plan.budgets.host), (SSD, plan.budgets.ssd)):
+        assert plan.peak_bytes.get(tier, 0) <= (budget or 0)
+    traffic, leased, written = traffic_of(plan), plan.leased_pages(), 0
     for unit in plan.units:
         on_ssd = sum(
             unit.trainable_numel * state.dtype.itemsize
@@ -154,18 +146,11 @@ def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(pl
         waiting = passes - 1 if plan.options.update_during_backward else passes
         if unit.trainable_numel and plan.placement.home(unit.index, GRAD) == SSD:
             written += waiting * plan.layout.pages(unit, GRAD) * plan.page_bytes
-    assert bytes_written_to_ssd(plan) == written
-
-
-@settings(max_examples=40)
-@given(any_plans)
-def test_only_units_without_weights_where_compute_reads_them_are_leased(plan: Plan) -> None:
-    leased = plan.leased_pages()
-    for unit in plan.units:
         away = plan.budgets.device is not None or plan.placement.home(unit.index, "weight") == SSD
         assert (unit.index in leased) == (away and plan.placement.home(unit.index, "weight") != DEVICE)
+    assert bytes_written_to_ssd(plan) == written
     assert (plan.lease_tier is not None) == bool(leased)
-    assert {unit for unit, traffic in enumerate(traffic_of(plan)) if traffic.fetched} == set(leased)
+    assert {unit for unit, of_unit in enumerate(traffic) if of_unit.fetched} == set(leased)
 
 
 @pytest.mark.parametrize(("device", "most"), [(None, 32 << 20), (LARGE, 40 << 20)])

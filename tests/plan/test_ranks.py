@@ -109,7 +109,6 @@ def test_what_is_sent_is_zeros_volume(stage: int, volumes: int) -> None:
 @given(of_ranks)
 def test_a_step_takes_no_less_than_the_collectives_and_the_ledger_holds(plan: Plan) -> None:
     timeline = simulate(plan, NODE, [1e-6] * (len(plan.trace.accesses) - 1))
-    assert plan.ranks is not None
     made = Counter(gradient.unit for gradient in gradients_of(plan.trace, trained(plan)))
     traffic = traffic_of(plan)
     nbytes = sum(n * traffic[unit].reduced for unit, n in made.items())
@@ -139,7 +138,6 @@ def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(sett
                 shared(count, stage, **settings),
             )
             buffers = reduce_buffers(plan.layout)
-            assert buffers is not None
             reducing = plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) - 3 * buffers.whole_pages
             assert 0 < reducing * plan.page_bytes < 4 * BLOCK_ELEMENTS + plan.page_bytes
             serving = plan.placement.pages(HOST, SERVING) * plan.page_bytes
@@ -222,17 +220,11 @@ def test_no_page_of_weights_is_in_two_slices_where_every_rank_has_all(ranks: Ran
 # --- how long it takes ------------------------------------------------------------------------------------
 
 
-def test_a_ring_inside_a_node_takes_what_a_rank_sends() -> None:
-    rates = Rates(NODE, shared(4))
-    assert rates.ring_seconds(ring_bytes(4 * GIB, 4), 4) == pytest.approx(3 * GIB / 1e11)
+def test_rings_and_exchanges_cross_each_network_once_and_ranks_of_a_node_share_it() -> None:
+    inside, across = Rates(NODE, shared(4)), Rates(NODE, shared(16))
+    assert inside.ring_seconds(ring_bytes(4 * GIB, 4), 4) == pytest.approx(3 * GIB / 1e11)
+    assert across.ring_seconds(ring_bytes(16 * GIB, 16), 16) == pytest.approx(12 * GIB / 1e10)
 
-
-def test_a_ring_over_nodes_crosses_each_network_once() -> None:
-    rates = Rates(NODE, shared(16))
-    assert rates.ring_seconds(ring_bytes(16 * GIB, 16), 16) == pytest.approx(12 * GIB / 1e10)
-
-
-def test_an_exchange_over_nodes_shares_the_network_of_a_node() -> None:
     def seconds(sent: int, ranks: Ranks) -> float:
         (tokens,) = of_tokens({"experts": sent}, ranks)
         return Rates(NODE, ranks).exchange_seconds(tokens)

@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from pairwise import each_once
 
 import pagoda
 from pagoda.optim.rule import Rule
@@ -86,9 +87,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("name", RULES)
+@each_once(name=[*RULES], count=[2, 3, 8], stage=[1, 3])
 def test_every_element_of_every_state_is_held_by_one_rank(name: str, count: int, stage: Stage) -> None:
     layouts = [plan.layout for plan in plans(RULES[name], count, stage, layers=3)]
     whole = make_plan(shape(3), RULES[name].states("bf16"), Budgets(1 << 30), Options(PAGE, 64 << 10)).layout
@@ -115,8 +114,7 @@ def held_bytes(layout: Layout) -> int:
     )
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize("name", RULES)
+@each_once(name=[*RULES], count=[8, 2, 4])
 def test_a_rank_holds_its_share_up_to_a_parameter(name: str, count: int) -> None:
     """12 layers of 7 parameters on 8 ranks: no unit can be divided equally, all of them together can."""
     layouts = [plan.layout for plan in plans(RULES[name], count)]
@@ -129,8 +127,7 @@ def test_a_rank_holds_its_share_up_to_a_parameter(name: str, count: int) -> None
     assert min(held) >= alone / count - largest
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", RULES)
+@each_once(name=[*RULES], stage=[1, 3])
 def test_the_same_units_live_on_the_device_of_every_rank_beside_as_many_leases(name: str, stage: Stage) -> None:
     split = pagoda.Split(device_home_share=1.0, device_update_share=1.0)
     first, *others = plans(RULES[name], 4, stage, device=2 << 20, split=split)

@@ -25,7 +25,7 @@ def names(unit: UnitSpec) -> set[str]:
 
 
 @given(module_trees, limits, itemsizes)
-def test_units_are_consecutive_parameters_of_whole_modules_within_the_limit(
+def test_units_are_consecutive_parameters_of_whole_modules_within_the_limit_aligned_with_trainable_ones_first(
     root: ModuleSpec, limit: int, itemsize: int
 ) -> None:
     units = discover(root, limit, itemsize)
@@ -40,13 +40,7 @@ def test_units_are_consecutive_parameters_of_whole_modules_within_the_limit(
         subtree = {param.name for param in module.walk()}
         if subtree and weight_bytes(module, itemsize) <= limit:
             assert any(subtree <= names(unit) for unit in units), "a subtree that fits is never split"
-
-
-@given(module_trees, limits, itemsizes)
-def test_a_unit_lays_its_parameters_out_aligned_without_overlap_and_trainable_ones_first(
-    root: ModuleSpec, limit: int, itemsize: int
-) -> None:
-    for unit in discover(root, limit, itemsize):
+    for unit in units:
         end = 0
         for slot in unit.slots:
             assert slot.offset % ALIGN_ELEMENTS == 0

@@ -111,22 +111,15 @@ def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for name, value in (
         ("steps", True),
-        ("steps", 4.0),
         ("steps", 10**30),
-        ("steps", None),
         ("model", 5),
         ("model", "\0"),
-        ("model", "\ud800"),
         ("out", ["run"]),
         ("precision", "fp8"),
-        ("precision", []),
         ("clip_grad_norm", "1"),
-        ("clip_grad_norm", 10**400),
         ("batch_tiles", "all"),
         ("optim", [1]),
         ("optim", {"betas": [0.9]}),
-        ("optim", {"betas": {"0": 0.9}}),
-        ("optim", {"lr": {}}),
         ("lora", {"targets": [1]}),
         ("resume", 1),
     ):
