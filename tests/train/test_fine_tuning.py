@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, data: str, out: Path, **changes: Any) -> TrainConfig:
     settings = {
-        "steps": 6, "batch_size": 2, "seq_len": 128, "precision": "fp32", "accumulation_steps": 2,
+        "steps": 4, "batch_size": 2, "seq_len": 128, "precision": "fp32", "accumulation_steps": 2,
         "optim": OptimConfig(lr=3e-3, schedule="constant"), "memory": Memory(host="1GiB"), "plan": "usual",
     }  # fmt: skip
     return TrainConfig(model=str(folder / "model"), data=str(folder / data), out=out, **{**settings, **changes})
@@ -117,13 +117,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: str, folder: Path,
     assert losses[-1] < losses[0] - 0.1
     assert "attention ends where a document does" in shown
     assert "held out, every 2 steps" in shown
-    parts = replace(whole, out=tmp_path / "parts", steps=4)
+    parts = replace(whole, out=tmp_path / "parts", steps=2)
     trained(parts)
-    again, resumed, _ = trained(replace(parts, steps=6, resume=True))
+    again, resumed, _ = trained(replace(parts, steps=4, resume=True))
     assert again == losses
     assert [(line["step"], line["loss"]) for line in resumed] == [(line["step"], line["loss"]) for line in evals]
     shutil.copy(folder / data, tmp_path / data)
-    trained(replace(parts, steps=7, resume=True, cache=tmp_path / "cache", data=str(tmp_path / data)))
+    trained(replace(parts, steps=5, resume=True, cache=tmp_path / "cache", data=str(tmp_path / data)))
 
 
 @DATA
@@ -146,12 +146,12 @@ def test_the_loss_counts_what_assistants_say(folder: Path, tmp_path: Path) -> No
 def test_evaluations_and_samples_change_no_bit_of_the_training(folder: Path, tmp_path: Path) -> None:
     plain = config_of(folder, "texts.jsonl", tmp_path / "plain", memory=on_ssd(tmp_path))
     other = str(folder / "other.jsonl")
-    watched = replace(plain, out=tmp_path / "watched", eval_data=other, eval_every=2, sample_every=2)
+    watched = replace(plain, out=tmp_path / "watched", eval_data=other, eval_every=2, sample_every=2, sample_tokens=8)
     losses, evals, shown = trained(watched)
     assert trained(plain)[0] == losses
-    assert [line["step"] for line in evals] == [0, 2, 4, 6]
+    assert [line["step"] for line in evals] == [0, 2, 4]
     assert evals[-1]["loss"] < evals[0]["loss"]
-    assert shown.count("greedy: The|") == shown.count("drawn: The|") == 3
+    assert shown.count("greedy: The|") == shown.count("drawn: The|") == 2
 
 
 def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder: Path, tmp_path: Path) -> None:
@@ -168,7 +168,6 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
     assert "Stopped early" in shown
     assert [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()] == sorted({best, last})
     again = run(replace(config, resume=True, patience=0, steps=last + 1), Console(quiet=True))
-    assert again is not None
     assert again.first_step == last + 1
     assert best in [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()]
 

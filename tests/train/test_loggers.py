@@ -55,16 +55,17 @@ class Tracker(ModuleType):
         self.ended += 1
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_step_and_evaluation_is_logged(name: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = Tracker(name)
-    monkeypatch.setitem(sys.modules, MODULES[name], tracker)
-    trained(replace(config, log=f"jsonl, {name}"))
-    begun = str(config.out / "tensorboard") if name == "tensorboard" else {"project": "pagoda", "name": "run"}
-    assert (tracker.begun, tracker.ended) == ([begun], 1)
-    for file, figure in (("metrics.jsonl", "train/loss"), ("evals.jsonl", "eval/loss")):
-        assert tracker.seen[figure] == {line["step"]: line["loss"] for line in read_metrics(config.out / file)}
-    assert tracker.seen.keys() >= {"train/grad_norm", "stall_share/update", "peak_bytes/host", "eval/perplexity"}
+def test_every_step_and_evaluation_is_logged(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackers = {name: Tracker(name) for name in MODULES}
+    for name, tracker in trackers.items():
+        monkeypatch.setitem(sys.modules, MODULES[name], tracker)
+    trained(replace(config, log=", ".join(("jsonl", *MODULES))))
+    for name, tracker in trackers.items():
+        begun = str(config.out / "tensorboard") if name == "tensorboard" else {"project": "pagoda", "name": "run"}
+        assert (tracker.begun, tracker.ended) == ([begun], 1)
+        for file, figure in (("metrics.jsonl", "train/loss"), ("evals.jsonl", "eval/loss")):
+            assert tracker.seen[figure] == {line["step"]: line["loss"] for line in read_metrics(config.out / file)}
+        assert tracker.seen.keys() >= {"train/grad_norm", "stall_share/update", "peak_bytes/host", "eval/perplexity"}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -21,7 +21,7 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.tokens import open_tokens
 from pagoda.transforms.operator_tiles import Tiling
-from tests.tiny import tiny_run, trained, write_mixture, write_model
+from tests.tiny import tiny_run, trained, write_mixture
 
 
 def config_of(model: str, out: Path) -> TrainConfig:
@@ -73,10 +73,6 @@ def loss_in_transformers(exported: Path, config: TrainConfig, step: int, pairs: 
     with torch.no_grad():
         loss: torch.Tensor = model(**batches.batch(step), output_router_logits=True).loss
     return loss.item()
-
-
-def test_a_model_without_a_router_reports_no_balance(tmp_path: Path) -> None:
-    assert lines_of(config_of(write_model(tmp_path / "model"), tmp_path / "run"))[0]["aux_loss"] is None
 
 
 @pytest.mark.parametrize(
