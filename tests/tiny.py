@@ -2,14 +2,17 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from pagoda.config.memory import Memory
 from pagoda.models.shapes import SHAPES
 from pagoda.train import TrainConfig, TrainResult, run
+from pagoda.train.data import Batches
 
 LLAMA = {
     "model_type": "llama",
@@ -57,6 +60,18 @@ def trained(config: TrainConfig) -> tuple[TrainResult | None, str]:
     shown = io.StringIO()
     result = run(config, Console(file=shown, width=200))
     return result, shown.getvalue()
+
+
+def at_the_first_batch(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does something in the middle of the first step of the next run."""
+    batch = Batches.batch
+
+    def acting(self: Batches, step: int, index: int = 0) -> object:
+        monkeypatch.setattr(Batches, "batch", batch)
+        action()
+        return batch(self, step, index)
+
+    monkeypatch.setattr(Batches, "batch", acting)
 
 
 def write_mixture(name: str, directory: Path, layers: int = 2) -> str:

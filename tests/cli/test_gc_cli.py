@@ -1,47 +1,13 @@
 """`pagoda gc` lists what looks orphaned, deletes it only if the user agrees, and nothing else."""
 
 import shutil
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pagoda.cli.main import main
-from pagoda.memory.arena import Arena
-from pagoda.memory.page import Run
-from pagoda.memory.ssd.committed import open_commit
-from tests.memory.ssd_parts import PAGE, Tier, make_checkpoint, make_directory, names, pattern
-
-
-class Saved:
-    """An SSD directory and a run with two checkpoints of four pages, of which one page changed in between."""
-
-    def __init__(self, root: Path, *drives: str) -> None:
-        self.drives = [make_directory(root / drive) for drive in drives or ("ssd",)]
-        self.ssd = self.drives[0]
-        self.run = root / "run"
-        self.references: list[dict[str, Any]] = []
-        with Tier(dict.fromkeys(self.drives), 4, PAGE, 8) as tier:
-            run = tier.alloc(4)
-            for step in (1, 2):
-                tier.store(run, 0, pattern(4, 1) if step == 1 else pattern(1, 2))
-                with closing(tier.freeze_all()) as frozen:
-                    checkpoint = make_checkpoint(self.run / "checkpoints" / f"step-{step}")
-                    self.references.append(frozen.commit(*checkpoint))
-
-    def there(self) -> list[bool]:
-        """Whether the pages of each checkpoint can still be read."""
-        found = []
-        for reference in self.references:
-            into = Arena(4 * PAGE).view(0, 4 * PAGE)
-            try:
-                with open_commit(reference) as pages:
-                    pages.load(Run(0, 4), 0, into)
-                found.append(True)
-            except OSError:
-                found.append(False)
-        return found
+from tests.cli.workspace import Saved
+from tests.memory.ssd_parts import PAGE, Tier, make_checkpoint, make_directory, names
 
 
 @pytest.fixture

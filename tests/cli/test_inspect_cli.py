@@ -1,52 +1,34 @@
 """`pagoda inspect` shows what is kept on an SSD, and finds what is damaged."""
 
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from pagoda.cli.main import main
-from pagoda.memory.arena import Arena
-from tests.memory.ssd_parts import Tier, make_checkpoint
-
-PAGE = 4096
+from tests.cli.workspace import Saved
+from tests.memory.ssd_parts import PAGE
 
 
-@pytest.fixture
-def ssd(tmp_path: Path) -> Path:
-    """A directory with one store: two commits of four pages, of which one page changed in between."""
-    directory = tmp_path / "ssd"
-    directory.mkdir()
-    with Tier({directory: None}, 4, PAGE, 8) as tier:
-        run = tier.alloc(4)
-        data = Arena(4 * PAGE).view(0, 4 * PAGE)
-        for step in (1, 2):
-            data[:] = bytes((k + k // PAGE) % 251 for k in range(4 * PAGE))
-            tier.store(run, 0, data if step == 1 else data[:PAGE])
-            with closing(tier.freeze_all()) as frozen:
-                frozen.commit(*make_checkpoint(tmp_path / "run" / f"step-{step}"))
-    return directory
-
-
-def test_stores_commits_checkpoints_and_space_are_shown(
-    ssd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(tmp_path / "run")]) == 0
+def test_stores_commits_checkpoints_and_space_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = Saved(tmp_path)
+    checkpoints = saved.run / "checkpoints"
+    assert main(["inspect", str(checkpoints)]) == 0
     assert "no page store" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "none")]) == 2
-    shutil.rmtree(tmp_path / "run" / "step-1")
-    assert main(["inspect", str(ssd)]) == 0
+    shutil.rmtree(checkpoints / "step-1")
+    assert main(["inspect", str(saved.ssd)]) == 0
     shown = capsys.readouterr().out
     assert "12 slots of 4.00 KiB" in shown
-    assert f"16.00 KiB of {tmp_path}/run/step-1 (not there: see pagoda gc)\n" in shown
-    assert f"16.00 KiB of {tmp_path}/run/step-2\n" in shown
+    assert f"16.00 KiB of {checkpoints}/step-1 (not there: see pagoda gc)\n" in shown
+    assert f"16.00 KiB of {checkpoints}/step-2\n" in shown
     assert "20.00 KiB kept by commits, 28.00 KiB free" in shown
 
 
 def test_verify_reads_every_committed_page_and_names_the_damaged_ones(
-    ssd: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    ssd = Saved(tmp_path).ssd
     assert main(["inspect", str(ssd), "--verify"]) == 0
     assert capsys.readouterr().out.count("every page is as it was written") == 2
     pages = next(ssd.glob("*/pages"))

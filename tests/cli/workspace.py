@@ -1,10 +1,15 @@
-"""Runs of `pagoda train` in a folder of their own."""
+"""Runs of `pagoda train` in a folder of their own, and what runs leave on an SSD."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from pagoda.cli.main import main
+from pagoda.memory.arena import Arena
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.committed import open_commit
 from pagoda.train.metrics import read_metrics
+from tests.memory.ssd_parts import PAGE, Tier, make_checkpoint, make_directory, pattern
 from tests.tiny import write_model
 
 STEPS = 6
@@ -21,7 +26,7 @@ class Workspace:
         self.ssd = root / "ssd"
         self.ssd.mkdir()
         if model is None:
-            write_model(self.model)
+            write_model(self.model, num_hidden_layers=2)
         self.text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
         self._usual: dict[str, object] = {
             "model": self.model, "data": self.text, "steps": STEPS, "batch_size": 2, "seq_len": 32, "optim__lr": 3e-3,
@@ -47,3 +52,33 @@ class Workspace:
 def curve(metrics: list[dict[str, Any]]) -> list[tuple[object, ...]]:
     """What must not differ by a bit between runs of the same arithmetic."""
     return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in metrics]
+
+
+class Saved:
+    """An SSD directory and a run with two checkpoints of four pages, of which one page changed in between."""
+
+    def __init__(self, root: Path, *drives: str) -> None:
+        self.drives = [make_directory(root / drive) for drive in drives or ("ssd",)]
+        self.ssd = self.drives[0]
+        self.run = root / "run"
+        self.references: list[dict[str, Any]] = []
+        with Tier(dict.fromkeys(self.drives), 4, PAGE, 8) as tier:
+            run = tier.alloc(4)
+            for step in (1, 2):
+                tier.store(run, 0, pattern(4, 1) if step == 1 else pattern(1, 2))
+                with closing(tier.freeze_all()) as frozen:
+                    checkpoint = make_checkpoint(self.run / "checkpoints" / f"step-{step}")
+                    self.references.append(frozen.commit(*checkpoint))
+
+    def there(self) -> list[bool]:
+        """Whether the pages of each checkpoint can still be read."""
+        found = []
+        for reference in self.references:
+            into = Arena(4 * PAGE).view(0, 4 * PAGE)
+            try:
+                with open_commit(reference) as pages:
+                    pages.load(Run(0, 4), 0, into)
+                found.append(True)
+            except OSError:
+                found.append(False)
+        return found
