@@ -50,11 +50,15 @@ def test_a_removed_checkpoint_goes_with_its_pages(tmp_path: Path, ssd: Path) -> 
     assert names(tmp_path / "run") == names(ssd) == []
 
 
-@pytest.mark.parametrize("way", ["absolute", "relative"])
+@pytest.mark.parametrize("way", ["absolute", "relative", "store"])
 def test_a_manifest_that_names_other_files_deletes_none(way: str, tmp_path: Path, ssd: Path, precious: Path) -> None:
     victim = precious / "thesis.tex"
-    name = str(victim) if way == "absolute" else f"../../../{precious.name}/{victim.name}"
-    save(tmp_path / "run" / "step-1", ssd, commit=name)
+    forged = {
+        "absolute": {"commit": str(victim)},
+        "relative": {"commit": f"../../../{precious.name}/{victim.name}"},
+        "store": {"store": f"x/../../{precious.name}"},
+    }
+    save(tmp_path / "run" / "step-1", ssd, **forged[way])
     with pytest.raises(CheckpointError, match="not a reference to committed pages"):
         remove(tmp_path / "run" / "step-1", [ssd])
     assert (tmp_path / "run" / "step-1").exists()

@@ -97,7 +97,6 @@ class Server:
             },
             text=True,
         )
-        assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
     def run(
@@ -105,8 +104,6 @@ class Server:
     ) -> Done:
         request = {"args": args, "output": str(self._output), "digest": digest and str(digest), "record": record}
         request |= {"kill_after": kill_after, "restored": restored}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
