@@ -82,7 +82,6 @@ def fitted(out: Path, module: Module, strategy: Any = "ddp", resume: Any = None,
 
 
 SAME: dict[str, dict[str, Any]] = {
-    "plain": {},
     "accumulation": {"accumulate_grad_batches": 2, "max_steps": 3},
     "validation": {"val_check_interval": 2},
 }
@@ -116,9 +115,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pages: Any, 
     def make() -> Module:
         return Module(torch.optim.AdamW, dropout=0.1)
 
-    torch.manual_seed(1)
     whole = fitted(tmp_path, make(), pages(), **settings("whole", max_epochs=3))
-    torch.manual_seed(1)
     fitted(tmp_path, make(), pages(), **settings("ended", max_epochs=2))
     resumed = fitted(tmp_path, make(), pages(), tmp_path / "ended" / "last.ckpt", **settings("ended", max_epochs=3))
     assert resumed == whole[4:]
@@ -186,24 +183,21 @@ def fabric_run(
 def test_fabric_has_the_bits_of_its_own_strategy(pages: Any) -> None:
     found = []
     for strategy in ("ddp", pages(PagodaFabricStrategy)):
-        torch.manual_seed(1)
         fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
         found.append(fabric_run(fabric, 4, kind=torch.optim.SGD))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_fabric_trains_and_resumes(precision: str, pages: Any, tmp_path: Path) -> None:
+def test_fabric_trains_and_resumes(pages: Any, tmp_path: Path) -> None:
+    """Clipped and in 16 bits, with a scale of the loss."""
+
     def fabric() -> Any:
         strategy = pages(PagodaFabricStrategy)
-        return lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision)
+        return lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="16-mixed")
 
-    torch.manual_seed(1)
     whole = fabric_run(fabric(), 4, clip=0.1)
-    torch.manual_seed(1)
     plain = fabric_run(lightning.Fabric(accelerator="cpu", devices=1, strategy="ddp"), 4, clip=0.1)
-    assert whole == pytest.approx(plain, rel=1e-5 if precision == "32-true" else 2e-2)
-    torch.manual_seed(1)
+    assert whole == pytest.approx(plain, rel=2e-2)
     begun = fabric_run(fabric(), 2, save=tmp_path / "state", clip=0.1)
     rest = fabric_run(fabric(), 2, resume=tmp_path / "state", clip=0.1)
     assert begun + rest == whole
