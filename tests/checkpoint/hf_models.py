@@ -94,7 +94,6 @@ def wrapped(model: nn.Module, place: str, ssd: Path, precision: str = "bf16") ->
         return wrap("64MiB")
     with pytest.raises(pagoda.BudgetError) as refused:
         wrap(4096)
-    assert refused.value.needed_bytes is not None
     model, optimizer = wrap(refused.value.needed_bytes)
     assert any(pagoda.plan_of(model).bytes["ssd"].values())
     return model, optimizer

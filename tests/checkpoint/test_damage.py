@@ -50,7 +50,6 @@ FAULTS = {
 def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.MonkeyPatch) -> None:
     """From now on, transfers of one unit's `exp_avg` meet a fault."""
     store = run.optimizer._engine.store
-    assert store.ssd is not None
     broken, met = store.run(1, "exp_avg"), threading.local()
     move, real = ("load" if verb == "preadv" else "store"), getattr(os, verb)
     moved = getattr(store.ssd, move)

@@ -133,6 +133,9 @@ def test_parts_of_the_pages_that_contradict_each_other_are_refused(saved: Path, 
         (("shards",), {"x": {"shape": [4, 32], "dim": 0, "parts": ["0.weight", "2.weight"]}}),
         (("hashes", "buffers", "1.running_mean"), [[5, "0" * 16], [3, "0" * 16]]),
         (("states",), ["weight", "weight"]),
+        (("states",), ["../weight"]),
+        (("states",), ["buffers"]),
+        (("states",), ["weight", ""]),
     ]
     for path, value in cases:
         case = tmp_path / "case"

@@ -110,9 +110,7 @@ def place_of_page(checkpoint: Path, state: str, ssd: Path) -> tuple[Path, int]:
     """The file of pages, and where in it the first one of a state is."""
     (pages,) = ssd.glob("pagoda-*/pages")
     with Checkpoint(checkpoint) as opened:
-        assert opened.pages is not None
         (rank,) = opened.pages.ranks
-        assert rank.committed is not None
         slot = int(rank.committed._table.slots[rank.units[0].extents[state][0]])
         return pages, slot * rank.committed.page_bytes
 

@@ -1,9 +1,7 @@
 """A run resumed from a checkpoint goes on bit for bit, whatever tiers, pages and units it had and gets."""
 
-import errno
 import json
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -336,13 +334,21 @@ def test_a_manifest_with_values_that_cannot_be_used_is_refused(saved: Path, tmp_
     assert_refused_untouched(run, copy, "random number generators cannot be restored")
 
 
-def test_weights_of_another_dtype_are_refused(saved: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "step"
-    shutil.copytree(saved, copy)
-    weights = safetensors.torch.load_file(copy / "weight.safetensors")
-    safetensors.torch.save_file({name: w.float() for name, w in weights.items()}, copy / "weight.safetensors")
+def test_weights_of_another_dtype_or_of_several_are_refused_and_no_file_stays_open(saved: Path, tmp_path: Path) -> None:
+    run = Run(LLAMA, RESIDENT)
+    shutil.copytree(saved, tmp_path / "other")
+    shutil.copytree(saved, tmp_path / "several")
+    weights = safetensors.torch.load_file(saved / "weight.safetensors")
+    others = {name: weight.float() for name, weight in weights.items()}
+    name = "model.norm.weight"
+    safetensors.torch.save_file(others, tmp_path / "other" / "weight.safetensors")
+    safetensors.torch.save_file({**weights, name: others[name]}, tmp_path / "several" / "weight.safetensors")
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(pagoda.CheckpointError, match=r"its weight is \['torch\.bfloat16', 'torch\.float32'\]"):
+        run.load(tmp_path / "several")
+    assert len(os.listdir("/proc/self/fd")) == opened
     message = r"among its weight is torch\.float32 of shape .*, but torch\.bfloat16 of shape .* in the model"
-    assert_refused_untouched(Run(LLAMA, RESIDENT), copy, message)
+    assert_refused_untouched(run, tmp_path / "other", message)
 
 
 def test_gradients_that_had_arrived_outlive_a_refused_load(saved: Path, tmp_path: Path) -> None:
@@ -483,19 +489,3 @@ def test_a_frozen_parameter_that_came_after_wrap_and_a_learning_rate_in_a_tensor
     optimizer.load_checkpoint(tmp_path / "step")
     assert model.late.tolist() == [1.5, -2.0]
     assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-# --- saving that fails ---------------------------------------------------------------------------------------
-
-
-def test_a_disk_that_fills_up_during_a_save_leaves_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
-    run = Run(LLAMA, RESIDENT).train(0, HALF)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(pagoda.StorageError, match=os.strerror(errno.EFBIG)):
-            run.save(tmp_path / "step")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []
-    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
