@@ -32,9 +32,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_the_page_has_what_the_run_wrote_and_needs_nothing_else(directory: Path) -> None:
+@pytest.fixture(scope="module")
+def page(directory: Path) -> str:
+    """What `pagoda report` writes of it."""
     assert main(["report", str(directory)]) == 0
-    page = (directory / "report.html").read_text()
+    return (directory / "report.html").read_text()
+
+
+def test_the_page_has_what_the_run_wrote_and_needs_nothing_else(directory: Path, page: str) -> None:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     evals = [json.loads(line) for line in (directory / "evals.jsonl").read_text().splitlines()]
     assert f"{lines[0]['loss']:.4f} → {lines[-1]['loss']:.4f}" in page
@@ -54,8 +59,8 @@ def drawn(page: str, title: str) -> str:
     return next(part.partition("</svg>")[0] for part in page.split("<svg")[1:] if f">{title}" in part)
 
 
-def test_lanes_are_drawn_as_predicted_above_as_measured(directory: Path, tmp_path: Path) -> None:
-    measured = drawn(report(directory), "Measured, step 3")
+def test_lanes_are_drawn_as_predicted_above_as_measured(directory: Path, page: str, tmp_path: Path) -> None:
+    measured = drawn(page, "Measured, step 3")
     assert "Predicted" not in measured
     run = shutil.copytree(directory, tmp_path / "run")
     plan = json.loads((run / "plan.json").read_text())
@@ -104,7 +109,9 @@ def test_ten_thousand_steps_are_a_small_page(directory: Path, tmp_path: Path) ->
     assert "10,000 of" in page
 
 
-def test_only_a_report_is_written_over(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_report_is_written_over(
+    directory: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "no run to resume" in capsys.readouterr().err
     mine = tmp_path / "notes.html"
@@ -112,8 +119,8 @@ def test_only_a_report_is_written_over(directory: Path, tmp_path: Path, capsys: 
     assert main(["report", str(directory), "--out", str(mine)]) == 2
     assert "is not a report of Pagoda" in capsys.readouterr().err
     assert mine.read_text() == "<!DOCTYPE html><p>mine"
-    page = tmp_path / "page.html"
-    assert [main(["report", str(directory), "--out", str(page)]) for _ in range(2)] == [0, 0]
+    (tmp_path / "page.html").write_text(page)
+    assert main(["report", str(directory), "--out", str(tmp_path / "page.html")]) == 0
 
 
 def test_the_live_page_follows_the_run(directory: Path, tmp_path: Path) -> None:
