@@ -74,7 +74,6 @@ def test_each_layer_adds_up_twice_in_each_of_three_passes() -> None:
     nbytes = 2 * 2 * 1024 * 2048  # bf16, two sequences
     assert {span.nbytes for span in sums} == {2 * nbytes * 3 // 4}
     hardware = made.machine.hardware
-    assert hardware.intra_node_bytes_per_s is not None
     least = len(sums) * 2 * nbytes * 3 / 4 / hardware.intra_node_bytes_per_s.value
     assert sum(span.end_s - span.start_s for span in sums) == pytest.approx(least)
     assert made.tokens_per_step == 2 * 2 * 1024  # two groups of four ranks
@@ -125,8 +124,6 @@ def test_a_stage_takes_no_less_than_its_compute_and_what_it_hands_on(micro_batch
     hidden = 2 * 512 * 2048
     for number, stage in enumerate(made.stages):
         rate = stage.machine.hardware.intra_node_bytes_per_s
-        assert rate is not None
-        assert stage.problem is not None
         borders = 1 if number in (0, 3) else 2
         sends = [span for span in stage.timeline.spans if span.name.startswith("send ")]
         assert len(sends) == borders * micro_batches
@@ -162,13 +159,18 @@ def planned(config: PlanConfig) -> Made | None:
     return made if fits else None
 
 
-def tokens_per_s(made: Made) -> float:
-    return made.tokens_per_s
-
-
 SEARCHES = [
-    pytest.param(named(search_degrees=("tensor", "pipeline")), 8, marks=pytest.mark.slow),
-    pytest.param(named(search_degrees=("tensor", "replicas"), accumulation_steps=2), 8, marks=pytest.mark.slow),
+    (named(model="llama-15m", seq_len=128, search_degrees=("pipeline", "tensor"), gpus_per_node=4), 4),
+    (
+        named(
+            model="llama-15m",
+            seq_len=128,
+            search_degrees=("tensor", "pipeline", "replicas"),
+            gpus_per_node=2,
+            accumulation_steps=2,
+        ),
+        2,
+    ),
     pytest.param(
         named(search_degrees=("tensor", "pipeline", "replicas"), nodes=2, hardware="v100-32g", gpus_per_node=2),
         4,
@@ -177,13 +179,6 @@ SEARCHES = [
     pytest.param(
         named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=4),
         4,
-        marks=pytest.mark.slow,
-    ),
-    (named(model="llama-15m", seq_len=128, search_degrees=("pipeline", "tensor"), gpus_per_node=4), 4),
-    (named(model="llama-15m", seq_len=128, search_degrees=("tensor", "pipeline", "replicas"), gpus_per_node=2), 2),
-    pytest.param(
-        named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=2),
-        2,
         marks=pytest.mark.slow,
     ),
 ]
@@ -201,14 +196,13 @@ def test_the_search_finds_what_trying_every_way_finds(config: PlanConfig, count:
         shared = asked.tensor_parallel * asked.pipeline_parallel
         made = planned(replace(asked, accumulation_steps=config.accumulation_steps * shared))
         if made is not None:
-            rates[degrees] = tokens_per_s(made)
+            rates[degrees] = made.tokens_per_s
     assert len(rates) > 2
     found, said = search_degrees(config)
     chosen = tuple(getattr(found, name) for name in searched)
     assert rates[chosen] == pytest.approx(max(rates.values()), rel=1e-9)
     made = planned(found)
-    assert made is not None
-    assert tokens_per_s(made) == pytest.approx(rates[chosen])
+    assert made.tokens_per_s == pytest.approx(rates[chosen])
     flags = f"--tensor-parallel {found.tensor_parallel} --pipeline-parallel {found.pipeline_parallel}"
     assert flags in said[0]
     assert f"--accumulation-steps {found.accumulation_steps}" in said[0]

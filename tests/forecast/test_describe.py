@@ -99,7 +99,6 @@ def test_what_is_too_large_is_cut_and_nothing_is_lost(name: str) -> None:
     whole = {param.name: param for param in root.walk()}
     for tile in (module for module in ends(cut) if module.apart):
         for param in tile.params:
-            assert param.part is not None
             assert param.part.shape == whole[param.part.whole].shape
             assert counted[tile.name] >= 0
     units = discover(cut, most * 2, 2)
@@ -110,15 +109,7 @@ def test_what_is_too_large_is_cut_and_nothing_is_lost(name: str) -> None:
     assert "token.tiles" in units[tied.unit].module, "the head uses the embedding's tiles"
 
 
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [
-        ("gpt-5x192", 200_000),
-        ("mixtral-15m", None),
-        pytest.param("gpt-5x192", None, marks=pytest.mark.slow),
-        pytest.param("llama-15m", 100_000, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "most"), [("gpt-5x192", 200_000), ("mixtral-15m", None)])
 def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, most: int | None) -> None:
     with counting.weightless():
         whole = build_model(name, seq_len=32)

@@ -61,7 +61,6 @@ def test_what_lies_on_ssd_is_written_every_step_and_wears_the_drive() -> None:
 
 
 def test_asynchronous_updates_are_forecast_as_they_run() -> None:
-    assert SMALL.ssd is not None
     slow = {rate: figure(1e8) for rate in ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")}
     machine = Machine(replace(SMALL, ssd=replace(SMALL.ssd, **slow)), here=False)
     waits = made(machine, host="100MiB", plan="usual")
@@ -88,7 +87,6 @@ def test_json_has_the_documented_keys_whether_it_fits_or_not() -> None:
 
 def test_the_usual_plan_is_the_one_that_the_planner_makes() -> None:
     one = made(host="150MiB", plan="usual")
-    assert one.problem is not None
     made_by_wrap = make_plan(one.described.root, one.problem.states, one.problem.budgets, one.problem.options)
     assert one.plan == made_by_wrap
 
@@ -109,15 +107,12 @@ def computing(flop_per_s: float) -> Machine:
 def test_a_plan_that_is_hardly_faster_does_not_take_the_usual_ones_place() -> None:
     busy = computing(1e10)
     one = made(busy)
-    assert one.choice is not None
     assert one.choice.others[0].timeline.step_s > 0.99 * one.timeline.step_s
     assert one.plan == made(busy, plan="usual").plan
 
 
 def test_no_other_plan_is_tried_if_compute_alone_takes_as_long() -> None:
     one = made(computing(1e9))
-    assert one.problem is not None
-    assert one.choice is not None
     assert one.problem.bound_s <= one.timeline.step_s < 1.01 * one.problem.bound_s
     assert not one.choice.others
     assert "Compute binds" in advise(one)[0]
@@ -134,7 +129,6 @@ def test_no_other_plan_is_tried_if_compute_alone_takes_as_long() -> None:
 )
 def test_the_next_plan_is_said_to_be_as_fast_as_it_is(faster: float, said: str) -> None:
     choice = made(plan="usual").choice
-    assert choice is not None
     other = replace(
         choice.others[0], timeline=replace(choice.best.timeline, step_s=faster * choice.best.timeline.step_s)
     )
@@ -155,7 +149,6 @@ def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypat
     none could: the two say nothing of each other."""
     monkeypatch.setattr("pagoda.forecast.problem.MOST_UNITS", 20)
     gpu = find_machine("a100-40g").with_gpus(1)
-    assert gpu.device is not None
     small = replace(gpu, device=replace(gpu.device, memory_bytes=figure(1.65 * GIB)))
 
     def of(batch_size: int) -> Forecast:
@@ -180,24 +173,18 @@ def test_what_is_refused_comes_with_a_budget_that_would_do(settings: dict[str, s
     assert made(**changed).fits
 
 
-def test_activations_that_fill_the_gpu_alone_do_not_fit_and_are_not_an_error() -> None:
+def test_activations_and_context_are_kept_free_on_a_gpu_and_those_that_fill_it_do_not_fit() -> None:
     machine = Machine(find_machine("rtx4090").with_gpus(1), here=False)
-    one = made(machine, model="llama-8b", batch_size=64, seq_len=2048)
-    assert not one.fits
-    assert one.refusal is not None
-    assert "The activations do not fit" in str(one.refusal)
+    one = made(machine, model="gpt2", batch_size=4)
+    assert one.problem.budgets.device == 23 * GIB - one.activations.total
+    full = made(machine, model="llama-8b", batch_size=64, seq_len=2048)
+    assert not full.fits
+    assert "The activations do not fit" in str(full.refusal)
 
 
 def test_a_forecast_for_this_machine_counts_the_limits_of_control_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.memory.ram._limits", lambda root: iter([(int(900 * MIB), int(800 * MIB))]))
     assert Machine(SMALL, here=True).compute_memory == 100 * MIB
-
-
-def test_activations_and_context_are_kept_free_on_a_gpu() -> None:
-    machine = Machine(find_machine("rtx4090").with_gpus(1), here=False)
-    one = made(machine, model="gpt2", batch_size=4)
-    assert one.problem is not None
-    assert one.problem.budgets.device == 23 * GIB - one.activations.total
 
 
 def test_more_processes_share_ram_and_ssd() -> None:
@@ -266,7 +253,6 @@ def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, c
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"hardware": "h10"}, "Did you mean 'h100'"),
         ({"hardware": "h100", "gpus_per_node": 9}, "1 to 8 GPUs"),
         ({"hardware": "rtx4090", "nodes": 2}, "nothing of a network"),
         ({"hardware": "h100", "expert_parallel": 3}, "does not divide the ranks, of which there are 8"),
@@ -291,7 +277,6 @@ def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: Memory) ->
     name = largest_model(config, HERE_NOT)
     one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
     assert one.fits
-    assert one.problem is not None
     larger = next(shape for shape in map(gpt_of_step, count()) if shape.params >= 1.15 * one.described.params)
     with pytest.raises(BudgetError):
         make_plan(

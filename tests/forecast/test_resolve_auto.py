@@ -79,7 +79,6 @@ def test_layers_get_policies_of_their_own_where_memory_is_between() -> None:
     assert steps["keep"] is None
     auto = made(machine, activations="auto", **given)
     assert auto.config.activations == "auto"
-    assert auto.plan.activations is not None
     assert len(set(auto.plan.activations.policies)) > 1
     assert auto.timeline.step_s < min(s for s in steps.values() if s is not None)
     recomputed = made(machine, activations="recompute", **given).activations
@@ -129,8 +128,8 @@ def test_as_few_tiles_as_fit() -> None:
 
 
 def test_tiles_make_units_smaller() -> None:
-    whole, tiled = (made(gpu(4 * GIB, 1e10, 1e12), model="llama-15m", tile_limit=limit) for limit in (None, "128KiB"))
-    assert max(param.numel for param in tiled.described.root.walk()) * 2 <= 128 << 10
+    whole, tiled = (made(gpu(4 * GIB, 1e10, 1e12), model="llama-15m", tile_limit=limit) for limit in (None, "512KiB"))
+    assert max(param.numel for param in tiled.described.root.walk()) * 2 <= 512 << 10
     assert tiled.plan.layout.lease_pages(1) < whole.plan.layout.lease_pages(1)
     assert tiled.described.params == whole.described.params
     with pytest.raises(ConfigError, match="takes whole parameters"):

@@ -159,7 +159,6 @@ def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_byt
 
 
 def test_two_directions_of_an_ssd_share_what_it_moves_in_both() -> None:
-    assert FAST.ssd is not None
     drive = replace(FAST.ssd, both_bytes_per_s=figure(1.2e10))
     shares = Rates(replace(FAST, ssd=drive)).shared(frozenset({READ, WRITE}))
     assert (shares[READ] + shares[WRITE]) * 1e10 == pytest.approx(1.2e10)
@@ -167,7 +166,6 @@ def test_two_directions_of_an_ssd_share_what_it_moves_in_both() -> None:
 
 @pytest.mark.parametrize("lanes", [{READ}, {WRITE}, {READ, WRITE}], ids=sorted)
 def test_a_byte_costs_compute_as_much_in_one_direction_as_in_both(lanes: set[str]) -> None:
-    assert FAST.ssd is not None
     own = {READ: 9e9, WRITE: 6e9}
     drive = replace(
         FAST.ssd,
@@ -308,7 +306,7 @@ def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for
     assert not speculated(None)
 
 
-@pytest.mark.parametrize(("layers", "slabs"), [(24, 7.26), (40, 7.26), (40, 6.25)])
+@pytest.mark.parametrize(("layers", "slabs"), [(24, 7.26), (40, 6.25)])
 def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_ones(layers: int, slabs: float) -> None:
     """Norms are units of a page or so, of which many lie in one slab. Gathers take as long as compute: a forward that
     does not fetch ahead takes twice as long."""
