@@ -111,7 +111,6 @@ def place_of_page(checkpoint: Path, state: str, ssd: Path) -> tuple[Path, int]:
     (pages,) = ssd.glob("pagoda-*/pages")
     with Checkpoint(checkpoint) as opened:
         (rank,) = opened.pages.ranks
-        assert rank.committed is not None
         slot = int(rank.committed._table.slots[next(iter(rank.units.values())).extents[state][0]])
         return pages, slot * rank.committed.page_bytes
 
