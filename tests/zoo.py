@@ -90,6 +90,7 @@ class Plain(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
         self.embed = nn.Embedding(VOCABULARY, width)
+        nn.init.normal_(self.embed.weight, std=width**-0.5)  # so that the head cannot tell each token from the start
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
