@@ -29,6 +29,7 @@ def numbers(name: str, printed: str) -> list[float]:
     return [float(number) for number in re.findall(rf"{name} (-?[\d.]+)", printed)]
 
 
+@pytest.mark.slow
 def test_a_loop_like_nanogpts_changes_five_lines_and_learns(run) -> None:  # type: ignore[no-untyped-def]
     losses = numbers("loss", run("nanogpt", "11"))
     assert losses[-1] < 0.9 * losses[0]

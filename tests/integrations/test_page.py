@@ -67,7 +67,14 @@ def test_the_table_in_the_readme_says_what_tests_show() -> None:
 
 
 @pytest.mark.inline
-@pytest.mark.parametrize("section", [title for title, code in SECTIONS.items() if code])
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(title, marks=pytest.mark.slow if title == "torch.compile" else ())
+        for title, code in SECTIONS.items()
+        if code
+    ],
+)
 def test_the_code_of_a_section_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("trl", "datasets", "lightning"):
         if f"from {package} " in SECTIONS[section] or f"import {package}\n" in SECTIONS[section]:
