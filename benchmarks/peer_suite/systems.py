@@ -40,6 +40,9 @@ class DeepSpeed(Trainer):
     def __init__(self, workload: Workload, folder: Path, optimizer: str, weights: str) -> None:
         import deepspeed
 
+        if workload.lora_rank is not None:
+            import peft  # noqa: F401 - it cannot be imported while DeepSpeed replaces torch's constructors
+
         one_rank()
         self.micro_batches = workload.micro_batches
         self.config = self.settings(workload, folder, optimizer, weights)
