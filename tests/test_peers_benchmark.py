@@ -51,7 +51,7 @@ def test_systems_that_need_no_installation_train_the_same_and_resume(task: Task,
     assert plain[0] != plain[1] != plain[2]
     for name, of in losses.items():
         assert of[3] == of[4], f"{name} goes on from its checkpoint"
-        assert of == pytest.approx(plain, rel=0.03), name  # Pagoda draws other initial weights
+        assert of == pytest.approx(plain, rel=0.05), name  # Pagoda draws other initial weights
 
 
 def test_a_turn_that_fails_is_an_error_with_its_reason() -> None:
