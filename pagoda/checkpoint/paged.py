@@ -132,7 +132,7 @@ class Pages:
             found = rank.units.get(unit.layout["parameters"][0][0])
             if found is None or rank.committed is None or state not in found.extents:
                 continue
-            if found.layout == unit.layout and found.spans[state] == unit.spans.get(state):
+            if found.layout == unit.layout and found.spans.get(state) == unit.spans.get(state):
                 yield rank.committed, Run(*found.extents[state])
 
     def close(self) -> None:

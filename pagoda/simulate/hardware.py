@@ -14,7 +14,6 @@ from typing import Literal
 
 from pagoda.config.decode import decoded
 from pagoda.errors import ConfigError
-from pagoda.memory.files import write_durably
 from pagoda.plan.ops import LARGE_TRANSFER_BYTES
 
 FORMAT = "pagoda-hardware"
@@ -265,11 +264,16 @@ def hardware_file() -> Path:
 def write_hardware(hardware: Hardware, path: Path) -> None:
     """Write a file for `read_hardware`, as a whole or not at all. Creates its directory.
 
-    Raises ConfigError if it cannot be written, and SyncError as `write_durably`.
+    Raises ConfigError if it cannot be written.
     """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # which no file of the user has
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, hardware.to_json().encode())
+        try:
+            temporary.write_text(hardware.to_json(), encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"hardware file {path} cannot be written: {error.strerror}; name another") from error
 
