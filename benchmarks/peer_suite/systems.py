@@ -40,8 +40,11 @@ class DeepSpeed(Trainer):
     def __init__(self, workload: Workload, folder: Path, optimizer: str, weights: str) -> None:
         import deepspeed
 
+        # neither can be imported while DeepSpeed replaces torch's constructors
+        import torch._dynamo  # noqa: F401
+
         if workload.lora_rank is not None:
-            import peft  # noqa: F401 - it cannot be imported while DeepSpeed replaces torch's constructors
+            import peft  # noqa: F401
 
         one_rank()
         self.micro_batches = workload.micro_batches
