@@ -15,6 +15,7 @@ largest  most parameters that train three steps in so much RAM (--limits), by bi
 
 `--part speed`, `--part largest` or `--part docs` does one of them. Figures that --out has from the same settings are
 kept and not measured again, so a run that was stopped goes on; --again measures the systems that it is given again.
+Another --precision, --micro-batches or --lora-rank adds tables to --out, and changes none that it has.
 Two ranks are in benchmarks/ranks.py.
 """
 
@@ -44,8 +45,9 @@ from training import Workload
 from turns import ROOT, TurnFailed, ratio_of
 
 Figures = dict[str, Any]
-STEPS = {128: 4, 512: 3, 2048: 1}
-"""Tokens of a step -> steps of a turn; other numbers of tokens get one."""
+STEPS = {128: 12, 512: 8, 2048: 4}
+"""Tokens of a step -> steps of a turn; other numbers of tokens get one. The last step's update has no forward pass to
+hide under, so a turn of few steps is slower than a long run."""
 CLOSE_ENOUGH = 1.15
 """Largest models: the least number of layers that was too much over the most that was not."""
 PROCESS_BYTES = 600 << 20
@@ -229,6 +231,16 @@ def figures_of(result: Figures, part: str, settings: Figures) -> Figures:
     return figures
 
 
+def variant_of(arguments: argparse.Namespace) -> str:
+    """What is trained, in words: each variant has figures of its own in --out."""
+    words = [arguments.precision]
+    if arguments.micro_batches > 1:
+        words.append(f"{arguments.micro_batches} micro-batches a step")
+    if arguments.lora_rank is not None:
+        words.append(f"LoRA of rank {arguments.lora_rank}")
+    return ", ".join(words)
+
+
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -271,7 +283,7 @@ def main() -> None:
     if arguments.part in ("all", "speed"):
         settings = shared | {"tokens": arguments.tokens, "rounds": arguments.rounds, "together": arguments.together}
         settings |= {"micro_batches": arguments.micro_batches, "lora_rank": arguments.lora_rank}
-        speed(arguments, figures_of(result, "speed", settings), keep)
+        speed(arguments, figures_of(result.setdefault("speed", {}), variant_of(arguments), settings), keep)
     if arguments.part in ("all", "largest"):
         by = "a cgroup" if cgroups_are_to_be_had() else "the parent, which ends a process whose resident memory is more"
         settings = shared | {"tokens": min(arguments.tokens), "turn_s": arguments.turn_s, "limited_by": by}

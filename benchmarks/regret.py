@@ -65,6 +65,8 @@ class Result:
     """What the search changed."""
     seconds: dict[str, list[float]]
     """Plan -> the median step of each turn."""
+    predicted_s: dict[str, float]
+    """Plan that the search simulated, in its own words -> the step that it predicted."""
 
     @property
     def medians(self) -> dict[str, float]:
@@ -137,6 +139,7 @@ def run(case: Case, ssd: Path, rounds: int) -> Result:
         case.placement,
         choice.best.name,
         seconds,
+        {each.name: each.step_s for each in (choice.best, *choice.others)},
     )
 
 

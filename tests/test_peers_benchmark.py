@@ -113,8 +113,12 @@ def test_a_run_writes_its_figures_and_goes_on_where_it_stopped(tmp_path: Path, m
 
     first = run("--part", "speed", "--systems", PLAIN, "pagoda-ssd")
     second = run("--part", "speed", "--systems", PLAIN, "pagoda-ssd", "fsdp2-offload")
-    speed = second["speed"]["figures"]  # type: ignore[index]
-    assert {**speed, "fsdp2-offload": None} == {**first["speed"]["figures"], "fsdp2-offload": None}  # type: ignore[index]
+    speed = second["speed"]["bf16"]["figures"]  # type: ignore[index]
+    earlier = first["speed"]["bf16"]["figures"]  # type: ignore[index]
+    assert {**speed, "fsdp2-offload": None} == {**earlier, "fsdp2-offload": None}
+    third = run("--part", "speed", "--systems", PLAIN, "--micro-batches", "2")
+    assert third["speed"]["bf16"] == second["speed"]["bf16"]  # type: ignore[index]
+    assert [*third["speed"]["bf16, 2 micro-batches a step"]["figures"]] == [PLAIN]  # type: ignore[index]
     for figures in speed.values():
         assert set(figures["tokens"]) == {"8", "16"}
         assert figures["start_s"] > 0
@@ -123,11 +127,13 @@ def test_a_run_writes_its_figures_and_goes_on_where_it_stopped(tmp_path: Path, m
     assert speed["pagoda-ssd"]["tokens"]["8"]["written_bytes"] > speed[PLAIN]["tokens"]["8"]["written_bytes"]
     assert page.read_text().startswith("before\n")
     assert SYSTEMS["pagoda-ssd"].label in page.read_text()
-    assert (tmp_path / "peers_time.png").stat().st_size > 1000
+    for plot in ("peers_time.png", "peers_tokens.png"):
+        assert (tmp_path / plot).stat().st_size > 1000
 
 
 def test_what_did_not_run_is_a_row_with_its_error() -> None:
-    settings = {"machine": "a machine", "model": "a model", "clip": 1.0, "tokens": [8], "rounds": 1}
+    settings = {"machine": "a machine", "model": "a model", "clip": 1.0, "precision": "bf16", "rounds": 1}
+    of_speed = {"settings": {**settings, "tokens": [8], "micro_batches": 1}, "load_average": 0.5}
     figures = {"it": {"label": "It", "settings": "its own", "error": "no such | device"}}
     limits = {"1GiB": {"it": {"label": "It", "parameters": 0, "layers": 0, "stopped_by": "no such device"}}}
     of_largest = {
@@ -135,6 +141,6 @@ def test_what_did_not_run_is_a_row_with_its_error() -> None:
         "load_average": 0.5,
         "figures": limits,
     }
-    result = {"speed": {"settings": settings, "load_average": 0.5, "figures": figures}, "largest": of_largest}
+    result = {"speed": {"bf16": {**of_speed, "figures": figures}}, "largest": of_largest}
     assert "| It | no such \\| device |" in tables(result)
     assert "| 1GiB | It | none | no such device |" in tables(result)

@@ -15,8 +15,10 @@ NOTHING = "-"
 def tables(result: Figures) -> str:
     """All figures that there are."""
     lines: list[str] = []
+    for variant, part in result.get("speed", {}).items():
+        lines += _speed(variant, part)
     if "speed" in result:
-        lines += _speed(result["speed"])
+        lines += _systems(result["speed"])
     if "largest" in result:
         lines += _largest(result["largest"])
     return "\n".join(lines).strip()
@@ -30,51 +32,61 @@ def _head(*cells: str) -> list[str]:
     return ["", _row(*cells), "|" + "---|" * len(cells)]
 
 
-def _machine(part: Figures) -> str:
+def _machine(part: Figures, variant: str) -> str:
     settings = part["settings"]
     text = f"{settings['machine']}, load average {part['load_average']:.1f} before the run. `{settings['model']}`"
-    text += f" in {settings.get('precision', 'bf16')}"
-    if (rank := settings.get("lora_rank")) is not None:
-        text += f", LoRA of rank {rank}"
-    return f"{text}, clipping at {settings['clip']}"
+    return f"{text} in {variant}, clipping at {settings['clip']}"
 
 
-def _speed(part: Figures) -> list[str]:
-    settings, figures = part["settings"], part["figures"]
+def _speed(variant: str, part: Figures) -> list[str]:
+    settings = part["settings"]
     tokens = [str(count) for count in sorted(settings["tokens"])]
-    micro_batches = f"{count} micro-batches a step, " if (count := settings.get("micro_batches", 1)) > 1 else ""
-    lines = [f"{_machine(part)}, {micro_batches}{settings['rounds']} rounds. Seconds of a step over those of plain"]
-    lines += ["PyTorch with checkpointing in the same round: the median, and the quartiles in brackets."]
-    lines += _head("system", *(f"{int(count):,} tokens" for count in tokens))
-    ran = {name: one for name, one in figures.items() if "error" not in one}
-    for one in ran.values():
+    lines = [f"{_machine(part, variant)}; {settings['rounds']} rounds. Seconds of a step over those of plain PyTorch"]
+    lines += ["with checkpointing in the same round: the median, and the quartiles in brackets."]
+    of_micro_batch = " of a micro-batch" if settings["micro_batches"] > 1 else ""
+    lines += _head("system", *(f"{int(count):,} tokens{of_micro_batch}" for count in tokens))
+    ran = [one for one in part["figures"].values() if "error" not in one]
+    for one in ran:
         lines.append(_row(one["label"], *(shown(one["tokens"][count]["ratio"]) for count in tokens)))
     middle = tokens[len(tokens) // 2]
     lines += _head(
         "system",
-        f"a step, {middle} tokens",
+        f"a step, {middle} tokens{of_micro_batch}",
         "most RAM of the process",
         "written a step",
         "first step ended after",
-        "save",
-        "load",
+        "save; RAM in addition",
+        "load; RAM in addition",
     )
-    for one in ran.values():
+    for one in ran:
         at = one["tokens"][middle]
         cells = [f"{statistics.median(at['step_s']):.2f} s", f"{at['peak_bytes'] / MIB:,.0f} MiB"]
         cells += [f"{at['written_bytes'] / MIB:,.0f} MiB"]
-        cells += [f"{one[key]:.1f} s" if key in one else NOTHING for key in ("start_s", "save_s", "load_s")]
+        cells += [f"{one['start_s']:.1f} s", _seconds_and_ram(one, "save"), _seconds_and_ram(one, "load")]
         lines.append(_row(one["label"], *cells))
-    if failed := [one for one in figures.values() if "error" in one]:
+    return [*lines, ""]
+
+
+def _seconds_and_ram(figures: Figures, turn: str) -> str:
+    if f"{turn}_s" not in figures:
+        return NOTHING
+    return f"{figures[f'{turn}_s']:.1f} s; {figures[f'{turn}_bytes'] / MIB:,.0f} MiB"
+
+
+def _systems(variants: Figures) -> list[str]:
+    """What every variant shares, once: why a system did not run, and the settings of all."""
+    systems = [one for part in variants.values() for one in part["figures"].values()]
+    lines = []
+    if failed := {(one["label"], one["error"].replace("|", "\\|")): None for one in systems if "error" in one}:
         lines += _head("system that did not run", "why")
-        lines += [_row(one["label"], one["error"].replace("|", "\\|")) for one in failed]
+        lines += [_row(*each) for each in failed]
     lines += _head("system", "settings")
-    return lines + [_row(one["label"], one["settings"]) for one in figures.values()] + [""]
+    return lines + [_row(*each) for each in {one["label"]: one["settings"] for one in systems}.items()] + [""]
 
 
 def _largest(part: Figures) -> list[str]:
     settings, figures = part["settings"], part["figures"]
-    lines = [f"{_machine(part)} with more or fewer layers, {settings['tokens']} tokens, three steps, no turn longer"]
+    lines = [f"{_machine(part, settings['precision'])}, more or fewer layers, {settings['tokens']} tokens, three steps, no turn longer"]
     lines += [f"than {settings['turn_s']:.0f} s. Memory is limited by {settings['limited_by']}."]
     if (most := settings.get("most_parameters")) is not None:
         lines += [f"Models of more than {most / 1e6:,.0f} M parameters were not tried."]
@@ -87,9 +99,11 @@ def _largest(part: Figures) -> list[str]:
 
 
 def draw(result: Figures, folder: Path) -> None:
-    """peers_time.png: a step against RAM. peers_largest.png: the largest model against RAM."""
-    if "speed" in result:
-        _draw_time(result["speed"], folder / "peers_time.png")
+    """peers_time.png: a step against RAM, of the first variant. peers_tokens.png: its cost of a token.
+    peers_largest.png: the largest model against RAM."""
+    if part := next(iter(result.get("speed", {}).values()), None):
+        _draw_time(part, folder / "peers_time.png")
+        _draw_tokens(part, folder / "peers_tokens.png")
     if "largest" in result:
         _draw_largest(result["largest"]["figures"], folder / "peers_largest.png")
 
@@ -119,6 +133,23 @@ def _draw_time(part: Figures, path: Path) -> None:
         if not index:
             axes.set_ylabel("time of a step, over plain PyTorch")
             drawing.legend(loc="outside lower center", ncols=2, fontsize="small")
+    drawing.savefig(path)
+
+
+def _draw_tokens(part: Figures, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    tokens = sorted(part["settings"]["tokens"])
+    drawing = Figure(figsize=(6, 4.6), dpi=100, layout="constrained")
+    axes = drawing.subplots()
+    for name, one in part["figures"].items():
+        if "error" not in one:
+            costs = [statistics.median(one["tokens"][str(count)]["step_s"]) / count * 1000 for count in tokens]
+            paged = name.startswith("pagoda")
+            axes.plot(tokens, costs, "o-" if paged else "s--", label=one["label"])
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a step", ylabel="milliseconds a token")
+    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+    drawing.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     drawing.savefig(path)
 
 
