@@ -3,13 +3,16 @@
     python benchmarks/gpu.py [--sections copies step ...] [--ssd DIR] [--host 110GiB] [--out FILE]
     python benchmarks/gpu.py --smoke
 
-copies     copy bandwidth each way, what a step's copies reach of it, the GPU's idle share
-step       all states in RAM, few units on the device, beside plain PyTorch in the GPU's memory
+copies     copy bandwidth each way, alone and during matrix products; the share of it that a step's copies reach; the
+           GPU's idle share
+step       all states in RAM, few units on the device, and 0%, 30% and 60% of the updates there, compared with plain
+           PyTorch with as many layers as the GPU's memory holds
 whole      the whole shape, more than plain PyTorch holds
-limited    the device tier limited, beside ample
-largest    the largest model with exact moments, five steps
-largest_8bit  the same with 8-bit moments
-bits       CPU's and GPU's update of random vectors
+limited    24 GiB of device memory, compared with 48 GiB
+largest    24B parameters with fp32 moments on device, RAM and SSD: five steps with updates during backward, or the
+           plan's refusal
+largest_8bit  the same with 40B parameters and 8-bit moments
+bits       elements in which CPU and GPU differ after an update of 100M, by kernel: must be 0
 predict    predicted and measured steps of eight configurations, calibrated now
 baselines  DeepSpeed ZeRO-3 and FSDP2, states in RAM, where they are installed
 

@@ -94,47 +94,50 @@ def wrap(
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages. Returns the model and the optimizer that steps it.
 
-    The model is changed in place and used as before: forward, backward, `optimizer.step()`. `precision` is the compute
-    dtype of its parameters: "bf16" (weights are the high half of an fp32 master), "fp16" (weights and 16 more bits make
-    up the master) or "fp32". `MixedPrecision` also sets the dtype of accumulated gradients and the loss scaling.
-    Buffers keep their dtype and move to the device. With "fp16", call `optimizer.scale(loss).backward()`.
+    The model is changed in place and used as before: forward, backward, `optimizer.step()`. Call `torch.compile` before
+    `wrap`. Buffers keep their dtype and move to the device.
 
-    `param_groups` has the format of the first argument of torch's optimizers: parameters, or dictionaries of `params`
-    and their own settings (`lr`, `weight_decay`, `betas`, ...; see `no_decay_groups`). By default, all trainable
-    parameters are one group. Frozen parameters in a group may be unfrozen at any time, and any parameter may be frozen.
-    A frozen parameter gets no gradient and no update, and keeps its state. `reserve` lists parameters, or modules for
-    all of their parameters, that a later `optimizer.add_param_group` may add. Only parameters in groups or in `reserve`
-    take memory for gradients and optimizer state. All others take memory only for their weights, and stay frozen.
-
-    `clip_grad_norm` clips the exact global norm of the gradients in all tiers. If something else clips too
-    (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. `accumulation_steps` is the
-    number of backward passes before each `step()`. If it is given and nothing clips, updates run during backward. By
-    default, any number of passes may precede a step.
-
-    `update="async"` changes the algorithm: weights lag behind gradients by one step, or by at most `Updates("async",
-    max_staleness=...)` steps. The lag depends only on the number of the step, so equal runs give equal bits. Each
-    gradient is still applied as its own step and clipped by its own norm. `optimizer.drain()` applies all updates.
-    `state_dict`, `gathered`, checkpoints, `close` and, between steps, a forward without gradients drain first.
-    `optimizer.stats.staleness` is the observed lag. `Updates(speculate=...)` allows updates during backward before the
-    norm is known. `optimizer.stats` counts how many were kept and how many were undone.
-
-    `activations` and `tiles` choose how activations are kept and which operators run in pieces: see `Activations` and
-    `Tiles`. Call `torch.compile` on blocks before `wrap`.
-
-    Each expert of a transformers mixture of experts is fetched by itself, after a router has chosen it. A mesh with
-    `expert_parallel` divides the experts of every layer over ranks: build the whole model on each rank.
+    Args:
+        model: The model. Each expert of a transformers mixture of experts is fetched by itself, after a router has
+            chosen it.
+        optimizer: What updates the weights, such as `pagoda.AdamW(lr=3e-4)`.
+        param_groups: As for torch's optimizers: parameters, or dictionaries of `params` and their own settings (`lr`,
+            `weight_decay`, `betas`, ...; see `no_decay_groups`). By default, all trainable parameters are one group.
+            Any parameter may be frozen at any time: it then gets no gradient and no update, and keeps its state. Frozen
+            parameters in a group may be unfrozen. Parameters outside all groups and `reserve` stay frozen, and take
+            memory only for their weights.
+        reserve: Parameters, or modules for all of their parameters, that a later `optimizer.add_param_group` may add.
+            They take memory for gradients and optimizer state.
+        memory: Where the state may live. By default 80% of the free RAM.
+        precision: Compute dtype of the parameters: "bf16" (weights are the high half of an fp32 master), "fp16"
+            (weights and 16 more bits make up the master; call `optimizer.scale(loss).backward()`) or "fp32".
+            `MixedPrecision` also sets the dtype of accumulated gradients and the loss scaling.
+        clip_grad_norm: Largest global norm of the gradients, which is exact in all tiers. If something else clips too
+            (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. None: no clipping.
+        accumulation_steps: Number of backward passes before each `step()`. If it is given and nothing clips, updates
+            run during backward. By default, any number of passes may precede a step.
+        update: "sync", or "async", which changes the algorithm: weights lag behind gradients by one step, or with
+            `Updates("async", max_staleness=N)` by at most N steps. The lag depends only on the number of the step, so
+            equal runs give equal bits. Each gradient is still applied as its own step and clipped by its own norm.
+            `optimizer.drain()` applies all updates. `state_dict`, `gathered`, checkpoints, `close` and, between steps,
+            a forward without gradients drain first. `Updates(speculate=...)` allows updates during backward before the
+            norm is known.
+        activations: What happens to activations between forward and backward: see `Activations`.
+        tiles: Which operators run in pieces: see `Tiles`.
+        mesh: With several ranks, what they divide: `pagoda.open_mesh`, or a torch mesh with dimensions replicate, shard
+            and tensor. By default, all state is divided over all ranks (ZeRO stage 3).
 
     Under torchrun, the ranks train one model. Each rank has its own batches and its own budgets. Gradients are the mean
-    over ranks, and the initial weights are those of rank 0. `mesh` says what the ranks divide (`pagoda.open_mesh`, or a
-    torch mesh with dimensions replicate, shard and tensor). By default, all state is divided over all ranks (ZeRO stage
-    3). A model that torch's `parallelize_module` has divided stays divided: each rank's pages have its parts of the
-    tensors, and ranks with different batches divide these parts. The norm and checkpoints are those of the whole model.
+    over ranks, and the initial weights are those of rank 0. The norm and checkpoints are those of the whole model.
     Every rank must call `step`, `clip_grad_norm_`, `gathered`, `state_dict` and the checkpoint methods at the same
     point of the program.
 
-    With `pagoda.open_mesh(pipeline_parallel=N)`, each rank wraps the layers of its stage, under their names in the
-    whole model, and torch's `torch.distributed.pipelining` runs them. All of the above then applies to the ranks of one
-    stage, but the norm, clipping and checkpoints are those of the whole model.
+    - *Tensor parallelism*: a model that torch's `parallelize_module` has divided stays divided. Each rank's pages have
+      its parts of the tensors, and ranks with different batches divide these parts.
+    - *Expert parallelism*: build the whole model on each rank. The mesh divides the experts of every layer.
+    - *Pipelines*: each rank wraps the layers of its stage, under their names in the whole model, and torch's
+      `torch.distributed.pipelining` runs them. Everything here is then about the ranks of one stage, except the norm,
+      clipping and checkpoints.
 
     Raises BudgetError if the state does not fit `memory` (before any of it is allocated), StorageError if an SSD
     directory is missing or full, ConfigError for other invalid settings and for a model that cannot be trained with
@@ -288,10 +291,10 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     """Load a transformers model from a local Hugging Face directory or a checkpoint, for `wrap` to place.
 
     It works like `from_pretrained`, with the same rules for the names in the files. But the weights stay in their files
-    until `wrap` streams them to their tier in pieces: until then the model cannot be used, and the files must stay.
-    From a checkpoint, it loads the weights that `export` would write, with adapters merged, but no optimizer state. The
-    model is in training mode. Values in fp32, fp16 and bf16 become the fp32 master unchanged. Nothing is downloaded,
-    and no code from the directory runs.
+    until `wrap` copies them to their tier in pieces. Until then the model cannot be used, and the files must stay.
+    Values in fp32, fp16 and bf16 become the fp32 master unchanged. From a checkpoint, it loads the weights that
+    `export` would write, with adapters merged, but no optimizer state. The model is in training mode. Nothing is
+    downloaded, and no code from the directory runs.
 
     `model_class` is a class of transformers: an Auto class or a model class. By default it is the class that the
     directory's config.json names. Parameters that the files lack are initialised as in a new model, with a warning.

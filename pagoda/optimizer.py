@@ -165,7 +165,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._mark_grouped()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's own format, all of it in RAM: 8 bytes a parameter with AdamW. See
+        """Return the state in torch's own format, all of it in RAM: 8 bytes per parameter with AdamW. See
         `save_state_dict`.
 
         Raises UsageError between backward and `step()` if units are updated during backward.
@@ -250,7 +250,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
 
         The write is atomic: `directory` appears complete or not at all. The RAM it takes does not depend on the size of
-        the model. `extra` must be JSON-able; `load_checkpoint` returns it.
+        the model. `extra` must be convertible to JSON. `load_checkpoint` returns it.
 
         Raises UsageError between backward and `step()` if units are updated during backward (with `accumulation_steps`
         and without clipping), because some units have this step's update and others do not.

@@ -1,10 +1,13 @@
 """The systems that train side by side: each with its authors' recommended settings, and the environment it needs."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -39,19 +42,15 @@ class DeepSpeed(Trainer):
 
     def __init__(self, workload: Workload, folder: Path, optimizer: str, weights: str) -> None:
         import deepspeed
-
-        # neither can be imported while DeepSpeed replaces torch's constructors
-        import torch._dynamo  # noqa: F401
-
-        if workload.lora_rank is not None:
-            import peft  # noqa: F401
+        import torch._dynamo  # it cannot be imported while DeepSpeed replaces torch's constructors
 
         one_rank()
         self.micro_batches = workload.micro_batches
         self.config = self.settings(workload, folder, optimizer, weights)
         deepspeed.init_distributed("gloo")
         torch.manual_seed(0)
-        with deepspeed.zero.Init(config_dict_or_path=self.config):
+        adapters = nullcontext() if workload.lora_rank is None else adapters_of_the_weights_type()
+        with adapters, deepspeed.zero.Init(config_dict_or_path=self.config):
             model = workload.build(workload.checkpointing)
         for module in model.modules():  # built in parts, they are not what transformers initialises
             with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
@@ -99,6 +98,16 @@ class DeepSpeed(Trainer):
 
     def load(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder))
+
+
+@contextmanager
+def adapters_of_the_weights_type() -> Iterator[None]:
+    """peft makes adapters in the type of the weights, and not new parameters in fp32, which DeepSpeed has not
+    partitioned. peft is imported before DeepSpeed replaces torch's constructors."""
+    import peft
+
+    with patch("peft.get_peft_model", partial(peft.get_peft_model, autocast_adapter_dtype=False)):
+        yield
 
 
 def one_rank() -> None:

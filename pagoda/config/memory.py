@@ -19,8 +19,8 @@ Size = Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How memory is divided if not everything fits in RAM. The defaults are a good guess. `pagoda train --plan search`
-    tries others.
+    """How memory is divided if not everything fits in RAM. The defaults are the planner's first choice. `pagoda train
+    --plan search` tries others.
 
     Raises ConfigError for a share or a number that is out of range.
     """
@@ -34,26 +34,25 @@ class Split:
     is tight."""
     device_update_share: float = 0.0
     """Largest share of the parameters that the GPU updates. Their states pass through it, block by block, while the CPU
-    updates the others. The GPU updates only units without states on SSD. An optimizer that takes whole parameters needs
-    0 or 1."""
+    updates the others. Muon and `Optim` need 0 or 1, because their bits differ on a GPU."""
     device_home_share: float = 0.0
     """Largest share of the GPU's memory that is home to states and gradients, which are updated there. The memory that
-    leases and the update ring need does not count. It is home to whole units. With `device_update_share`, if RAM holds
-    the rest, it is home to weights first, then gradients, then moments of the parameters that the GPU updates."""
+    leases and the update ring need does not count. By itself, this makes the GPU home to whole units. With
+    `device_update_share`, if RAM holds the rest, the GPU is home to weights first, then to gradients, then to moments
+    of the parameters that it updates."""
     undo_first: bool = False
-    """With speculative updates: copies of the weights get RAM before moments do. With bf16 weights, two bytes of RAM a
-    parameter then let the update of moments on SSD run during backward."""
+    """With speculative updates: copies of the weights get RAM before moments do. With bf16 weights, two bytes of RAM
+    per parameter then let the update of moments on SSD run during backward."""
     undo_in_ram: bool = False
     """With speculative updates: units with all their states in RAM are updated speculatively too, if copies of these
     states fit in the remaining RAM. A copy takes about as long as the update itself, so the CPU must have time during
     backward."""
-
     two_part_share: float = 0.0
     """With clipping: largest share of the parameters with moments on SSD and gradients in RAM whose updates have two
-    parts, unless they are speculative. The first part computes the new weights for the next forward. The second part
-    reads the moments again and writes them during the next forward and backward. The SSD then moves up to 40% more
-    bytes, but over the whole step. This works only with Lion and with AdamW with moments in fp32 or bf16, on one rank.
-    """
+    parts, unless they are speculative. The first part computes the new weights, for which the next forward waits. The
+    second part reads the moments again, and writes them while forward and backward run. The SSD then moves up to 40%
+    more bytes, but over the whole step. This works only with Lion and with AdamW with moments in fp32 or bf16, on one
+    rank."""
 
     def __post_init__(self) -> None:
         for name in ("weight_share", "grad_share", "device_update_share", "device_home_share", "two_part_share"):
@@ -77,21 +76,22 @@ class Memory(Settings):
     """Where training state may live, and how much of it. Sizes are bytes, or text: 20GiB (multiples of 1024) or 20GB
     (multiples of 1000).
 
-    Budgets cover pages: weights, gradients, optimizer state and the buffers through which they stream. Activations and
-    torch's own memory for them are additional.
+    Budgets cover pages: weights, gradients, optimizer state and the buffers through which they pass. Activations that
+    are not offloaded, and other memory of torch, come in addition.
 
     Raises ConfigError for a size, a page size or a device that cannot be used.
     """
 
     device: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """SIZE: compute on the current CUDA GPU, and use that much of its memory for pages. cpu:SIZE: compute on the CPU,
-    from separate RAM that stands in for a GPU's memory. By default the CPU computes, with weights in host RAM."""
+    with separate RAM in place of a GPU's memory, to test without a GPU. By default the CPU computes, with weights in
+    host RAM."""
     host: Size = None
     """RAM for pages. By default 80% of the free RAM, or in a container, 80% of what its limit leaves free."""
     ssd: Annotated[str | Path | None, tyro.conf.arg(metavar="DIR[:SIZE][,DIR[:SIZE]...]")] = None
-    """Existing directory on an SSD for the state that does not fit in RAM, and how much space to use (by default all
-    free space). To spread pages over several drives, name a directory on each, separated by commas: give each a size,
-    or give only the last one a size, which is the total of all. One optimizer at a time can use a directory."""
+    """Existing directory on an SSD for the state that does not fit in RAM, and how much space to use. By default all
+    free space. To spread pages over several drives, name a directory on each, separated by commas. Then give each a
+    size, or give only the last one a size, which is the total of all. One optimizer at a time can use a directory."""
     page_size: Size = None
     """Size of a page: a power of two and a multiple of 4096. By default the largest that wastes little in padding, up
     to 4MiB."""
@@ -104,8 +104,8 @@ class Memory(Settings):
     free."""
     ssd_checkpoints: Annotated[int | None, tyro.conf.Suppress] = None
     """Number of checkpoints that keep their pages on SSD instead of copying them. Training then writes to other pages,
-    so each of these checkpoints takes as much SSD space as the weights and moments there. 0: checkpoints copy the state
-    on SSD. By default 1 if that fits, otherwise 0."""
+    so each of these checkpoints takes as much SSD space as the weights and moments there. 0: every checkpoint copies
+    the state on SSD. By default 1 if that fits, otherwise 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,12 +14,12 @@ PlanMode = Literal["usual", "search"]
 
 @dataclass(frozen=True, kw_only=True)
 class StatesConfig(Settings):
-    """Settings of an optimizer that may affect its states."""
+    """Settings of an optimizer that may affect which states it keeps."""
 
     options: tuple[str, ...] = ()
     """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """Format of AdamW's moments: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
+    """Format of AdamW's moments: fp32 (exact, 8 bytes per parameter), bf16 (stochastically rounded, 4), or 8bit
     (quantized in blocks of 256, 2). The last two change the algorithm."""
 
 
@@ -41,18 +41,17 @@ class Workload(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding(Settings):
-    """What several ranks divide."""
+    """What several ranks divide (shard)."""
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What ranks divide: the optimizer's state (1), gradients too (2), weights too (3)."""
+    """Stage of ZeRO. Ranks divide the optimizer's state (1), gradients too (2), weights too (3)."""
     replicas: int = 1
-    """Number of whole copies of the state. Each is divided over ranks / replicas consecutive ranks."""
+    """Number of whole copies of the state (hybrid sharding). Ranks / replicas consecutive ranks divide each."""
     expert_parallel: int = 1
     """In a mixture of experts: number of ranks over which the experts of each layer are divided. Tokens are sent to the
     ranks of their experts."""
-
     tensor_parallel: int = 1
-    """Consecutive ranks that divide every layer and get the same batches."""
+    """Number of consecutive ranks that divide every layer and get the same batches."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +68,7 @@ class Checkpoints(Settings):
     keep_checkpoints: int = 2
     """Number of checkpoints to keep. Older ones are deleted after a new one is complete. With --checkpoint-every, a
     checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more space there. 0:
-    delete none, and copy."""
+    delete no checkpoint, and copy the state on SSD into each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,8 +99,8 @@ class Run(Checkpoints, Sharding, Training, Workload):
     """
     plan: PlanMode | None = None
     """search: simulate several plans, with the machine's speeds from `pagoda calibrate`, and take the fastest. usual:
-    take the planner's first choice. The bits are the same. By default search, but `pagoda train` takes usual on several
-    ranks and on a machine that has not been measured."""
+    take the planner's first choice. The bits are the same. The default is search. For `pagoda train`, it is usual on
+    several ranks, and on a machine that has not been measured."""
     trace: Path | None = None
-    """File for a trace of one step: what compute and every lane (transfers, updates) do, as JSON for Perfetto or
-    chrome://tracing. `pagoda plan` writes the predicted step, `pagoda train` the step --trace-step."""
+    """File for a trace of one step, as JSON for Perfetto or chrome://tracing: what compute does, and every lane
+    (transfers, updates). `pagoda plan` writes the predicted step, `pagoda train` the step --trace-step."""

@@ -22,10 +22,10 @@ BatchTiles = int | Literal["auto"]
 class LossScale:
     """Dynamic loss scaling, with the defaults of `torch.amp.GradScaler`.
 
-    A step whose gradients are not finite is skipped: every state stays unchanged, and the scale is reduced. After
-    `growth_interval` consecutive steps that were not skipped, the scale grows. Scale and factors are powers of two, so
-    multiplying by the scale and dividing again changes no bit, except for gradients that are too small or large for
-    fp16.
+    A step whose gradients are not finite is skipped: every state stays unchanged, and the scale is multiplied by
+    `backoff_factor`. After `growth_interval` consecutive steps that were not skipped, it is multiplied by
+    `growth_factor`. All three must be powers of two. So scaling changes no bit, except for gradients that are too small
+    or large for fp16.
 
     Raises ConfigError with the field's name for other values.
     """
@@ -47,16 +47,17 @@ class LossScale:
 
 @dataclass(frozen=True)
 class MixedPrecision(Settings):
-    """Number formats of weights and gradients. The master weights are always fp32."""
+    """Number formats of weights and gradients."""
 
     precision: Precision = "bf16"
-    """Precision of weights and gradients in forward and backward. The master weights, which updates change, are always
-    fp32. fp16 scales the loss, and skips steps whose gradients are not finite. `pagoda plan` assumes that fp16 is as
-    fast as bf16."""
+    """Precision of weights and gradients in forward and backward. The master weights, which the optimizer updates, are
+    always fp32. fp16 scales the loss, and skips steps whose gradients are not finite. `pagoda plan` assumes that fp16
+    is as fast as bf16."""
     gradients: Gradients | None = None
-    """Precision in which gradients are accumulated. By default the precision of the weights."""
+    """Precision in which gradients are accumulated. By default that of the weights."""
     loss_scale: Annotated[LossScale | float | Literal["dynamic"] | None, tyro.conf.Suppress] = None
-    """With fp16: "dynamic" (the default; a `LossScale` changes its settings), or a power of two as a constant scale."""
+    """With fp16: "dynamic" (the default), a `LossScale` for dynamic scaling with other settings, or a power of two as a
+    constant scale."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,18 +92,19 @@ class MixedPrecision(Settings):
 class Updates(Settings):
     """When weights are updated, and how far updates may lag.
 
-    Asynchronous updates keep the gradients of `max_staleness` + 1 steps in memory, and a second extent of every weight.
+    Asynchronous updates keep the gradients of `max_staleness` + 1 steps in memory, and a second copy of every weight.
     """
 
     update: UpdateMode = "sync"
     """sync: forward reads weights with all earlier updates. async: forward and backward do not wait for updates, so
-    weights lag by some steps. This is for state on an SSD that is slower than compute. It changes the algorithm."""
+    weights lack those of the last steps. This is for state on an SSD that is slower than compute. It changes the
+    algorithm."""
     max_staleness: int = 1
-    """With async: the most steps by which the weights lag. With N, a unit is updated after every N-th step, and the
-    update may take one step of time. 0 gives the bits of sync."""
+    """With async: the most steps whose gradients the weights lack. With N, a unit is updated after every N-th step, and
+    the update may take one step of time. 0 gives the bits of sync."""
     speculate: bool | None = None
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
-    something does. The bits are the same. By default this applies to units with state on SSD, if there is room to keep
+    that was wrong. The bits are the same. By default this applies to units with state on SSD, if there is room to keep
     their old state, and to units in RAM if --plan search finds that faster. True: also to all units in RAM, even if
     other state then leaves RAM. False: never."""
 
@@ -123,13 +125,13 @@ class Activations(Settings):
 
     activations: ActivationMode = "recompute"
     """What happens to the activations of each block, a module that the model repeats, such as a decoder layer. keep:
-    they stay in memory. recompute: only the block's inputs stay, and backward runs the block's forward again. offload:
-    large ones go to RAM (from a GPU) or to SSD, and come back before backward needs them. recompute+offload: the
-    block's inputs are offloaded too. auto: keep as many as memory has room for, offload as many as transfers can move
-    in time, and recompute the rest. The bits are the same."""
+    they stay in memory. recompute: only the block's inputs stay, and backward runs the block's forward again (gradient
+    checkpointing). offload: large ones go to RAM (from a GPU) or to SSD, and come back before backward needs them.
+    recompute+offload: the block is recomputed, and its inputs are offloaded. auto: keep as many as memory has room for,
+    offload as many as transfers can move in time, and recompute the rest. The bits are the same."""
     partition_activations: Annotated[bool, tyro.conf.Suppress] = False
     """If all tensor-parallel ranks have the same block input, each rank keeps or offloads an equal part of it. They
-    gather the whole input before they recompute. The bits are the same."""
+    gather the whole input before they recompute the block. The bits are the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,11 +151,11 @@ class Tiles(Settings):
     """Number of micro-batches in which each layer runs its batch ("auto" chooses it), so that its weights are fetched
     once for the whole batch. Use one large batch instead of accumulation. With this setting you state that layers treat
     the samples of a batch independently in training. Gradients then have the bits of accumulation over the same
-    micro-batches. Layers that are found not to be independent are refused."""
+    micro-batches. Layers that are found to mix samples are refused."""
     tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
     """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are cut into tiles, which
     are fetched, used and dropped one after another. The gradient of such a layer's input is a sum over tiles, so it is
-    rounded in another order. In a layer with experts, the experts that fit the limit are fetched together. Without a
+    rounded in another order. In a layer with experts, as many experts as fit the limit are fetched together. Without a
     limit, they are fetched one at a time. If all of them fit, transformers' own kernel runs the layer."""
 
     def __post_init__(self) -> None:
@@ -181,7 +183,7 @@ class Step(Settings):
     accumulation_steps: int | None = 1
     """Forward and backward passes per optimizer step."""
     clip_grad_norm: float | None = 1.0
-    """Largest global norm of the gradient. None: no clipping."""
+    """Largest global norm of the gradients. None: no clipping."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

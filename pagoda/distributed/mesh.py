@@ -156,12 +156,17 @@ def open_mesh(
 ) -> Mesh:
     """The mesh of the processes that torchrun started, for `wrap(mesh=...)`. Without torchrun, the mesh of one process.
 
-    `stage` is the stage of ZeRO: what is divided over the ranks. `replicas` is the number of complete copies of the
-    state (hybrid sharding). `expert_parallel` is the number of ranks over which experts are divided. `tensor_parallel`
-    is the number of consecutive ranks that divide each parameter, as in torch's `parallelize_module(model, mesh.tensor,
-    ...)`. They get the same batches, and the state of each part is divided over the ranks that have the same part.
-    `pipeline_parallel` is the number of stages. Each stage has the same number of consecutive ranks, which wrap its
-    layers and divide their state. Every rank must call this with the same arguments.
+    Every rank must call this with the same arguments.
+
+    Args:
+        stage: Stage of ZeRO: ranks divide the optimizer's state (1), gradients too (2), weights too (3).
+        replicas: Number of complete copies of the state (hybrid sharding).
+        expert_parallel: Number of ranks over which the experts of a layer are divided.
+        tensor_parallel: Number of consecutive ranks that divide each parameter, as in torch's
+            `parallelize_module(model, mesh.tensor, ...)`. They get the same batches. Ranks with the same part divide
+            the state of this part.
+        pipeline_parallel: Number of pipeline stages. Each stage has the same number of consecutive ranks, which wrap
+            its layers and divide their state.
 
     Raises ConfigError if the ranks cannot be divided like that.
     """
