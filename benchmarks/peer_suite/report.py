@@ -41,8 +41,9 @@ def _machine(part: Figures, variant: str) -> str:
 def _speed(variant: str, part: Figures) -> list[str]:
     settings = part["settings"]
     tokens = [str(count) for count in sorted(settings["tokens"])]
-    lines = [f"{_machine(part, variant)}; {settings['rounds']} rounds. Seconds of a step over those of plain PyTorch"]
-    lines += ["with checkpointing in the same round: the median, and the quartiles in brackets."]
+    lines = [f"{_machine(part, variant)}; {settings['rounds']} rounds."]
+    lines += ["Seconds of a step over those of plain PyTorch with checkpointing in the same round: the median, and the"]
+    lines += ["quartiles in brackets."]
     of_micro_batch = " of a micro-batch" if settings["micro_batches"] > 1 else ""
     lines += _head("system", *(f"{int(count):,} tokens{of_micro_batch}" for count in tokens))
     ran = [one for one in part["figures"].values() if "error" not in one]
@@ -70,7 +71,7 @@ def _speed(variant: str, part: Figures) -> list[str]:
 def _seconds_and_ram(figures: Figures, turn: str) -> str:
     if f"{turn}_s" not in figures:
         return NOTHING
-    return f"{figures[f'{turn}_s']:.1f} s; {figures[f'{turn}_bytes'] / MIB:,.0f} MiB"
+    return f"{figures[f'{turn}_s']:.1f} s; {max(0, figures[f'{turn}_bytes']) / MIB:,.0f} MiB"
 
 
 def _systems(variants: Figures) -> list[str]:
@@ -149,8 +150,9 @@ def _draw_tokens(part: Figures, path: Path) -> None:
             costs = [statistics.median(one["tokens"][str(count)]["step_s"]) / count * 1000 for count in tokens]
             paged = name.startswith("pagoda")
             axes.plot(tokens, costs, "o-" if paged else "s--", label=one["label"])
-    axes.set(xscale="log", yscale="log", xlabel="tokens of a step", ylabel="milliseconds a token")
+    axes.set(xscale="log", ylim=(0, None), xlabel="tokens of a step", ylabel="milliseconds a token")
     axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+    axes.minorticks_off()
     drawing.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     drawing.savefig(path)
 
