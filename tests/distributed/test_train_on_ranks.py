@@ -12,9 +12,8 @@ from pagoda.checkpoint.reader import Checkpoint
 from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, Rows
-from pagoda.train.lock import LOCK, locked
 from pagoda.train.metrics import read_metrics
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import LOCK, RunDir, locked
 from pagoda.train.tokens import open_tokens
 from tests.forecast.machines import SMALL, figure
 
