@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pagoda.checkpoint.export import exported_by_reference
+from pagoda.checkpoint.model_config import model_of
 from pagoda.checkpoint.pretrained import attach_tensors, attach_weights
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.state import mark_homes
@@ -47,7 +48,7 @@ from pagoda.errors import ConfigError, UsageError
 from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import MANIFEST
 from pagoda.memory.ram import free_ram
-from pagoda.models.build import build_from_directory, build_from_settings
+from pagoda.models.build import build_from_directory
 from pagoda.optim.param_groups import (
     ParamGroups,
     Reserve,
@@ -314,9 +315,9 @@ def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
     if model_class is not None:
         raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
     with ExitStack() as opened:
-        tensors, config, generation_config = exported_by_reference(opened.enter_context(Checkpoint(directory)))
+        tensors, record = exported_by_reference(opened.enter_context(Checkpoint(directory)))
         with init():
-            model = build_from_settings(directory, config, generation_config)
+            model: nn.Module = model_of(record)
         attach_tensors(model, directory, tensors)
         weakref.finalize(model, opened.pop_all().close)
     return model

@@ -104,9 +104,9 @@ def export(
     return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
 
 
-def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Any], dict[str, Any]]:
-    """What `export` would write for the model of a checkpoint, with adapters merged: its tensors, config.json and
-    generation_config.json. The tensors can be read as long as the checkpoint is open.
+def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """What `export` would write for the model of a checkpoint, with adapters merged: its tensors, and a record with its
+    config.json. The tensors can be read as long as the checkpoint is open.
 
     Raises CheckpointError if the model is not from transformers, and in the cases of `export`.
     """
@@ -115,7 +115,7 @@ def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor]
     if record is None:
         raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build one")
     adapted = AdaptedModel(record, lambda name: _whole(weights, name, dtype)) if ADAPTER in record else None
-    return _tensors(weights, record, dtype, adapted), _config(record, dtype), record.get("generation_config") or {}
+    return _tensors(weights, record, dtype, adapted), {**record, "config": _config(record, dtype)}
 
 
 def _weights_in(checkpoint: Checkpoint) -> Weights:
