@@ -27,7 +27,7 @@ OF_GRADIENT, OF_WEIGHT, OF_UPDATE = (tl.constexpr(number) for number in range(3)
 
 
 @jit()
-def _block_of_program(rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
+def _block_of_program(rows, columns):
     """The number of a program's matrix, and the row and column of its block, counted in blocks."""
     number = tl.program_id(0).to(tl.int64)
     blocks, groups = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
@@ -35,13 +35,13 @@ def _block_of_program(rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def _square(value: tl.tensor) -> tl.tensor:
+def _square(value):
     wide = value.to(tl.float64)
     return wide * wide
 
 
 @jit()
-def _folded(values: tl.tensor, rows: tl.constexpr, n: tl.constexpr, levels: tl.constexpr) -> tl.tensor:
+def _folded(values, rows: tl.constexpr, n: tl.constexpr, levels: tl.constexpr):
     """The sums of `rows` runs of n = 2 ** levels values, shape [rows, n]. The second half is added to the first until
     one value is left."""
     for level in tl.static_range(levels):
@@ -52,21 +52,21 @@ def _folded(values: tl.tensor, rows: tl.constexpr, n: tl.constexpr, levels: tl.c
 
 @jit(do_not_specialize=("matrices", "rows", "columns"))
 def sum_block(
-    weight: tl.tensor,
-    weight_low: tl.tensor,
-    gradient: tl.tensor,
-    column_var: tl.tensor,
-    shares: tl.tensor,
-    sums: tl.tensor,
-    matrices: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    scale: tl.tensor,
-    floor: tl.tensor,
+    weight,
+    weight_low,
+    gradient,
+    column_var,
+    shares,
+    sums,
+    matrices,
+    rows,
+    columns,
+    scale,
+    floor,
     of: tl.constexpr,
     form: tl.constexpr,
     arriving: tl.constexpr,
-) -> None:
+):
     """Sums of squares in a block: of the gradients of each column, shape [groups, matrices, columns], or of all its
     weights or updates, one number per block."""
     matrix, group, block = _block_of_program(rows, columns)
@@ -91,15 +91,7 @@ def sum_block(
 
 
 @jit(do_not_specialize=("rows", "columns"))
-def sum_rows(
-    gradient: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    scale: tl.tensor,
-    arriving: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+def sum_rows(gradient, sums, rows, columns, scale, arriving: tl.constexpr, tile: tl.constexpr):
     """Sums of squares of the gradients of rows, shape [blocks, rows]. `rows` counts the rows of all matrices."""
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     block = tl.program_id(1)
@@ -115,9 +107,7 @@ def sum_rows(
 
 
 @jit(do_not_specialize=("n",))
-def update_factor(
-    factor: tl.tensor, sums: tl.tensor, n: tl.tensor, count: tl.tensor, rate: tl.tensor, size: tl.constexpr
-) -> None:
+def update_factor(factor, sums, n, count, rate, size: tl.constexpr):
     """Update `n` elements of a factor."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
@@ -126,16 +116,7 @@ def update_factor(
 
 
 @jit(do_not_specialize=("n", "rows"))
-def share_rows(
-    factor: tl.tensor,
-    totals: tl.tensor,
-    shares: tl.tensor,
-    n: tl.tensor,
-    rows: tl.tensor,
-    count: tl.tensor,
-    eps: tl.tensor,
-    size: tl.constexpr,
-) -> None:
+def share_rows(factor, totals, shares, n, rows, count, eps, size: tl.constexpr):
     """`row_share` of the `n` rows of all matrices."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
@@ -145,24 +126,24 @@ def share_rows(
 
 @jit(do_not_specialize=("rows", "columns", "n"))
 def step(
-    weight: tl.tensor,
-    weight_low: tl.tensor,
-    gradient: tl.tensor,
-    moment: tl.tensor,
-    column_var: tl.tensor,
-    shares: tl.tensor,
-    weight_sum: tl.tensor,
-    update_sum: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    n: tl.tensor,
-    count: tl.tensor,
-    scalars: tl.tensor,
+    weight,
+    weight_low,
+    gradient,
+    moment,
+    column_var,
+    shares,
+    weight_sum,
+    update_sum,
+    rows,
+    columns,
+    n,
+    count,
+    scalars,
     has_moment: tl.constexpr,
     form: tl.constexpr,
     arriving: tl.constexpr,
     size: tl.constexpr,
-) -> None:
+):
     """Update `n` weights, and the first moment if there is one."""
     scale, floor, rate, least, most, decay, beta1, one_minus_beta1 = scalars
     rate = adafactor_rate(tl.load(weight_sum), tl.load(update_sum), count, rate, least, most)

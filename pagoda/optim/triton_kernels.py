@@ -10,7 +10,7 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from pagoda.config.training import Precision
-from pagoda.optim import triton_adafactor, triton_squares, triton_updates
+from pagoda.optim import triton_adafactor, triton_updates
 from pagoda.optim.adafactor_kernels import COLUMNS, ROWS
 from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.codecs import BLOCK
@@ -86,7 +86,7 @@ def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
     n = gradient.numel()
     form = FORMS[gradient.dtype]
     # With one warp, each lane is a thread.
-    triton_squares.square_sums[(cdiv(n, piece),)](
+    triton_updates.square_sums[(cdiv(n, piece),)](
         _bits(gradient), into, n, piece=piece, form=form, num_warps=1, **_STRICT
     )
 
@@ -158,7 +158,7 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: tor
     """Compile everything that these settings use, or load it from Triton's cache, so that no step waits for it."""
     # Its tensors are aligned like every block of a unit. Triton compiles a kernel for the alignment of its arguments.
     rule.warm_up(precision, gradient, device)
-    sums = torch.zeros(triton_squares.LANES.value, dtype=torch.float64, device=device)
+    sums = torch.zeros(triton_updates.LANES.value, dtype=torch.float64, device=device)
     for dtype in {gradient, arriving_dtype(gradient, gradient_dtype(precision))}:
         square_sums(torch.zeros(BLOCK, dtype=dtype, device=device), sums, piece)
     torch.cuda.synchronize(device)

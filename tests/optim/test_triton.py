@@ -155,7 +155,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pagoda.optim import triton_adafactor, triton_squares, triton_updates
+from pagoda.optim import triton_adafactor, triton_updates
 
 TYPES = dict.fromkeys(("n", "index", "key_low", "key_high", "matrices", "rows", "columns"), "i32")
 TYPES |= dict.fromkeys(("column_var", "shares", "factor", "moment"), "*fp32")
@@ -181,7 +181,7 @@ for form in (0, 1, 2):
     kernels.append((triton_updates.adamw_8bit, codes, {"size": 1024}))
     masters = types | {"master": "*fp32"}
     kernels += [(triton_updates.split, masters, {"size": 1024}), (triton_updates.join, masters, {"size": 1024})]
-    kernels.append((triton_squares.square_sums, types, {"piece": 1 << 20}))
+    kernels.append((triton_updates.square_sums, types, {"piece": 1 << 20}))
     kernels += [(triton_adafactor.sum_block, types, {"of": of}) for of in range(3)]
     kernels += [(triton_adafactor.step, types, {"has_moment": has, "size": 1024}) for has in (False, True)]
     kernels.append((triton_adafactor.sum_rows, types, {"tile": 16}))
