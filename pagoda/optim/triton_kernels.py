@@ -62,18 +62,9 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     return update
 
 
-def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-    """Split fp32 masters into 16-bit weights and their low halves. All tensors are flat."""
-    _halves(triton_updates.split, master, weight, weight_low)
-
-
-def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
-    """The reverse of `split`."""
-    _halves(triton_updates.join, master, weight, weight_low)
-
-
-def _halves(function: Any, master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-    n, form = weight.numel(), FORMS[weight.dtype]
+def convert_halves(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor, joining: bool) -> None:
+    """Split fp32 masters into 16-bit weights and their low halves, or join them. All tensors are flat."""
+    n, form, function = weight.numel(), FORMS[weight.dtype], triton_updates.join if joining else triton_updates.split
     function[(cdiv(n, _SIZE),)](_bits(weight), weight_low, master, n, form=form, size=_SIZE, **_STRICT)
 
 

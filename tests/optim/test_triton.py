@@ -79,10 +79,10 @@ def test_masters_are_split_and_joined_with_the_bits_of_the_cpu(precision: Precis
     master = random_values(n, 1e-1, torch.Generator().manual_seed(n), edges=True)
     theirs = split(master, gradient_dtype(precision))
     ours = [torch.zeros_like(half, device=DEVICE) for half in theirs]
-    triton_kernels.split(master.to(DEVICE), *ours)
+    triton_kernels.convert_halves(*ours, master.to(DEVICE), joining=False)
     assert all(same_bits(mine.cpu(), half) for mine, half in zip(ours, theirs, strict=True))
     joined = torch.zeros(n, device=DEVICE)
-    triton_kernels.join(*ours, joined)
+    triton_kernels.convert_halves(*ours, joined, joining=True)
     assert same_bits(joined.cpu(), join(*theirs))
 
 
