@@ -92,11 +92,9 @@ def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
     n = codes.numel()
     values = torch.empty(n, device=codes.device)
     if not codes.is_meta:
-        at = (
-            _address(moment, codes, torch.uint8, n),
-            _address(f"{moment} scale", kept[1], torch.float32, -(-n // BLOCK)),
-        )
-        kernels.decode_moment(*at, values.data_ptr(), n, moment == "exp_avg")
+        at = _address(moment, codes, torch.uint8, n)
+        scales = _address(f"{moment} scale", kept[1], torch.float32, -(-n // BLOCK))
+        kernels.convert_moment(values.data_ptr(), at, scales, n, moment == "exp_avg", False)
     return values
 
 
@@ -113,5 +111,5 @@ def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[
     n = values.numel()
     codes, scales = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // BLOCK))
     at = _address(moment, values, torch.float32, n)
-    kernels.encode_moment(at, codes.data_ptr(), scales.data_ptr(), n, moment == "exp_avg")
+    kernels.convert_moment(at, codes.data_ptr(), scales.data_ptr(), n, moment == "exp_avg", True)
     return codes, scales

@@ -224,30 +224,22 @@ def halves(weight: torch.dtype, joining: bool) -> Callable[[int, int, int, int],
 
 
 @kernel
-def encode_moment(values: int, codes: int, scales: int, n: int, signed: bool) -> None:
+def convert_moment(values: int, codes: int, scales: int, n: int, signed: bool, encoding: bool) -> None:
     """Encode ``n`` fp32 elements of exp_avg (`signed`), or of exp_avg_sq (never below zero), to 8-bit codes and a scale
-    for each block. The first element must be the first of a block."""
+    for each block, or decode them. The first element must be the first of a block."""
     scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
     for block in range(len(scale)):
         first = block * BLOCK
         count = min(BLOCK, n - first)
         value = carray(pointer(values + 4 * first, np.float32), count)
         code = carray(pointer(codes + first, np.uint8), count)
-        top = np.uint32(0)
-        for i in range(count):
-            top = max(top, magnitude(value[i]))
-        scale[block] = _encode_block(value, code, top, signed)
-
-
-@kernel
-def decode_moment(codes: int, scales: int, values: int, n: int, signed: bool) -> None:
-    """The reverse of `encode_moment`."""
-    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
-    for block in range(len(scale)):
-        first = block * BLOCK
-        count = min(BLOCK, n - first)
-        value = carray(pointer(values + 4 * first, np.float32), count)
-        _decode_block(carray(pointer(codes + first, np.uint8), count), value, scale[block], signed)
+        if encoding:
+            top = np.uint32(0)
+            for i in range(count):
+                top = max(top, magnitude(value[i]))
+            scale[block] = _encode_block(value, code, top, signed)
+        else:
+            _decode_block(code, value, scale[block], signed)
 
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None) -> None:
@@ -261,5 +253,4 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
         halves(weight, joining)(0, 0, 0, 0)
     rule.warm_up(precision, kept, torch.device("cpu"))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
-        encode_moment(0, 0, 0, 0, True)
-        decode_moment(0, 0, 0, 0, True)
+        convert_moment(0, 0, 0, 0, True, True)

@@ -15,6 +15,7 @@ from pagoda.optim.triton_parts import (
     jit,
     load_master,
     row_share,
+    square,
     store_master,
 )
 
@@ -32,12 +33,6 @@ def _block_of_program(rows, columns):
     number = tl.program_id(0).to(tl.int64)
     blocks, groups = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     return number // (groups * blocks), number // blocks % groups, number % blocks
-
-
-@jit()
-def _square(value):
-    wide = value.to(tl.float64)
-    return wide * wide
 
 
 @jit()
@@ -82,7 +77,7 @@ def sum_block(
             if of == OF_UPDATE:
                 share = tl.load(shares + matrix * rows + row)
                 value = factored_update(value, share, tl.load(column_var + matrix * columns + column, mask, 1.0), floor)
-        total += tl.where(mask, _square(value), 0.0)
+        total += tl.where(mask, square(value), 0.0)
     if of == OF_GRADIENT:
         tl.store(sums + (group * matrices + matrix) * columns + column, total, mask)
     else:
@@ -102,7 +97,7 @@ def sum_rows(gradient, sums, rows, columns, scale, arriving: tl.constexpr, tile:
         column = first + tl.arange(0, LANES)
         mask = there[:, None] & (column < end)[None, :]
         at = row[:, None] * columns + column[None, :]
-        lanes += _square(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale)
+        lanes += square(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale)
     tl.store(sums + block.to(tl.int64) * rows + row, _folded(lanes, tile, LANES, _LANE_LEVELS), there)
 
 

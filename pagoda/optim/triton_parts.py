@@ -142,6 +142,12 @@ master_of, halves_of = _functions["master_of"], _functions["halves_of"]
 
 
 @jit()
+def square(value):
+    wide = value.to(tl.float64)
+    return wide * wide
+
+
+@jit()
 def as_fp32(value, form: tl.constexpr):
     """The fp32 values of a form. 16-bit values are given as int16."""
     if form == _FP16:

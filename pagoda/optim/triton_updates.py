@@ -22,6 +22,7 @@ from pagoda.optim.triton_parts import (
     round_noisily,
     scale_of,
     sgd_element,
+    square,
     store_master,
     word,
 )
@@ -141,18 +142,12 @@ def split(weight, weight_low, master, n, form: tl.constexpr, size: tl.constexpr)
 
 
 @jit()
-def _squares(value, form: tl.constexpr):
-    x = as_fp32(value, form).to(tl.float64)
-    return x * x
-
-
-@jit()
 def _row(gradient, at, form: tl.constexpr):
     """What the elements of a row add to each lane."""
-    one = _squares(tl.load(gradient + at), form)
-    two = _squares(tl.load(gradient + at + LANES), form)
-    three = _squares(tl.load(gradient + at + 2 * LANES), form)
-    four = _squares(tl.load(gradient + at + 3 * LANES), form)
+    one = square(as_fp32(tl.load(gradient + at), form))
+    two = square(as_fp32(tl.load(gradient + at + LANES), form))
+    three = square(as_fp32(tl.load(gradient + at + 2 * LANES), form))
+    four = square(as_fp32(tl.load(gradient + at + 3 * LANES), form))
     return one + two + three + four
 
 
@@ -180,5 +175,5 @@ def square_sums(gradient, sums, n, piece: tl.constexpr, form: tl.constexpr):
         lanes += _row(start, at + lane, form)
     for part in tl.static_range(4):
         at = whole + part * LANES + lane
-        lanes += _squares(tl.load(start + at, at < count, 0), form)
+        lanes += square(as_fp32(tl.load(start + at, at < count, 0), form))
     tl.store(sums + tl.program_id(0) * LANES + lane, lanes)
