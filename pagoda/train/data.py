@@ -206,9 +206,6 @@ class Batches:
 
     def targets_of_step(self, step: int) -> int:
         """Number of tokens in all forward passes of a step, on all ranks, that the loss counts."""
-        if not self.rows.tokens.about.separates:  # then the loss counts as many tokens of every row
-            labels = self.rows.length // 2 if self.continued else self.rows.length - 1
-            return self.samples_per_step * labels
         passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
         found = (self.rows.ids_and_labels(self.row_indices(step, index, rank))[1] for index, rank in passes)
         return sum(self.targets(torch.from_numpy(labels)) for labels in found)

@@ -28,7 +28,7 @@ from pagoda.train.loggers import Loggers
 from pagoda.train.progress import Progress, say
 from pagoda.train.ranks import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
-from pagoda.train.run_dir import RunCheckpoint, RunDir
+from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ class Steps:
         self._files: MetricsFiles | None = None
         self._first: Evaluation | None = None
         """The evaluation before the first step, kept until the run creates its files."""
-        self._saved: RunCheckpoint | None = None
+        self._saved: Path | None = None
 
     def run(self, beginning: Beginning) -> TrainResult:
         """Run the remaining steps."""
@@ -134,7 +134,7 @@ class Steps:
             first_loss=losses[0],
             final_loss=losses[-1],
             tokens_per_s=len(losses) * self._session.batches.tokens_per_step / seconds,
-            checkpoint=self._saved.path if self._saved else None,
+            checkpoint=self._saved,
             stopped_by=stopped_by,
             best_step=best_step(self._losses),
         )
@@ -236,7 +236,7 @@ class Steps:
         keep = self._config.keep_checkpoints
         replaced = old[: max(0, len(old) + (step != best) - keep)] if keep else []
         optimizer.save_checkpoint(path, extra, wait=False, replaces=[checkpoint.path for checkpoint in replaced])
-        self._saved = RunCheckpoint(step, path)
+        self._saved = path
 
     def _show_end(self, result: TrainResult) -> None:
         lines = [
