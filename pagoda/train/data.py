@@ -72,11 +72,6 @@ class Rows:
         first, second = (Rows(self.tokens, self.length, self.starts[at], self.stops[at]) for at in (kept, chosen))
         return first, second
 
-    @property
-    def padding(self) -> float:
-        """Share of padding in all rows."""
-        return 1 - float((self.stops - self.starts).sum()) / (len(self) * self.length)
-
     def ids_and_labels(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The token ids and the labels of rows, both int64 [rows, length]. Padding has id 0 and no label."""
         ids = np.zeros((len(chosen), self.length), dtype=np.int64)

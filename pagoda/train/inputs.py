@@ -117,7 +117,8 @@ def _sequences(rows: Rows, apart: bool) -> list[str]:
     """Messages about how the tokens are cut into sequences."""
     about = rows.tokens.about
     ends = ", attention ends where a document does" if apart else ""
-    padded = f", {rows.padding:.0%} padding" if about.chats else ""
+    padding = 1 - (rows.stops - rows.starts).sum() / (len(rows) * rows.length)
+    padded = f", {padding:.0%} padding" if about.chats else ""
     lines = [f"Sequences: {len(rows):,} of {rows.length:,} tokens{padded}{ends}"]
     if about.separates and not apart:
         lines[0] += ", attention goes on over the ends of documents (the model takes no position_ids)"

@@ -85,7 +85,8 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         say(console, f"Adapters: rank {config.lora.rank}, {trained:,} parameters train, and the model's own are frozen")
     if config.tensor_parallel > 1:
         divide(built, config.model, mesh.tensor)
-    kept = config.kept_on_ssd(mesh.world.nodes) and config.checkpoints_on_ssd
+    # The last checkpoints and the best one.
+    kept = config.kept_on_ssd(mesh.world.nodes) and config.keep_checkpoints + (config.evaluates and config.keep_best)
     matrices_only = config.optim.decay == "matrices"
     model, optimizer = wrap(
         built,
