@@ -68,11 +68,11 @@ from pagoda.runtime.activations.blocks import refuse_own_checkpointing
 from pagoda.runtime.device import Device, open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.loss_scale import LossScaler
+from pagoda.runtime.quantized import keep_packing
 from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.transforms.compiled import compiled_in_place
 from pagoda.transforms.operator_tiles import Tiling
-from pagoda.transforms.quantized import keep_packing
 
 Model = TypeVar("Model", bound=nn.Module)
 
