@@ -74,7 +74,8 @@ class MetricsFiles:
     def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool = False) -> None:
         run_dir.path.mkdir(parents=True, exist_ok=True)
         first, several = mesh.rank == 0, mesh.size > 1
-        paths = {"together": run_dir.metrics, "evals": run_dir.evals, "own": run_dir.metrics_of(mesh.rank)}
+        own = run_dir.path / f"metrics-rank-{mesh.rank}.jsonl"
+        paths = {"together": run_dir.metrics, "evals": run_dir.evals, "own": own}
         wanted = {"together": first, "evals": first and evals, "own": several}
         self._files = {name: MetricsFile(path, after_step) for name, path in paths.items() if wanted[name]}
 

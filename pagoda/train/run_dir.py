@@ -57,10 +57,6 @@ class RunDir:
         """Copies of the tokenizer's files, for exports. Missing if text is read as bytes."""
         self.checkpoints = path / "checkpoints"
 
-    def metrics_of(self, rank: int) -> Path:
-        """The metrics of one of several ranks."""
-        return self.path / f"metrics-rank-{rank}.jsonl"
-
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step` steps."""
         return self.checkpoints / f"step-{step:06d}"
