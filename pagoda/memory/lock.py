@@ -25,7 +25,7 @@ class Lock:
         self._path = path
         self._held: list[int] = []
         # Also unlocks when the object is dropped, for example after an error in the code that created it.
-        self._closer = weakref.finalize(self, _unlock, self._held)
+        weakref.finalize(self, _unlock, self._held)
         _locks.add(self)
         opener = os.open if flags & os.O_DIRECTORY else open_regular
         while not self.is_in_place():
