@@ -56,7 +56,7 @@ from pagoda.optim.param_groups import (
     named_groups,
     reserved_names,
 )
-from pagoda.optim.rule import Rule, TensorRule, check_rule
+from pagoda.optim.rule import Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.combinations import check_experts_of_stages, check_features, features
@@ -167,7 +167,11 @@ class _Wrapping:
         self._rule = rule
         self._training = training
         self._mesh = mesh
-        check_rule(rule)
+        if not isinstance(rule, Rule):
+            raise ConfigError(
+                f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {rule!r}. Give a class of torch or of "
+                "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
+            )
         self._states = rule.states(training.precision)
         options, tiled = Options.of(training, memory), training.tile_bytes is not None
         check_features(features(options, self._states, mesh.ranks, tiled))
