@@ -61,16 +61,9 @@ def factors_kernel(gradients: int) -> Callable[..., None]:
     size = 4 if gradients == FP32 else 2
 
     @kernel
-    def update_factors(
-        gradient: int,
-        row_var: int,
-        column_var: int,
-        shares: int,
-        matrices: int,
-        rows: int,
-        columns: int,
-        *numbers: float,
-    ) -> None:
+    def update_factors(addresses: tuple[int, ...], shape: tuple[int, ...], *numbers: float) -> None:
+        gradient, row_var, column_var, shares = addresses
+        matrices, rows, columns = shape
         scale, rate, eps = rounded(numbers)
         groups, blocks = (rows + ROWS - 1) // ROWS, (columns + COLUMNS - 1) // COLUMNS
         by_column, by_row, by_block = np.empty(groups * columns), np.empty(rows), np.empty(blocks)
@@ -115,17 +108,9 @@ def squares_kernel(weights: int, gradients: int, of_updates: bool) -> Callable[.
     weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
 
     @kernel
-    def sum_squares(
-        weight: int,
-        weight_low: int,
-        gradient: int,
-        column_var: int,
-        shares: int,
-        matrices: int,
-        rows: int,
-        columns: int,
-        *numbers: float,
-    ) -> float:
+    def sum_squares(addresses: tuple[int, ...], shape: tuple[int, ...], *numbers: float) -> float:
+        weight, weight_low, gradient, column_var, shares = addresses
+        matrices, rows, columns = shape
         scale, floor = rounded(numbers)
         groups, blocks = (rows + ROWS - 1) // ROWS, (columns + COLUMNS - 1) // COLUMNS
         by_block = np.empty(matrices * groups * blocks)
@@ -164,20 +149,10 @@ def step_kernel(weights: int, gradients: int, has_moment: bool) -> Callable[...,
     weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
 
     @kernel
-    def step(
-        weight: int,
-        weight_low: int,
-        moment: int,
-        gradient: int,
-        column_var: int,
-        shares: int,
-        matrices: int,
-        rows: int,
-        columns: int,
-        weight_sum: float,
-        update_sum: float,
-        *numbers: float,
-    ) -> None:
+    def step(addresses: tuple[int, ...], shape: tuple[int, ...], sums: tuple[float, ...], *numbers: float) -> None:
+        weight, weight_low, gradient, column_var, shares, moment = addresses
+        matrices, rows, columns = shape
+        weight_sum, update_sum = sums
         scale, floor, rate, least, most, decay, beta1, one_minus_beta1 = rounded(numbers)
         count = np.float32(matrices * rows * columns)
         scalars = adafactor_rate(weight_sum, update_sum, count, rate, least, most), decay, beta1, one_minus_beta1
@@ -223,16 +198,13 @@ def update(
     row_var, moment = states.get("row_var"), states.get("exp_avg")
     column_var = states["col_var" if "col_var" in states else "variance"].data_ptr()
     masters = weight.data_ptr(), weight.data_ptr() if weight_low is None else weight_low.data_ptr()
-    grad, of_rows = gradient.data_ptr(), shares.data_ptr()
     factor = 0 if row_var is None else row_var.data_ptr()
-    factors_kernel(arriving)(grad, factor, column_var, of_rows, *shape, grad_scale, share, eps)
-    weight_sum, update_sum = (
-        squares_kernel(form, arriving, of_updates)(*masters, grad, column_var, of_rows, *shape, grad_scale, floor)
-        if scaled or of_updates
-        else 0.0
+    factors = (gradient.data_ptr(), factor, column_var, shares.data_ptr())
+    factors_kernel(arriving)(factors, shape, grad_scale, share, eps)
+    addresses = (*masters, gradient.data_ptr(), column_var, shares.data_ptr())
+    sums = tuple(
+        squares_kernel(form, arriving, of_updates)(addresses, shape, grad_scale, floor) if scaled or of_updates else 0.0
         for of_updates in (False, True)
     )
     average = masters[0] if moment is None else moment.data_ptr()
-    step_kernel(form, arriving, moment is not None)(
-        *masters, average, grad, column_var, of_rows, *shape, weight_sum, update_sum, grad_scale, floor, *others
-    )
+    step_kernel(form, arriving, moment is not None)((*addresses, average), shape, sums, grad_scale, floor, *others)
