@@ -23,7 +23,7 @@ from pagoda.train.data import Rows
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.request import TrainRequest
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import RunDir, unused
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 
@@ -128,8 +128,7 @@ def _learning_rate(config: TrainConfig) -> tuple[float, list[str]]:
 def _new_directory(asked: TrainRequest) -> Path:
     """A directory in runs/ that is not there yet, with the names of model and data."""
     stem = f"{Path(asked.model).resolve().name}-{Path(asked.data).stem}".replace("*", "")
-    names = (Path("runs") / f"{stem}{end}" for end in ("", *(f"-{number}" for number in range(2, 10**6))))
-    return next(path for path in names if not path.exists())
+    return unused(Path("runs") / stem, "-")
 
 
 def _sequence(asked: TrainRequest, tokens: Tokens) -> tuple[int, list[str]]:

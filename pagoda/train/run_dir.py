@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,6 @@ class RunDir:
                 return checkpoint
         raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names_of(found)}")
 
-    def aside(self, checkpoint: RunCheckpoint, why: str) -> Path:
-        """A free name for a checkpoint that another one will replace."""
-        names = (f"{checkpoint.path.name}{why}{number}" for number in ("", *range(2, 10**6)))
-        return next(path for name in names if not (path := self.checkpoints / name).exists())
-
     def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
         """Rename a checkpoint, so that it is kept but no longer belongs to the run.
 
@@ -184,6 +180,12 @@ class RunDir:
             yield
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
+
+
+def unused(path: Path, separator: str = "") -> Path:
+    """The path if nothing is there, otherwise the first one with a number after it at which nothing is."""
+    numbered = (path.with_name(f"{path.name}{separator}{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())
 
 
 @contextmanager
