@@ -1,26 +1,24 @@
 """Adafactor on a GPU, with the bits of `adafactor_kernels`: the same sums in the same order.
 
-A program handles one block of a matrix, row by row. `triton_kernels` folds the results of blocks.
+A program handles one block of a matrix, row by row. `adafactor` folds the results of blocks.
 """
 
 import triton.language as tl
 
-from pagoda.optim import adafactor_kernels
+from pagoda.optim import adafactor
 from pagoda.optim.triton_parts import (
     adafactor_element,
     adafactor_rate,
     as_fp32,
-    factor_element,
     factored_update,
     jit,
     load_master,
-    row_share,
     square,
     store_master,
 )
 
-ROWS, COLUMNS = tl.constexpr(adafactor_kernels.ROWS), tl.constexpr(adafactor_kernels.COLUMNS)
-LANES = tl.constexpr(adafactor_kernels.LANES)
+ROWS, COLUMNS = tl.constexpr(adafactor.ROWS), tl.constexpr(adafactor.COLUMNS)
+LANES = tl.constexpr(adafactor.LANES)
 _COLUMN_LEVELS, _LANE_LEVELS = (tl.constexpr(n.value.bit_length() - 1) for n in (COLUMNS, LANES))
 """Number of times that columns and lanes are folded. Zeros at the end change no sum."""
 OF_GRADIENT, OF_WEIGHT, OF_UPDATE = (tl.constexpr(number) for number in range(3))
@@ -99,24 +97,6 @@ def sum_rows(gradient, sums, rows, columns, scale, arriving: tl.constexpr, tile:
         at = row[:, None] * columns + column[None, :]
         lanes += square(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale)
     tl.store(sums + block.to(tl.int64) * rows + row, _folded(lanes, tile, LANES, _LANE_LEVELS), there)
-
-
-@jit(do_not_specialize=("n",))
-def update_factor(factor, sums, n, count, rate, size: tl.constexpr):
-    """Update `n` elements of a factor."""
-    at = tl.program_id(0) * size + tl.arange(0, size)
-    mask = at < n
-    value = factor_element(tl.load(factor + at, mask, 0.0), tl.load(sums + at, mask, 0.0), count, rate)
-    tl.store(factor + at, value, mask)
-
-
-@jit(do_not_specialize=("n", "rows"))
-def share_rows(factor, totals, shares, n, rows, count, eps, size: tl.constexpr):
-    """`row_share` of the `n` rows of all matrices."""
-    at = tl.program_id(0) * size + tl.arange(0, size)
-    mask = at < n
-    share = row_share(tl.load(factor + at, mask, 0.0), tl.load(totals + at // rows, mask, 1.0), count, eps)
-    tl.store(shares + at, share, mask)
 
 
 @jit(do_not_specialize=("rows", "columns", "n"))

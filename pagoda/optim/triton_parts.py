@@ -131,7 +131,6 @@ def _on_gpu(primitives: dict[str, Any], source: ModuleType) -> dict[str, Any]:
 
 _functions = _on_gpu({name: value for name, value in globals().items() if type(value) is type(word)}, arithmetic)
 adam_element, sgd_element, lion_element = (_functions[f"{rule}_element"] for rule in ("adam", "sgd", "lion"))
-factor_element, row_share = _functions["factor_element"], _functions["row_share"]
 factored_update, adafactor_rate = _functions["factored_update"], _functions["adafactor_rate"]
 adafactor_element = _functions["adafactor_element"]
 noise_bits, round_noisily = _functions["noise_bits"], _functions["round_noisily"]

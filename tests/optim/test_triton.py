@@ -158,8 +158,8 @@ from triton.compiler import ASTSource
 from pagoda.optim import triton_adafactor, triton_updates
 
 TYPES = dict.fromkeys(("n", "index", "key_low", "key_high", "matrices", "rows", "columns"), "i32")
-TYPES |= dict.fromkeys(("column_var", "shares", "factor", "moment"), "*fp32")
-TYPES |= dict.fromkeys(("sums", "totals", "weight_sum", "update_sum"), "*fp64")
+TYPES |= dict.fromkeys(("column_var", "shares", "moment"), "*fp32")
+TYPES |= dict.fromkeys(("sums", "weight_sum", "update_sum"), "*fp64")
 
 
 def ptx(kernel, types, **constants):
@@ -185,14 +185,13 @@ for form in (0, 1, 2):
     kernels += [(triton_adafactor.sum_block, types, {"of": of}) for of in range(3)]
     kernels += [(triton_adafactor.step, types, {"has_moment": has, "size": 1024}) for has in (False, True)]
     kernels.append((triton_adafactor.sum_rows, types, {"tile": 16}))
-    kernels += [(each, types, {"size": 1024}) for each in (triton_adafactor.update_factor, triton_adafactor.share_rows)]
     for kernel, types, constants in kernels[form :: int(sys.argv[1])]:
         forms = {name: form for name in ("form", "arriving") if name in kernel.arg_names}
         print(ptx(kernel, types, **forms, **constants))
 """
 
 
-@pytest.mark.parametrize(("one_of", "kernels"), [(6, 9), pytest.param(1, 54, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("one_of", "kernels"), [(6, 8), pytest.param(1, 48, marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(
     one_of: int, kernels: int, tmp_path: Path
 ) -> None:
