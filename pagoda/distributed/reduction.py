@@ -223,7 +223,7 @@ def mean_into(mean: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
 
 def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensor, on a CPU in blocks that stay in a core's cache, and which torch does not divide over threads."""
-    return [tensor] if tensor.is_cuda else tensor.split(_BLOCK)  # type: ignore[no-untyped-call, no-any-return]
+    return [tensor] if tensor.is_cuda else tensor.split(_BLOCK)  # type: ignore[no-untyped-call]
 
 
 def _wait(means: torch.Tensor) -> None:

@@ -206,7 +206,7 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
 
 
 @cache
-def halves(weight: torch.dtype, joining: bool) -> Callable[[int, int, int, int], None]:
+def halves(weight: torch.dtype, joining: bool) -> Callable[..., None]:
     """The kernel that splits masters into 16-bit weights and their low halves, or joins them: addresses of weights, low
     halves and masters, and their number."""
     form = FORMS[weight]
