@@ -202,8 +202,7 @@ class Batches:
     def targets_of_step(self, step: int) -> int:
         """Number of tokens in all forward passes of a step, on all ranks, that the loss counts."""
         passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
-        found = (self.rows.ids_and_labels(self.row_indices(step, index, rank))[1] for index, rank in passes)
-        return sum(self.targets(torch.from_numpy(labels)) for labels in found)
+        return sum(self.targets(self.of_rows(self.row_indices(step, *each))["labels"]) for each in passes)
 
 
 def _permuted(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:
