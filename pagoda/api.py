@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pagoda.checkpoint.export import exported_by_reference
+from pagoda.checkpoint.model_config import model_of
 from pagoda.checkpoint.pretrained import attach_tensors, attach_weights
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.state import mark_homes
@@ -47,7 +48,7 @@ from pagoda.errors import ConfigError, UsageError
 from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import MANIFEST
 from pagoda.memory.ram import free_ram
-from pagoda.models.build import build_from_directory, build_from_settings
+from pagoda.models.build import build_from_directory
 from pagoda.optim.param_groups import (
     ParamGroups,
     Reserve,
@@ -55,7 +56,7 @@ from pagoda.optim.param_groups import (
     named_groups,
     reserved_names,
 )
-from pagoda.optim.rule import Rule, TensorRule, check_rule
+from pagoda.optim.rule import Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.combinations import check_experts_of_stages, check_features, features
@@ -67,11 +68,11 @@ from pagoda.runtime.activations.blocks import refuse_own_checkpointing
 from pagoda.runtime.device import Device, open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.loss_scale import LossScaler
+from pagoda.runtime.quantized import keep_packing
 from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.transforms.compiled import compiled_in_place
 from pagoda.transforms.operator_tiles import Tiling
-from pagoda.transforms.quantized import keep_packing
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -169,7 +170,11 @@ class _Wrapping:
         self._rule = rule
         self._training = training
         self._mesh = mesh
-        check_rule(rule)
+        if not isinstance(rule, Rule):
+            raise ConfigError(
+                f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {rule!r}. Give a class of torch or of "
+                "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
+            )
         self._states = rule.states(training.precision)
         options, tiled = Options.of(training, memory), training.tile_bytes is not None
         check_features(features(options, self._states, mesh.ranks, tiled))
@@ -317,9 +322,9 @@ def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
     if model_class is not None:
         raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
     with ExitStack() as opened:
-        tensors, config, generation_config = exported_by_reference(opened.enter_context(Checkpoint(directory)))
+        tensors, record = exported_by_reference(opened.enter_context(Checkpoint(directory)))
         with init():
-            model = build_from_settings(directory, config, generation_config)
+            model: nn.Module = model_of(record)
         attach_tensors(model, directory, tensors)
         weakref.finalize(model, opened.pop_all().close)
     return model

@@ -116,13 +116,20 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "optim/test_settings.py",
         ),
     },
-    "optim/adafactor_kernels.py": {
+    "optim/adafactor.py": {
         "Adafactor's blocks have another number of rows": (
             "ROWS, COLUMNS, LANES = 64, 1024, 128",
             "ROWS, COLUMNS, LANES = 32, 1024, 128",
             "optim/test_adafactor.py",
         ),
-        "Adafactor folds by halves, not by powers of two": (
+        "Adafactor folds sums of blocks by halves, not by powers of two": (
+            "half = 1 << (n - 1).bit_length() - 1",
+            "half = (n + 1) // 2",
+            "optim/test_adafactor.py",
+        ),
+    },
+    "optim/adafactor_kernels.py": {
+        "Adafactor folds lanes by halves, not by powers of two": (
             "            half *= 2\n        count",
             "            half *= 2\n        half = (n + 1) // 2\n        count",
             "optim/test_adafactor.py",

@@ -6,7 +6,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from pagoda.checkpoint.state import ParameterState, Position, all_states, gather_from_all_stages
+from pagoda.checkpoint.state import Position, all_states, gather_from_all_stages
 from pagoda.checkpoint.tensors import TensorSpec
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
@@ -24,13 +24,6 @@ class Stored:
     steps: int | None
     """Number of updates it has had. None if it is frozen."""
 
-    @classmethod
-    def of(cls, parameter: ParameterState) -> "Stored":
-        """This rank's part of a parameter."""
-        _, unit, slot = parameter
-        states = {name: span.shape for name, span in parameter.spans().items()}
-        return cls(states, parameter.position, unit.steps[slot] if slot < unit.trainable else None)
-
 
 @dataclass(frozen=True)
 class Contents:
@@ -46,10 +39,13 @@ class Contents:
         """The contents of the units of all ranks. Every rank calls this at the same point of the program."""
         parameters = all_states(engine)
         names = {parameter.name: parameter.stored_name for parameter in parameters}
-        mine = cls(
-            {parameter.stored_name: Stored.of(parameter) for parameter in parameters},
-            [[names[name] for name in group["params"]] for group in groups],
-        )
+        here = {}
+        for parameter in parameters:
+            _, unit, slot = parameter
+            states = {name: span.shape for name, span in parameter.spans().items()}
+            steps = unit.steps[slot] if slot < unit.trainable else None
+            here[parameter.stored_name] = Stored(states, parameter.position, steps)
+        mine = cls(here, [[names[name] for name in group["params"]] for group in groups])
         said: list[Contents] = gather_from_all_stages(engine, "the contents of a checkpoint", mine)
         stored: dict[str, Stored] = {}
         for each in said:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pagoda.memory.page import PAGE_ALIGN
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _UNSYNCED_BYTES = 64 << 20
 """Most bytes of a file that may wait in the page cache to be written to disk."""
@@ -30,13 +29,12 @@ class DirectFile:
         self._unsynced = 0
         self._direct: int | None = None
         self._fd = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
-        if _O_DIRECT:
-            try:
-                self._direct = os.open(path, os.O_WRONLY | _O_DIRECT)
-            except OSError as error:
-                if error.errno not in _REFUSALS:
-                    self.close()
-                    raise
+        try:
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                self.close()
+                raise
 
     def reserve(self, nbytes: int) -> None:
         """Extend the file to `nbytes` and reserve its space. Raises OSError if the disk has no room."""

@@ -2,7 +2,6 @@
 deleted."""
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -35,6 +34,7 @@ from pagoda.memory.identity import (
     partial_mark,
     removed,
 )
+from pagoda.memory.lock import Lock
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.tier import forget_commit
 
@@ -63,27 +63,30 @@ def committed(
         make_directories(directory.parent)
         with suppress(PermissionError):  # the caller may have just made the parent, unsynced
             sync_directory(directory.parent.parent)
-        lock = _claim(temporary, directory, checkpoint_id or new_checkpoint_id())
+        lock = _claim(temporary, directory)
+        claimed = lock.descriptor
         named = False
         try:
+            mark = partial_mark(checkpoint_id or new_checkpoint_id(), claimed)
+            replace_file(claimed, PARTIAL_MARK, mark.encode())
             sync_directory(directory.parent)
             yield temporary
             sync_directory(temporary)
             temporary.rename(directory)
             named = True
-            os.unlink(PARTIAL_MARK, dir_fd=lock)
+            os.unlink(PARTIAL_MARK, dir_fd=claimed)
             sync_directory(directory.parent)
         except BaseException:
             if not named:
                 with suppress(OSError):
                     if keep_mark():
-                        _empty(lock, keep=PARTIAL_MARK)
+                        _empty(claimed, keep=PARTIAL_MARK)
                     else:
-                        _empty(lock, last=PARTIAL_MARK)
+                        _empty(claimed, last=PARTIAL_MARK)
                         temporary.rmdir()
             raise
         finally:
-            os.close(lock)
+            lock.close()
     except StorageError:
         raise  # another disk failed, and the error names it
     except OSError as error:
@@ -92,36 +95,32 @@ def committed(
         ) from error
 
 
-def _claim(temporary: Path, directory: Path, checkpoint_id: str) -> int:
-    """Make a directory, or take over and empty one that a crash has left. Returns the descriptor that locks it."""
+def _claim(temporary: Path, directory: Path) -> Lock:
+    """Make and lock a directory, or take over and empty one that a crash has left."""
     while True:
         temporary.mkdir(exist_ok=True)
         try:
-            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock = Lock(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # the process that held the lock has renamed or removed it
+            check_absent(directory)
+            continue
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{directory} is being written by another process. Wait until it ends, or name another directory."
+            ) from error
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise _not_ours(temporary) from error
             raise
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The process that held the lock may have renamed or removed the directory since it was opened here.
-            if temporary.is_dir() and os.path.samestat(os.fstat(descriptor), temporary.stat()):
-                names = os.listdir(descriptor)
-                if PARTIAL_MARK not in names and not {*names} <= {PARTIAL_MARK + TEMPORARY}:
-                    raise _not_ours(temporary)
-                _empty(descriptor, keep=PARTIAL_MARK)
-                replace_file(descriptor, PARTIAL_MARK, partial_mark(checkpoint_id, descriptor).encode())
-                return descriptor
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{directory} is being written by another process. Wait until it ends, or name another directory."
-            ) from error
+            names = os.listdir(lock.descriptor)
+            if PARTIAL_MARK not in names and not {*names} <= {PARTIAL_MARK + TEMPORARY}:
+                raise _not_ours(temporary)
+            _empty(lock.descriptor, keep=PARTIAL_MARK)
+            return lock
         except BaseException:
-            os.close(descriptor)
+            lock.close()
             raise
-        os.close(descriptor)
-        check_absent(directory)
 
 
 def _not_ours(temporary: Path) -> CheckpointError:

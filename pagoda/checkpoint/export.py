@@ -11,7 +11,6 @@ from torch import nn
 
 from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import committed, write_json
-from pagoda.checkpoint.hf_layout import stored_names
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.live import Weights, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
@@ -104,9 +103,9 @@ def export(
     return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
 
 
-def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Any], dict[str, Any]]:
-    """What `export` would write for the model of a checkpoint, with adapters merged: its tensors, config.json and
-    generation_config.json. The tensors can be read as long as the checkpoint is open.
+def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """What `export` would write for the model of a checkpoint, with adapters merged: its tensors, and a record with its
+    config.json. The tensors can be read as long as the checkpoint is open.
 
     Raises CheckpointError if the model is not from transformers, and in the cases of `export`.
     """
@@ -115,7 +114,7 @@ def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor]
     if record is None:
         raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build one")
     adapted = AdaptedModel(record, lambda name: _whole(weights, name, dtype)) if ADAPTER in record else None
-    return _tensors(weights, record, dtype, adapted), _config(record, dtype), record.get("generation_config") or {}
+    return _tensors(weights, record, dtype, adapted), {**record, "config": _config(record, dtype)}
 
 
 def _weights_in(checkpoint: Checkpoint) -> Weights:
@@ -174,7 +173,7 @@ def _tensors(
     model = skeleton(record)
     expected = model.state_dict()
     found = {}
-    for name, plain_name in stored_names(model).items():
+    for name, plain_name in _stored_names(model).items():
         held_as = plain_name if adapted is None else adapted.stored_name(plain_name)
         if held_as in held:
             read = _weights(weights, held_as, dtype if adapted is None else torch.float32)
@@ -192,6 +191,21 @@ def _tensors(
             )
     laid_out: dict[str, LazyTensor] = revert_weight_conversion(model, found)
     return laid_out
+
+
+def _stored_names(model: Any) -> dict[str, str]:
+    """The tensors that `save_pretrained` saves: name in `state_dict()` -> name of the parameter or buffer in the model.
+
+    A tied parameter appears once, under the name that transformers keeps. Its name in the model is its first one.
+    """
+    first = {id(param): name for name, param in model.named_parameters()}
+    ignored, tied = set(model._keys_to_ignore_on_save or ()), set(model.all_tied_weights_keys)
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in ignored:
+            names.setdefault(id(tensor), []).append(name)
+    kept = {next((name for name in same if name not in tied), same[0]): key for key, same in names.items()}
+    return {name: first.get(key, name) for name, key in kept.items()}
 
 
 def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:

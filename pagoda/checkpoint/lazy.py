@@ -31,15 +31,10 @@ class LazyTensor:
     Functions and methods of torch accept it. Its values must not change while it is in use.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, shape: Sequence[int], read: Read, parts: "Sequence[LazyTensor]" = (), axis: int = 0
-    ) -> None:
-        """`parts`: the tensors that were joined along `axis` to make it, if any."""
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int], read: Read) -> None:
         self.dtype = dtype
         self.shape = torch.Size(shape)
         self._read = read
-        self._parts = parts
-        self._axis = axis
 
     @property
     def ndim(self) -> int:
@@ -84,8 +79,6 @@ class LazyTensor:
         axis = dim % self.ndim
         if length == self.shape[axis]:
             return self
-        if length and axis == self._axis and self._parts:
-            return cat(list(_overlapping(self._parts, axis, start, start + length)), axis)
         inner = prod(self.shape[axis + 1 :])
         read = partial(_read_part_of_rows, self, self.shape[axis] * inner, start * inner, length * inner)
         return LazyTensor(self.dtype, _with(self.shape, axis, length), read)
@@ -142,7 +135,7 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
             )
     shape = _with(first.shape, axis, sum(tensor.shape[axis] for tensor in tensors))
     widths = [prod(tensor.shape[axis:]) for tensor in tensors]
-    return LazyTensor(first.dtype, shape, partial(_read_joined_rows, tensors, widths), tensors, axis)
+    return LazyTensor(first.dtype, shape, partial(_read_joined_rows, tensors, widths))
 
 
 def _read_part_of_rows(whole: LazyTensor, width: int, first: int, kept: int, start: int, count: int) -> torch.Tensor:
@@ -176,16 +169,6 @@ def _rows(width: int, start: int, count: int) -> Iterator[tuple[int, int, int]]:
     """Divide [start, start + count) into rows of `width` elements: (row, first, end) for each row."""
     for row in range(start // width, (start + count - 1) // width + 1):
         yield row, max(start - row * width, 0), min(start + count - row * width, width)
-
-
-def _overlapping(tensors: Sequence[LazyTensor], axis: int, start: int, stop: int) -> Iterator[LazyTensor]:
-    """The parts of joined tensors that lie in [start, stop) along the axis."""
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.shape[axis]
-        if begin < stop and start < end:
-            first, last = max(start, begin), min(stop, end)
-            yield tensor.narrow(axis, first - begin, last - first)
 
 
 def _stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:

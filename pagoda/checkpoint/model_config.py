@@ -31,8 +31,8 @@ def model_record(model: nn.Module) -> dict[str, Any] | None:
     }
 
 
-def skeleton(record: dict[str, Any]) -> Any:
-    """The model of a record on the meta device, without its adapter.
+def model_of(record: dict[str, Any]) -> Any:
+    """The model of a record, without its adapter: with fp32 parameters, in training mode.
 
     Raises CheckpointError if transformers cannot build it.
     """
@@ -40,9 +40,17 @@ def skeleton(record: dict[str, Any]) -> Any:
     try:
         settings = dict(record["config"])
         config = transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-        with torch.device("meta"):
-            return getattr(transformers, record["class"])._from_config(config, dtype=torch.float32)
+        model = getattr(transformers, record["class"])._from_config(config, dtype=torch.float32)
+        if record.get("generation_config"):
+            model.generation_config = transformers.GenerationConfig.from_dict(record["generation_config"])
+        return model
     except Exception as error:  # transformers validates with many exception types
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot build this checkpoint's {record.get('class')}: {error}"
         ) from error
+
+
+def skeleton(record: dict[str, Any]) -> Any:
+    """Like `model_of`, on the meta device."""
+    with torch.device("meta"):
+        return model_of(record)

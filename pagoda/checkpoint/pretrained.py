@@ -1,16 +1,18 @@
 """Weights of a Hugging Face directory: matched to a model by transformers' own rules, and read when they are placed."""
 
 import json
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.hf_layout import from_files
 from pagoda.checkpoint.lazy import LazyTensor, tensors_of
 from pagoda.checkpoint.tensors import TensorFile, chunks
-from pagoda.errors import ConfigError
+from pagoda.errors import CheckpointError, ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
@@ -89,7 +91,7 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
 def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> tuple[list[str], list[str]]:
     """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names."""
     _check_plain(model, directory, stored)
-    tensors, missing, unexpected = from_files(model, stored)
+    tensors, missing, unexpected = _from_files(model, stored)
     names: dict[int, list[str]] = {}
     held: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
     for name, tensor in held.items():
@@ -109,6 +111,55 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
         )
     setattr(model, _VALUES, by_name)
     return [name for name in missing if name not in by_name], unexpected
+
+
+def _from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
+    """Convert tensors of files to tensors named as in `state_dict()`, like `from_pretrained`.
+
+    Also returns the names in the model that the files lack, and the names in the files that the model lacks, without
+    those that transformers ignores.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    expected = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    groups: dict[str, Any] = {}
+    unexpected = set()
+    for name in sorted(tensors, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        if renamed not in expected and name in expected:
+            renamed, pattern = name, None
+        if renamed not in expected:
+            unexpected.add(name)
+        elif pattern is not None:
+            group = groups.setdefault(renamed, deepcopy(of_pattern[pattern]))
+            group.add_tensor(renamed, name, pattern, tensors[name])
+        else:
+            groups.setdefault(renamed, WeightRenaming(name, renamed)).add_tensor(renamed, name, name, tensors[name])
+    found: dict[str, LazyTensor] = {}
+    for name, group in groups.items():
+        try:
+            converted = group.convert(name, model=model, config=model.config)
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise CheckpointError(f"the files' tensors for {name!r} cannot be converted: {error}") from error
+        for target, value in converted.items():
+            found[target] = value[0] if isinstance(value, list) else value
+    report = LoadStateDictInfo(
+        missing_keys=expected.keys() - found.keys(),
+        unexpected_keys=unexpected | (found.keys() - expected.keys()),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    model._adjust_missing_and_unexpected_keys(report)
+    found = {name: tensor for name, tensor in found.items() if name in expected}
+    return found, sorted(report.missing_keys), sorted(report.unexpected_keys)
 
 
 def values_of(param: nn.Parameter) -> LazyTensor | None:

@@ -80,7 +80,7 @@ class Files:
     def finish(self) -> dict[str, dict[str, list[list[object]]]]:
         """Sync the written data. Returns the hashes of all ranks' pieces, by file, on the first rank only."""
         for writer in self._writers.values():
-            writer.finish()
+            writer.sync()
         everyone = self.of_all({file: writer.pieces for file, writer in self._writers.items()})
         if not self.first:
             return {}

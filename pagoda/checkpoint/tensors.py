@@ -98,7 +98,7 @@ HashTable = Mapping[str, Sequence[Sequence[Any]]]
 """Name of a tensor -> (first element, hash) of each piece in order, as in a manifest."""
 
 
-class TensorWriter:
+class TensorWriter(DirectFile):
     """A safetensors file that any thread fills in any order. Pieces are hashed as they are written.
 
     Opening the file reserves its space, so it fails at once if the disk has no room. Data bypasses the page cache. It
@@ -110,7 +110,6 @@ class TensorWriter:
 
         Raises OSError if the file cannot be made or the disk has no room for it.
         """
-        self.path = path
         specs = sorted(specs, key=lambda spec: spec.nbytes % _DIRECT_ALIGN != 0)
         starts = [*accumulate((spec.nbytes for spec in specs), initial=0)]
         header = _header(specs, starts)
@@ -118,11 +117,11 @@ class TensorWriter:
         self._start = {spec.name: len(header) + start for spec, start in zip(specs, starts, strict=False)}
         self.pieces: Pieces = {spec.name: {} for spec in specs}
         """The pieces that have been written."""
-        self._file = DirectFile(path, create=not shared)
+        super().__init__(path, create=not shared)
         try:
             if not shared:
-                self._file.reserve(len(header) + starts[-1])
-                self._file.pwrite(memoryview(header), 0)
+                self.reserve(len(header) + starts[-1])
+                self.pwrite(memoryview(header), 0)
         except BaseException:
             self.close()
             raise
@@ -131,16 +130,7 @@ class TensorWriter:
         """Write the bytes of a piece of a tensor that starts at element `start`. Raises OSError if the disk does."""
         itemsize = self._itemsize[name]
         self.pieces[name][start] = data.nbytes // itemsize, piece_hash(data)
-        self._file.pwrite(data, self._start[name] + start * itemsize)
-
-    def finish(self) -> None:
-        """Sync and close the file."""
-        self._file.sync()
-        self.close()
-
-    def close(self) -> None:
-        """Close the file in its current state. Idempotent."""
-        self._file.close()
+        self.pwrite(data, self._start[name] + start * itemsize)
 
 
 def hash_table(specs: Sequence[TensorSpec], written: Sequence[Pieces]) -> dict[str, list[list[Any]]]:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from pagoda.config.commands import GcConfig
 from pagoda.errors import ConfigError
 from pagoda.memory.identity import MANIFEST, checkpoint_id_of
 from pagoda.memory.sizes import format_bytes
-from pagoda.memory.ssd.lock import DirectoryLock
+from pagoda.memory.ssd.lock import lock_directories
 from pagoda.memory.ssd.orphans import Orphan, drop, orphans_in, why_orphaned
 from pagoda.memory.ssd.record import unknown_in
 from pagoda.train.progress import say
@@ -31,7 +30,7 @@ def run(config: GcConfig, console: Console) -> int:
         raise ConfigError("name the directories to look in, as --memory.ssd named them: pagoda gc DIR")
     keep = {checkpoint_id for path in config.keep for checkpoint_id in _checkpoints_below(path)}
     directories = list({os.path.realpath(path): path for path in with_ranks(config.directories)}.values())
-    with closing(DirectoryLock(directories)):
+    with lock_directories(directories):
         for directory in directories:
             say(console, *(f"{reason}; the folder is left alone" for reason in unknown_in(directory)))
         orphans = [orphan for directory in directories for orphan in orphans_in(directory, keep)]

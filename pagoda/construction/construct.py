@@ -111,7 +111,7 @@ def describe(
                 parts.update({id(param): Part(*whole, start) for param, start in module.parts(short)})
             tiles.update(module.tiles.values())
         if isinstance(module, RoutedExperts):
-            rows.add(module.container)
+            rows.add(module.tiles if isinstance(module, Tiled) else module)
         children = tuple(
             visit(child, join(name, short), read_above=not has_forward(child))
             for short, child in module.named_children()

@@ -13,7 +13,6 @@ import torch
 from pagoda.distributed.shards import Shards
 from pagoda.distributed.transport import Group
 from pagoda.memory.region import Region
-from pagoda.optim.means import mean_into, sum_into
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.slices import Span, slice_elements
@@ -24,6 +23,8 @@ GIVEN, DROPPED, NOT_FINITE = 1, 2, 4
 the gradient is NaN or infinite (set only if the update may begin before `step()`)."""
 Flags = Any
 """numpy uint8 [parameters]."""
+_BLOCK = 1 << 15
+"""Number of elements that a CPU adds up at a time."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ class Reduction:
     Each message has a header before its elements. A rank without a gradient takes part too. Its messages are zeros, of
     which others read only the flags. Slices of equal size need one all-to-all. Slices of different sizes need several,
     each as large as the room for arriving messages allows. Each rank sums the messages that it receives in the order of
-    ranks (`optim.means` states the rounding). With replicas, the sums over a replica's ranks come first, and then the
-    sum over replicas, all in fp32.
+    ranks. With replicas, the sums over a replica's ranks come first, and then the sum over replicas, all in fp32. Each
+    sum is rounded once. The last one is divided by the number of all ranks, and rounded once to the gradient's dtype
+    (to nearest, ties to even). So the mean is a function of the gradients and of the order of ranks alone.
     """
 
     def __init__(self, shards: Shards, groups: Mapping[tuple[int, ...], Group], buffers: Buffers, divisor: int) -> None:
@@ -201,6 +203,27 @@ class Reduction:
         if self._nothing is None:
             self._nothing = torch.frombuffer(mmap.mmap(-1, landing.numel()), dtype=torch.uint8)
         return self._nothing
+
+
+def sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Set `total`, fp32 [n], to the sum of `parts`, each [n] in one dtype, in their order. Zeros if there are none."""
+    for block, *blocks in zip(_blocks(total), *map(_blocks, parts), strict=True):
+        block.copy_(blocks[0]) if blocks else block.zero_()
+        for each in blocks[1:]:
+            block += each
+
+
+def mean_into(mean: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
+    """Set `mean`, [n] in any gradient dtype, to `total`, fp32 [n], divided by a number of ranks."""
+    # The divisor is a tensor: with a number, torch multiplies by its inverse on CUDA.
+    by = torch.full_like(total[:1], divisor)
+    for block, sums in zip(_blocks(mean), _blocks(total), strict=True):
+        block.copy_(sums / by)
+
+
+def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensor, on a CPU in blocks that stay in a core's cache, and which torch does not divide over threads."""
+    return [tensor] if tensor.is_cuda else tensor.split(_BLOCK)  # type: ignore[no-untyped-call]
 
 
 def _wait(means: torch.Tensor) -> None:

@@ -19,8 +19,7 @@ class Shards:
         self.copies = self._mesh.copies()
         """The ranks that have the same slices as this one, one in each replica."""
         self._sharers = {unit.index: self._mesh.sharers(self._is_expert(unit)) for unit in layout.units}
-        self._updated: dict[tuple[int, int], Span] = {}
-        """(unit, rank) -> the elements that the rank updates."""
+        self._updated = {unit.index: self.slices.updated(unit, self.rank) for unit in layout.units}
 
     def sharers(self, unit: UnitSpec) -> tuple[int, ...]:
         """The ranks that have the slices of a unit, by place."""
@@ -54,7 +53,7 @@ class Shards:
         frozen = state == WEIGHT
         if not self.is_cut(unit, state):
             return (Span(0, unit.numel if frozen else unit.trainable_numel),)
-        return self.slices.spans(unit, self._place(unit, rank), frozen)
+        return self.slices.spans(unit, self.slices.place(unit, self.rank if rank is None else rank), frozen)
 
     def trained_slices(self, unit: UnitSpec) -> list[Span]:
         """The trainable elements of a unit that each sharer updates, by place."""
@@ -74,27 +73,19 @@ class Shards:
         it has the whole state. Empty if a rank of another replica writes it."""
         if self.copies[0] != self.rank:
             return ()
-        spans = self.slices.spans(unit, self._place(unit, None), frozen=state == WEIGHT)
+        spans = self.slices.spans(unit, self.slices.place(unit, self.rank), frozen=state == WEIGHT)
         if not self.is_cut(unit, state):
             spans = tuple(Span(span.start, span.stop, span.start) for span in spans)
         return self.slices.of_state(unit, state, spans)
 
-    def updated(self, unit: UnitSpec, rank: int | None = None) -> Span:
-        """The trainable elements that a rank (by default this one) updates. `at` is the position of their moments."""
-        key = unit.index, self.rank if rank is None else rank
-        known = self._updated.get(key)
-        if known is None:
-            known = self._updated[key] = self.slices.trained(unit, self._place(unit, rank))
-        return known
+    def updated(self, unit: UnitSpec) -> Span:
+        """The trainable elements that this rank updates. `at` is the position of their moments."""
+        return self._updated[unit.index]
 
     def origin(self, unit: UnitSpec, state: str) -> int:
         """The position, in this rank's extent of a state, of the first element that it updates. Not for states with
         their own shapes."""
         return 0 if self.is_cut(unit, state) else self.updated(unit).start
-
-    def _place(self, unit: UnitSpec, rank: int | None) -> int:
-        """The place of a rank among the sharers of a unit."""
-        return self.sharers(unit).index(self.rank if rank is None else rank)
 
     def _is_expert(self, unit: UnitSpec) -> bool:
         """Whether a unit belongs to experts, so that only some ranks share its state."""

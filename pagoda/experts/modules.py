@@ -33,11 +33,6 @@ class RoutedExperts(Announcing):
     idle_get_zeros: bool
     """Whether parameters of pieces without tokens get a gradient of zeros, as in transformers' own module."""
 
-    @property
-    def container(self) -> nn.Module:
-        """The module whose children are the experts."""
-        raise NotImplementedError
-
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """The results [n, H] of `tokens` [n, H], sorted by expert. `piece`: an expert, or a tile of several. `counts`:
         number of tokens of each expert."""
@@ -99,10 +94,6 @@ class ExpertStack(Tiled, RoutedExperts):
         self.num_experts = experts_of_stack(stack)
         self.exchange = exchange
 
-    @property
-    def container(self) -> nn.Module:
-        return self.tiles
-
     def pieces(self) -> list[tuple[nn.Module, int]]:
         return [(tile, experts_of_stack(tile)) for tile in self.tiles.values()]
 
@@ -127,10 +118,6 @@ class SwitchExperts(RoutedExperts):
             self.add_module(name, expert)
         self.num_experts = count
         self.exchange = exchange
-
-    @property
-    def container(self) -> nn.Module:
-        return self
 
     def pieces(self) -> list[tuple[nn.Module, int]]:
         return [(expert, 1) for expert in self.children()]

@@ -45,7 +45,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | No
     With `dir_fd`, an open directory, the name must not be a symbolic link.
     """
     no_follow = 0 if dir_fd is None else os.O_NOFOLLOW
-    descriptor = os.open(path, flags | os.O_NONBLOCK | no_follow, dir_fd=dir_fd)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | no_follow, 0o666, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -80,30 +80,9 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
-    return _build_with_class(directory, _read_configuration(directory), model_class)
-
-
-def build_from_settings(directory: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> "nn.Module":
-    """Build a model like `build_from_directory`, from the contents of config.json and generation_config.json. Error
-    messages name `directory`.
-
-    Raises ConfigError if this transformers cannot build it or is not installed.
-    """
-    transformers = import_transformers()
-    try:
-        configuration = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-        generation = transformers.GenerationConfig.from_dict(generation_config)
-    except Exception as error:  # transformers validates with many exception types
-        raise ConfigError(f"transformers {transformers.__version__} cannot build {directory}: {error}") from error
-    model = _build_with_class(directory, configuration, None)
-    if generation_config:
-        model.generation_config = generation
-    return model
-
-
-def _build_with_class(directory: Path, config: Any, model_class: Any) -> "nn.Module":
-    transformers = import_transformers()
+    config = _read_configuration(directory)
     if model_class is None:
+        transformers = import_transformers()
         model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     build = getattr(model_class, "from_config", None) or model_class._from_config
     return _built(str(directory), build, config)

@@ -68,12 +68,8 @@ def cross_entropy(
     torch._assert_async(
         (((target >= 0) & (target < vocabulary)) | ~counted).all(), f"A target is not in [0, {vocabulary})."
     )
-    if len(parts) == 1:
-        logsumexp, picked, _ = parts[0]
-    else:
-        logsumexp = torch.stack([part.logsumexp for part in parts]).logsumexp(0)
-        picked = torch.stack([part.target for part in parts]).sum(0)
-    losses = logsumexp - picked
+    logsumexp = torch.stack([part.logsumexp for part in parts]).logsumexp(0)
+    losses = logsumexp - torch.stack([part.target for part in parts]).sum(0)
     if label_smoothing:
         total = torch.stack([part.total for part in parts if part.total is not None]).sum(0)
         losses = (1 - label_smoothing) * losses + label_smoothing * (logsumexp - total / vocabulary)

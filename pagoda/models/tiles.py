@@ -11,14 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pagoda.plan.units import ALIGN_ELEMENTS
 from pagoda.runtime.hidden import hide
 
 Visit = Callable[[torch.Tensor, torch.Tensor | None, int], Any]
 """Called with some rows of a layer's weight, their bias and the index of the first row, while they are in memory."""
-
-_ALIGN_ELEMENTS = 256
-"""Tiles start at multiples of this many elements of their parameter, because moments may be quantized in such
-blocks."""
 
 
 def row_blocks(rows: int, widths: Sequence[int], most_elements: int) -> list[tuple[int, int]]:
@@ -26,7 +23,7 @@ def row_blocks(rows: int, widths: Sequence[int], most_elements: int) -> list[tup
 
     `widths`: elements of a row in each of the parameters that are cut.
     """
-    step = _ALIGN_ELEMENTS // gcd(_ALIGN_ELEMENTS, *widths)
+    step = ALIGN_ELEMENTS // gcd(ALIGN_ELEMENTS, *widths)  # moments may be quantized in such blocks
     width = sum(widths)
     count = max(1, -(-rows * width // most_elements))
     each = max(step, -(-rows // count) // step * step)

@@ -1,4 +1,4 @@
-"""Adafactor on the CPU: sums in their fixed order, factors and update.
+"""Adafactor on the CPU: sums in their fixed order, and the update of weights.
 
 `Adafactor` defines the order of the sums. Addresses, counts and numbers are as in `kernels`. A parameter is `matrices`
 matrices of `rows` by `columns`, one after another.
@@ -13,32 +13,22 @@ import torch
 from numba import carray
 
 from pagoda.jit import kernel, part
-from pagoda.optim.arithmetic import (
-    FORMS,
-    FP32,
-    adafactor_element,
-    adafactor_rate,
-    factor_element,
-    factored_update,
-    row_share,
-)
+from pagoda.optim.adafactor import COLUMNS, LANES, ROWS, update_factors
+from pagoda.optim.arithmetic import FORMS, FP32, adafactor_element, adafactor_rate, factored_update
 from pagoda.optim.elements import load, load_master, masters_at, store_master, values_at
 from pagoda.optim.jit import on_stack, pointer, rounded
 
-ROWS, COLUMNS, LANES = 64, 1024, 128
-"""Rows and columns of a block, and sums per row, as `Adafactor` defines them."""
-
 
 @part
-def _fold(values: Any, n: Any, width: Any) -> None:
-    """Add up `n` runs of `width` fp64 values, into the first."""
+def _fold(values: Any, n: Any) -> None:
+    """Add up `n` fp64 values, into the first."""
     while n > 1:
         half = 1
         while 2 * half < n:
             half *= 2
-        count = (n - half) * width
+        count = n - half
         low = carray(pointer(values, np.float64), count)
-        high = carray(pointer(values + 8 * half * width, np.float64), count)
+        high = carray(pointer(values + 8 * half, np.float64), count)
         for i in range(count):
             low[i] += high[i]
         n = half
@@ -55,58 +45,31 @@ def _add_lanes(form: Any, gradient: Any, scale: Any, by_column: Any, lanes: Any,
 
 
 @cache
-def factors_kernel(gradients: int) -> Callable[..., None]:
-    """The kernel that updates the factors of a parameter with gradients in one form. `row_var` is 0 for a vector, which
-    has one row. Writes `row_share` of each row of all matrices to `shares`."""
+def gradient_kernel(gradients: int) -> Callable[..., None]:
+    """The kernel that sums the squares of gradients in one form, as `update_factors` takes them. Sums of columns are
+    zeros before."""
     size = 4 if gradients == FP32 else 2
 
     @kernel
-    def update_factors(
-        gradient: int,
-        row_var: int,
-        column_var: int,
-        shares: int,
-        matrices: int,
-        rows: int,
-        columns: int,
-        *numbers: float,
-    ) -> None:
-        scale, rate, eps = rounded(numbers)
-        groups, blocks = (rows + ROWS - 1) // ROWS, (columns + COLUMNS - 1) // COLUMNS
-        by_column, by_row, by_block = np.empty(groups * columns), np.empty(rows), np.empty(blocks)
+    def sum_gradient(addresses: tuple[int, ...], shape: tuple[int, ...], scale: float) -> None:
+        gradient, by_column, by_row = addresses
+        matrices, rows, columns = shape
+        every = matrices * rows
+        of_rows = carray(pointer(by_row, np.float64), every * ((columns + COLUMNS - 1) // COLUMNS))
         lanes = carray(on_stack(np.float64, LANES), LANES)
-        for matrix in range(matrices):
-            by_column[:] = 0.0
-            for row in range(rows):
-                for block in range(blocks):
-                    end = min(columns, (block + 1) * COLUMNS)
-                    used = min(LANES, end - block * COLUMNS)
-                    lanes[:used] = 0.0
-                    for first in range(block * COLUMNS, end, LANES):
-                        at = gradient + size * ((matrix * rows + row) * columns + first)
-                        sums = by_column.ctypes.data + 8 * (row // ROWS * columns + first)
-                        _add_lanes(gradients, at, scale, sums, lanes, min(LANES, end - first))
-                    _fold(lanes.ctypes.data, used, 1)
-                    by_block[block] = lanes[0]
-                _fold(by_block.ctypes.data, blocks, 1)
-                by_row[row] = by_block[0]
-            _fold(by_column.ctypes.data, groups, columns)
-            column = carray(pointer(column_var + 4 * matrix * columns, np.float32), columns)
-            for i in range(columns):
-                column[i] = factor_element(column[i], by_column[i], np.float32(rows), rate)
-            of_rows = carray(pointer(shares + 4 * matrix * rows, np.float32), rows)
-            if row_var == 0:
-                of_rows[:] = np.float32(1.0)
-                continue
-            factor = carray(pointer(row_var + 4 * matrix * rows, np.float32), rows)
-            for i in range(rows):
-                factor[i] = factor_element(factor[i], by_row[i], np.float32(columns), rate)
-                by_row[i] = np.float64(factor[i])
-            _fold(by_row.ctypes.data, rows, 1)
-            for i in range(rows):
-                of_rows[i] = row_share(factor[i], by_row[0], np.float32(rows), eps)
+        for row in range(every):
+            sums = by_column + 8 * columns * (row % rows // ROWS * matrices + row // rows)
+            for start in range(0, columns, COLUMNS):
+                end = min(columns, start + COLUMNS)
+                used = min(LANES, end - start)
+                lanes[:used] = 0.0
+                for first in range(start, end, LANES):
+                    at = gradient + size * (row * columns + first)
+                    _add_lanes(gradients, at, np.float32(scale), sums + 8 * first, lanes, min(LANES, end - first))
+                _fold(lanes.ctypes.data, used)
+                of_rows[start // COLUMNS * every + row] = lanes[0]
 
-    return update_factors
+    return sum_gradient
 
 
 @cache
@@ -115,17 +78,9 @@ def squares_kernel(weights: int, gradients: int, of_updates: bool) -> Callable[.
     weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
 
     @kernel
-    def sum_squares(
-        weight: int,
-        weight_low: int,
-        gradient: int,
-        column_var: int,
-        shares: int,
-        matrices: int,
-        rows: int,
-        columns: int,
-        *numbers: float,
-    ) -> float:
+    def sum_squares(addresses: tuple[int, ...], shape: tuple[int, ...], *numbers: float) -> float:
+        weight, weight_low, gradient, column_var, shares, _ = addresses
+        matrices, rows, columns = shape
         scale, floor = rounded(numbers)
         groups, blocks = (rows + ROWS - 1) // ROWS, (columns + COLUMNS - 1) // COLUMNS
         by_block = np.empty(matrices * groups * blocks)
@@ -150,9 +105,9 @@ def squares_kernel(weights: int, gradients: int, of_updates: bool) -> Callable[.
                     for i in range(width):
                         w = np.float64(load_master(weights, masters, i))
                         sums[i] += w * w
-            _fold(sums.ctypes.data, width, 1)
+            _fold(sums.ctypes.data, width)
             by_block[number] = sums[0]
-        _fold(by_block.ctypes.data, len(by_block), 1)
+        _fold(by_block.ctypes.data, len(by_block))
         return float(by_block[0])
 
     return sum_squares
@@ -164,20 +119,10 @@ def step_kernel(weights: int, gradients: int, has_moment: bool) -> Callable[...,
     weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
 
     @kernel
-    def step(
-        weight: int,
-        weight_low: int,
-        moment: int,
-        gradient: int,
-        column_var: int,
-        shares: int,
-        matrices: int,
-        rows: int,
-        columns: int,
-        weight_sum: float,
-        update_sum: float,
-        *numbers: float,
-    ) -> None:
+    def step(addresses: tuple[int, ...], shape: tuple[int, ...], sums: tuple[float, ...], *numbers: float) -> None:
+        weight, weight_low, gradient, column_var, shares, moment = addresses
+        matrices, rows, columns = shape
+        weight_sum, update_sum = sums
         scale, floor, rate, least, most, decay, beta1, one_minus_beta1 = rounded(numbers)
         count = np.float32(matrices * rows * columns)
         scalars = adafactor_rate(weight_sum, update_sum, count, rate, least, most), decay, beta1, one_minus_beta1
@@ -218,21 +163,18 @@ def update(
     """
     grad_scale, share, eps, floor, *others = scalars
     form, arriving = FORMS[weight.dtype], FORMS[gradient.dtype]
-    matrices, rows, _ = shape
-    shares = torch.empty(matrices * rows)
-    row_var, moment = states.get("row_var"), states.get("exp_avg")
-    column_var = states["col_var" if "col_var" in states else "variance"].data_ptr()
-    masters = weight.data_ptr(), weight.data_ptr() if weight_low is None else weight_low.data_ptr()
-    grad, of_rows = gradient.data_ptr(), shares.data_ptr()
-    factor = 0 if row_var is None else row_var.data_ptr()
-    factors_kernel(arriving)(grad, factor, column_var, of_rows, *shape, grad_scale, share, eps)
-    weight_sum, update_sum = (
-        squares_kernel(form, arriving, of_updates)(*masters, grad, column_var, of_rows, *shape, grad_scale, floor)
-        if scaled or of_updates
-        else 0.0
+    matrices, rows, columns = shape
+    by_column = torch.zeros(-(-rows // ROWS), matrices, columns, dtype=torch.float64)
+    by_row = torch.empty(-(-columns // COLUMNS), matrices * rows, dtype=torch.float64)
+    gradients = (gradient.data_ptr(), by_column.data_ptr(), by_row.data_ptr())
+    gradient_kernel(arriving)(gradients, shape, grad_scale)
+    shares, moment = update_factors(states, by_column, by_row, shape, share, eps), states.get("exp_avg")
+    low = weight if weight_low is None else weight_low
+    column_var = states["col_var" if "col_var" in states else "variance"]
+    tensors = weight, low, gradient, column_var, shares, weight if moment is None else moment
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    sums = tuple(
+        squares_kernel(form, arriving, of_updates)(addresses, shape, grad_scale, floor) if scaled or of_updates else 0.0
         for of_updates in (False, True)
     )
-    average = masters[0] if moment is None else moment.data_ptr()
-    step_kernel(form, arriving, moment is not None)(
-        *masters, average, grad, column_var, of_rows, *shape, weight_sum, update_sum, grad_scale, floor, *others
-    )
+    step_kernel(form, arriving, moment is not None)(addresses, shape, sums, grad_scale, floor, *others)

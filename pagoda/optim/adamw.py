@@ -27,25 +27,17 @@ from pagoda.optim.adam import Adam, Scalars
 from pagoda.optim.codecs import BLOCK, Key, Moments
 from pagoda.optim.rule import StateSpec, fp32
 
-# States of different codecs have different names, so that no checkpoint is loaded with a wrong codec.
-_MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
-    "fp32": (
-        StateSpec("exp_avg", torch.float32, of_gradients=True),
-        StateSpec("exp_avg_sq", torch.float32, of_gradients=True),
-    ),
-    "bf16": (
-        StateSpec("exp_avg_bf16", torch.bfloat16, of_gradients=True),
-        StateSpec("exp_avg_sq_bf16", torch.bfloat16, of_gradients=True),
-    ),
-    "8bit": (
-        StateSpec("exp_avg_8bit", torch.uint8),
-        StateSpec("exp_avg_sq_8bit", torch.uint8),
-        StateSpec("exp_avg_scale", torch.float32, per=BLOCK),
-        StateSpec("exp_avg_sq_scale", torch.float32, per=BLOCK),
-    ),
-}
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 """torch's names of the moments, for every codec."""
+# States of different codecs have different names, so that no checkpoint is loaded with a wrong codec.
+_MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
+    "fp32": tuple(StateSpec(name, torch.float32, of_gradients=True) for name in MOMENT_NAMES),
+    "bf16": tuple(StateSpec(f"{name}_bf16", torch.bfloat16, of_gradients=True) for name in MOMENT_NAMES),
+    "8bit": (
+        *(StateSpec(f"{name}_8bit", torch.uint8) for name in MOMENT_NAMES),
+        *(StateSpec(f"{name}_scale", torch.float32, per=BLOCK) for name in MOMENT_NAMES),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,19 +99,6 @@ def lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
 
 
 @part
-def factor_element(factor: Any, squares: Any, count: Any, rate: Any) -> Any:
-    """An element of R or C in `adafactor` after a step. `squares` is the sum of `count` squares."""
-    return factor + (divide(fp32(squares), count) - factor) * rate
-
-
-@part
-def row_share(factor: Any, total: Any, count: Any, eps: Any) -> Any:
-    """`r` in `adafactor`: an element of R divided by the mean of R. `total` is the sum of R."""
-    mean = divide(fp32(total), count)
-    return divide(factor, where(mean < eps, eps, mean))
-
-
-@part
 def factored_update(g: Any, row: Any, column: Any, floor: Any) -> Any:
     v = row * column
     return divide(g, square_root(where(v < floor, floor, v)))

@@ -59,32 +59,25 @@ def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) 
 
     With bf16, nothing is lost. Raises ConfigError for unsuitable tensors.
     """
-    if weight.device.type == "cuda":
-        from pagoda.optim import triton_kernels
-
-        triton_kernels.split(master, weight, weight_low)
-        return
-    kernel, _ = kernels.halves(weight.dtype)
-    high, low, whole, n = _halves(weight, weight_low, master)
-    kernel(whole, high, low, n)
+    _convert(weight, weight_low, master, joining=False)
 
 
 def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
     """Write to ``master`` the fp32 values that `split` has split. Raises ConfigError for unsuitable tensors."""
+    _convert(weight, weight_low, master, joining=True)
+
+
+def _convert(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor, joining: bool) -> None:
     if weight.device.type == "cuda":
         from pagoda.optim import triton_kernels
 
-        triton_kernels.join(weight, weight_low, master)
+        triton_kernels.convert_halves(weight, weight_low, master, joining)
         return
-    _, kernel = kernels.halves(weight.dtype)
-    kernel(*_halves(weight, weight_low, master))
-
-
-def _halves(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> tuple[int, int, int, int]:
-    """The addresses, and the number of elements."""
     n = weight.numel()
-    low = _address("weight_low", weight_low, torch.int16, n)
-    return _address("weight", weight, weight.dtype, n), low, _address("master", master, torch.float32, n), n
+    tensors = {"weight": (weight, weight.dtype), "weight_low": (weight_low, torch.int16)}
+    tensors["master"] = master, torch.float32
+    addresses = (_address(name, tensor, dtype, n) for name, (tensor, dtype) in tensors.items())
+    kernels.halves(weight.dtype, joining)(*addresses, n)
 
 
 def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -99,11 +92,9 @@ def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
     n = codes.numel()
     values = torch.empty(n, device=codes.device)
     if not codes.is_meta:
-        at = (
-            _address(moment, codes, torch.uint8, n),
-            _address(f"{moment} scale", kept[1], torch.float32, -(-n // BLOCK)),
-        )
-        kernels.decode_moment(*at, values.data_ptr(), n, moment == "exp_avg")
+        at = _address(moment, codes, torch.uint8, n)
+        scales = _address(f"{moment} scale", kept[1], torch.float32, -(-n // BLOCK))
+        kernels.convert_moment(values.data_ptr(), at, scales, n, moment == "exp_avg", False)
     return values
 
 
@@ -120,5 +111,5 @@ def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[
     n = values.numel()
     codes, scales = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // BLOCK))
     at = _address(moment, values, torch.float32, n)
-    kernels.encode_moment(at, codes.data_ptr(), scales.data_ptr(), n, moment == "exp_avg")
+    kernels.convert_moment(at, codes.data_ptr(), scales.data_ptr(), n, moment == "exp_avg", True)
     return codes, scales

@@ -206,54 +206,40 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
 
 
 @cache
-def halves(weight: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Two kernels: one splits masters into 16-bit weights and their low halves, the other joins them.
-
-    `split(master, weight, weight_low, n)` and `join(weight, weight_low, master, n)`. All arguments except n are
-    addresses.
-    """
+def halves(weight: torch.dtype, joining: bool) -> Callable[..., None]:
+    """The kernel that splits masters into 16-bit weights and their low halves, or joins them: addresses of weights, low
+    halves and masters, and their number."""
     form = FORMS[weight]
 
     @kernel
-    def split(master: int, weight: int, weight_low: int, n: int) -> None:
+    def convert(weight: int, weight_low: int, master: int, n: int) -> None:
         whole, masters = carray(pointer(master, np.float32), n), masters_at(weight, weight_low, n)
         for i in range(n):
-            store_master(form, masters, i, whole[i])
+            if joining:
+                whole[i] = load_master(form, masters, i)
+            else:
+                store_master(form, masters, i, whole[i])
 
-    @kernel
-    def join(weight: int, weight_low: int, master: int, n: int) -> None:
-        whole, masters = carray(pointer(master, np.float32), n), masters_at(weight, weight_low, n)
-        for i in range(n):
-            whole[i] = load_master(form, masters, i)
-
-    return split, join
+    return convert
 
 
 @kernel
-def encode_moment(values: int, codes: int, scales: int, n: int, signed: bool) -> None:
+def convert_moment(values: int, codes: int, scales: int, n: int, signed: bool, encoding: bool) -> None:
     """Encode ``n`` fp32 elements of exp_avg (`signed`), or of exp_avg_sq (never below zero), to 8-bit codes and a scale
-    for each block. The first element must be the first of a block."""
+    for each block, or decode them. The first element must be the first of a block."""
     scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
     for block in range(len(scale)):
         first = block * BLOCK
         count = min(BLOCK, n - first)
         value = carray(pointer(values + 4 * first, np.float32), count)
         code = carray(pointer(codes + first, np.uint8), count)
-        top = np.uint32(0)
-        for i in range(count):
-            top = max(top, magnitude(value[i]))
-        scale[block] = _encode_block(value, code, top, signed)
-
-
-@kernel
-def decode_moment(codes: int, scales: int, values: int, n: int, signed: bool) -> None:
-    """The reverse of `encode_moment`."""
-    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
-    for block in range(len(scale)):
-        first = block * BLOCK
-        count = min(BLOCK, n - first)
-        value = carray(pointer(values + 4 * first, np.float32), count)
-        _decode_block(carray(pointer(codes + first, np.uint8), count), value, scale[block], signed)
+        if encoding:
+            top = np.uint32(0)
+            for i in range(count):
+                top = max(top, magnitude(value[i]))
+            scale[block] = _encode_block(value, code, top, signed)
+        else:
+            _decode_block(code, value, scale[block], signed)
 
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None) -> None:
@@ -263,9 +249,8 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
     # The argument types select the compiled version. So the kernels are called on no elements.
     for take in gradient_kernels(kept, arriving_dtype(kept, weight)):
         take(0, 0, 0)
-    for convert in halves(weight) if precision != "fp32" else ():
-        convert(0, 0, 0, 0)
+    for joining in (False, True) if precision != "fp32" else ():
+        halves(weight, joining)(0, 0, 0, 0)
     rule.warm_up(precision, kept, torch.device("cpu"))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
-        encode_moment(0, 0, 0, 0, True)
-        decode_moment(0, 0, 0, 0, True)
+        convert_moment(0, 0, 0, 0, True, True)

@@ -21,6 +21,8 @@ from pagoda.optim.rule import StateSpec, TensorRule, is_number
 BUFFER = "momentum_buffer"
 ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_attention_bias*")
 """Names of matrices that are not layers: embeddings and the output head, in common models."""
+_OF_TORCH = ["lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"]
+"""Settings of torch's function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +85,8 @@ class Muon(TensorRule):
             rule = self._adamw()
             update(rule, {"weight": weight, **states}, gradient, rule.scalars(step))
             return
-        muon(
-            [weight],
-            [gradient],
-            [states[BUFFER]],
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            ns_coefficients=self.ns_coefficients,
-            eps=self.eps,
-            ns_steps=self.ns_steps,
-            adjust_lr_fn=self.adjust_lr_fn,
-            has_complex=False,
-        )
+        settings = {name: getattr(self, name) for name in _OF_TORCH}
+        muon([weight], [gradient], [states[BUFFER]], **settings, has_complex=False)
 
     def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
         """Compile a device's kernels, with those of AdamW for parameters that are not matrices."""

@@ -49,12 +49,7 @@ def named_groups(model: nn.Module, groups: ParamGroups | None) -> list[NamedGrou
             raise ConfigError(f"param_groups[{index}] has no 'params': it has {sorted(group)}.")
         members = []
         for param in _parameters(group["params"], index):
-            name = names.get(id(param))
-            if name is None:
-                raise ConfigError(
-                    f"param_groups[{index}] has a parameter of shape {tuple(param.shape)} that is not the model's: "
-                    "make the groups from the model that you pass to wrap, before you call wrap."
-                )
+            name = _name_of(param, names, f"param_groups[{index}]")
             if not param.is_floating_point():
                 raise ConfigError(f"param_groups[{index}] has {name!r}, which is {param.dtype}: it cannot be trained.")
             if name in seen:
@@ -71,14 +66,17 @@ def reserved_names(model: nn.Module, reserve: Reserve) -> set[str]:
     found = set()
     for entry in (reserve,) if isinstance(reserve, nn.Module | nn.Parameter) else reserve:
         for param in entry.parameters() if isinstance(entry, nn.Module) else (entry,):
-            name = names.get(id(param))
-            if name is None:
-                raise ConfigError(
-                    f"reserve has a parameter of shape {tuple(param.shape)} that is not the model's: give modules or "
-                    "parameters of the model that you pass to wrap, from before you call wrap."
-                )
-            found.add(name)
+            found.add(_name_of(param, names, "reserve"))
     return found
+
+
+def _name_of(param: nn.Parameter, names: Mapping[int, str], where: str) -> str:
+    if (name := names.get(id(param))) is not None:
+        return name
+    raise ConfigError(
+        f"{where} has a parameter of shape {tuple(param.shape)} that is not the model's: take parameters and modules "
+        "from the model that you pass to wrap, before you call wrap."
+    )
 
 
 def check_placed(model: nn.Module, placed: set[str]) -> None:

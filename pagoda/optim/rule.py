@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from pagoda.config.settings import require
-from pagoda.config.training import Gradients, Precision, require_choice
+from pagoda.config.training import Precision, require_choice
 from pagoda.errors import ConfigError
 from pagoda.optim.codecs import BLOCK, Key
 
@@ -50,11 +50,6 @@ def gradient_dtype(precision: Precision) -> torch.dtype:
     """Dtype of the weights in forward and backward, and of autograd's gradients."""
     require_choice("precision", precision, Precision)
     return DTYPES[precision]
-
-
-def kept_dtype(gradients: Gradients | None) -> torch.dtype | None:
-    """Dtype in which gradients are accumulated. None if it is that of the weights."""
-    return None if gradients is None else DTYPES[gradients]
 
 
 Shape = tuple[int, ...]
@@ -208,15 +203,6 @@ class Rule(ABC):
     @abstractmethod
     def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
         """Compile a device's kernels for updates with gradients in that dtype, or load them from their cache."""
-
-
-def check_rule(optimizer: object) -> None:
-    """Raises ConfigError for an object that is not a rule."""
-    if not isinstance(optimizer, Rule):
-        raise ConfigError(
-            f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {optimizer!r}. Give a class of torch or of "
-            "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
-        )
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,24 @@
 """Adafactor on a GPU, with the bits of `adafactor_kernels`: the same sums in the same order.
 
-A program handles one block of a matrix, row by row. `triton_kernels` folds the results of blocks.
+A program handles one block of a matrix, row by row. `adafactor` folds the results of blocks.
 """
 
 import triton.language as tl
 
-from pagoda.optim import adafactor_kernels
+from pagoda.optim import adafactor
 from pagoda.optim.triton_parts import (
     adafactor_element,
     adafactor_rate,
     as_fp32,
-    factor_element,
     factored_update,
     jit,
     load_master,
-    row_share,
+    square,
     store_master,
 )
 
-ROWS, COLUMNS = tl.constexpr(adafactor_kernels.ROWS), tl.constexpr(adafactor_kernels.COLUMNS)
-LANES = tl.constexpr(adafactor_kernels.LANES)
+ROWS, COLUMNS = tl.constexpr(adafactor.ROWS), tl.constexpr(adafactor.COLUMNS)
+LANES = tl.constexpr(adafactor.LANES)
 _COLUMN_LEVELS, _LANE_LEVELS = (tl.constexpr(n.value.bit_length() - 1) for n in (COLUMNS, LANES))
 """Number of times that columns and lanes are folded. Zeros at the end change no sum."""
 OF_GRADIENT, OF_WEIGHT, OF_UPDATE = (tl.constexpr(number) for number in range(3))
@@ -27,7 +26,7 @@ OF_GRADIENT, OF_WEIGHT, OF_UPDATE = (tl.constexpr(number) for number in range(3)
 
 
 @jit()
-def _block_of_program(rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
+def _block_of_program(rows, columns):
     """The number of a program's matrix, and the row and column of its block, counted in blocks."""
     number = tl.program_id(0).to(tl.int64)
     blocks, groups = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
@@ -35,13 +34,7 @@ def _block_of_program(rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def _square(value: tl.tensor) -> tl.tensor:
-    wide = value.to(tl.float64)
-    return wide * wide
-
-
-@jit()
-def _folded(values: tl.tensor, rows: tl.constexpr, n: tl.constexpr, levels: tl.constexpr) -> tl.tensor:
+def _folded(values, rows: tl.constexpr, n: tl.constexpr, levels: tl.constexpr):
     """The sums of `rows` runs of n = 2 ** levels values, shape [rows, n]. The second half is added to the first until
     one value is left."""
     for level in tl.static_range(levels):
@@ -52,21 +45,21 @@ def _folded(values: tl.tensor, rows: tl.constexpr, n: tl.constexpr, levels: tl.c
 
 @jit(do_not_specialize=("matrices", "rows", "columns"))
 def sum_block(
-    weight: tl.tensor,
-    weight_low: tl.tensor,
-    gradient: tl.tensor,
-    column_var: tl.tensor,
-    shares: tl.tensor,
-    sums: tl.tensor,
-    matrices: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    scale: tl.tensor,
-    floor: tl.tensor,
+    weight,
+    weight_low,
+    gradient,
+    column_var,
+    shares,
+    sums,
+    matrices,
+    rows,
+    columns,
+    scale,
+    floor,
     of: tl.constexpr,
     form: tl.constexpr,
     arriving: tl.constexpr,
-) -> None:
+):
     """Sums of squares in a block: of the gradients of each column, shape [groups, matrices, columns], or of all its
     weights or updates, one number per block."""
     matrix, group, block = _block_of_program(rows, columns)
@@ -82,7 +75,7 @@ def sum_block(
             if of == OF_UPDATE:
                 share = tl.load(shares + matrix * rows + row)
                 value = factored_update(value, share, tl.load(column_var + matrix * columns + column, mask, 1.0), floor)
-        total += tl.where(mask, _square(value), 0.0)
+        total += tl.where(mask, square(value), 0.0)
     if of == OF_GRADIENT:
         tl.store(sums + (group * matrices + matrix) * columns + column, total, mask)
     else:
@@ -91,15 +84,7 @@ def sum_block(
 
 
 @jit(do_not_specialize=("rows", "columns"))
-def sum_rows(
-    gradient: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    scale: tl.tensor,
-    arriving: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+def sum_rows(gradient, sums, rows, columns, scale, arriving: tl.constexpr, tile: tl.constexpr):
     """Sums of squares of the gradients of rows, shape [blocks, rows]. `rows` counts the rows of all matrices."""
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     block = tl.program_id(1)
@@ -110,59 +95,30 @@ def sum_rows(
         column = first + tl.arange(0, LANES)
         mask = there[:, None] & (column < end)[None, :]
         at = row[:, None] * columns + column[None, :]
-        lanes += _square(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale)
+        lanes += square(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale)
     tl.store(sums + block.to(tl.int64) * rows + row, _folded(lanes, tile, LANES, _LANE_LEVELS), there)
-
-
-@jit(do_not_specialize=("n",))
-def update_factor(
-    factor: tl.tensor, sums: tl.tensor, n: tl.tensor, count: tl.tensor, rate: tl.tensor, size: tl.constexpr
-) -> None:
-    """Update `n` elements of a factor."""
-    at = tl.program_id(0) * size + tl.arange(0, size)
-    mask = at < n
-    value = factor_element(tl.load(factor + at, mask, 0.0), tl.load(sums + at, mask, 0.0), count, rate)
-    tl.store(factor + at, value, mask)
-
-
-@jit(do_not_specialize=("n", "rows"))
-def share_rows(
-    factor: tl.tensor,
-    totals: tl.tensor,
-    shares: tl.tensor,
-    n: tl.tensor,
-    rows: tl.tensor,
-    count: tl.tensor,
-    eps: tl.tensor,
-    size: tl.constexpr,
-) -> None:
-    """`row_share` of the `n` rows of all matrices."""
-    at = tl.program_id(0) * size + tl.arange(0, size)
-    mask = at < n
-    share = row_share(tl.load(factor + at, mask, 0.0), tl.load(totals + at // rows, mask, 1.0), count, eps)
-    tl.store(shares + at, share, mask)
 
 
 @jit(do_not_specialize=("rows", "columns", "n"))
 def step(
-    weight: tl.tensor,
-    weight_low: tl.tensor,
-    gradient: tl.tensor,
-    moment: tl.tensor,
-    column_var: tl.tensor,
-    shares: tl.tensor,
-    weight_sum: tl.tensor,
-    update_sum: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    n: tl.tensor,
-    count: tl.tensor,
-    scalars: tl.tensor,
+    weight,
+    weight_low,
+    gradient,
+    moment,
+    column_var,
+    shares,
+    weight_sum,
+    update_sum,
+    rows,
+    columns,
+    n,
+    count,
+    scalars,
     has_moment: tl.constexpr,
     form: tl.constexpr,
     arriving: tl.constexpr,
     size: tl.constexpr,
-) -> None:
+):
     """Update `n` weights, and the first moment if there is one."""
     scale, floor, rate, least, most, decay, beta1, one_minus_beta1 = scalars
     rate = adafactor_rate(tl.load(weight_sum), tl.load(update_sum), count, rate, least, most)

@@ -10,8 +10,8 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from pagoda.config.training import Precision
-from pagoda.optim import triton_adafactor, triton_squares, triton_updates
-from pagoda.optim.adafactor_kernels import COLUMNS, ROWS
+from pagoda.optim import triton_adafactor, triton_updates
+from pagoda.optim.adafactor import COLUMNS, ROWS, folded, update_factors
 from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.codecs import BLOCK
 from pagoda.optim.gradient_kernels import arriving_dtype
@@ -62,18 +62,9 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     return update
 
 
-def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-    """Split fp32 masters into 16-bit weights and their low halves. All tensors are flat."""
-    _halves(triton_updates.split, master, weight, weight_low)
-
-
-def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
-    """The reverse of `split`."""
-    _halves(triton_updates.join, master, weight, weight_low)
-
-
-def _halves(function: Any, master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-    n, form = weight.numel(), FORMS[weight.dtype]
+def convert_halves(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor, joining: bool) -> None:
+    """Split fp32 masters into 16-bit weights and their low halves, or join them. All tensors are flat."""
+    n, form, function = weight.numel(), FORMS[weight.dtype], triton_updates.join if joining else triton_updates.split
     function[(cdiv(n, _SIZE),)](_bits(weight), weight_low, master, n, form=form, size=_SIZE, **_STRICT)
 
 
@@ -86,7 +77,7 @@ def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
     n = gradient.numel()
     form = FORMS[gradient.dtype]
     # With one warp, each lane is a thread.
-    triton_squares.square_sums[(cdiv(n, piece),)](
+    triton_updates.square_sums[(cdiv(n, piece),)](
         _bits(gradient), into, n, piece=piece, form=form, num_warps=1, **_STRICT
     )
 
@@ -103,62 +94,40 @@ def update_adafactor(
     """The counterpart of `adafactor_kernels.update`."""
     grad_scale, share, eps, floor, *others = scalars
     (matrices, rows, columns), n, device = shape, weight.numel(), weight.device
-    all_rows, groups, blocks = matrices * rows, cdiv(rows, ROWS), cdiv(columns, COLUMNS)
+    every, groups, blocks = matrices * rows, cdiv(rows, ROWS), cdiv(columns, COLUMNS)
     low, grad, moment = weight if weight_low is None else weight_low, _bits(gradient), states.get("exp_avg")
-    column_var, row_var = states["col_var" if "col_var" in states else "variance"], states.get("row_var")
+    column_var = states["col_var" if "col_var" in states else "variance"]
     forms = {"form": FORMS[weight.dtype], "arriving": FORMS[gradient.dtype]}
-    shares = torch.ones(all_rows, device=device)
     grid = (matrices * groups * blocks,)
 
-    def sum_blocks(of: Any, *sizes: int) -> torch.Tensor:
+    def sum_blocks(of: Any, shares: torch.Tensor, *sizes: int) -> torch.Tensor:
         sums = torch.empty(sizes, dtype=torch.float64, device=device)
         triton_adafactor.sum_block[grid](
             _bits(weight), low, grad, column_var, shares, sums, *shape, grad_scale, floor, of=of, **forms, **_STRICT
         )
-        return _folded(sums)
+        return sums
 
-    def update_factor(factor: torch.Tensor, sums: torch.Tensor, count: int) -> None:
-        size = factor.numel()
-        triton_adafactor.update_factor[(cdiv(size, _SIZE),)](
-            factor, sums, size, float(count), share, size=_SIZE, **_STRICT
-        )
-
-    update_factor(column_var, sum_blocks(triton_adafactor.OF_GRADIENT, groups, matrices, columns), rows)
-    if row_var is not None:
-        sums = torch.empty(blocks, all_rows, dtype=torch.float64, device=device)
-        triton_adafactor.sum_rows[(cdiv(all_rows, _TILE), blocks)](
-            grad, sums, all_rows, columns, grad_scale, arriving=forms["arriving"], tile=_TILE, **_STRICT
-        )
-        update_factor(row_var, _folded(sums), columns)
-        totals = _folded(row_var.view(matrices, rows).T.double().contiguous())
-        triton_adafactor.share_rows[(cdiv(all_rows, _SIZE),)](
-            row_var, totals, shares, all_rows, rows, float(rows), eps, size=_SIZE, **_STRICT
-        )
+    by_column = sum_blocks(triton_adafactor.OF_GRADIENT, column_var, groups, matrices, columns)
+    by_row = torch.empty(blocks, every, dtype=torch.float64, device=device)
+    triton_adafactor.sum_rows[(cdiv(every, _TILE), blocks)](
+        grad, by_row, every, columns, grad_scale, arriving=forms["arriving"], tile=_TILE, **_STRICT
+    )
+    shares = update_factors(states, by_column, by_row, shape, share, eps)
     weight_sum = torch.zeros(1, dtype=torch.float64, device=device)
     if scaled:
-        weight_sum = sum_blocks(triton_adafactor.OF_WEIGHT, *grid)
-    update_sum = sum_blocks(triton_adafactor.OF_UPDATE, *grid)
+        weight_sum = folded(sum_blocks(triton_adafactor.OF_WEIGHT, shares, *grid))
+    update_sum = folded(sum_blocks(triton_adafactor.OF_UPDATE, shares, *grid))
     tensors = _bits(weight), low, grad, weight if moment is None else moment, column_var, shares, weight_sum, update_sum
     numbers = rows, columns, n, float(n), (grad_scale, floor, *others)
     constants = {"has_moment": moment is not None, "size": _SIZE}
     triton_adafactor.step[(cdiv(n, _SIZE),)](*tensors, *numbers, **constants, **forms, **_STRICT)
 
 
-def _folded(sums: torch.Tensor) -> torch.Tensor:
-    """The sum over the first dimension, folded as in `adafactor_kernels`. torch's additions round once."""
-    n = len(sums)
-    while n > 1:
-        half = 1 << (n - 1).bit_length() - 1
-        sums[: n - half] += sums[half:n]
-        n = half
-    return sums[0]
-
-
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: torch.device, piece: int) -> None:
     """Compile everything that these settings use, or load it from Triton's cache, so that no step waits for it."""
     # Its tensors are aligned like every block of a unit. Triton compiles a kernel for the alignment of its arguments.
     rule.warm_up(precision, gradient, device)
-    sums = torch.zeros(triton_squares.LANES.value, dtype=torch.float64, device=device)
+    sums = torch.zeros(triton_updates.LANES.value, dtype=torch.float64, device=device)
     for dtype in {gradient, arriving_dtype(gradient, gradient_dtype(precision))}:
         square_sums(torch.zeros(BLOCK, dtype=dtype, device=device), sums, piece)
     torch.cuda.synchronize(device)

@@ -23,94 +23,94 @@ _NAN = tl.constexpr(0x7FC00000)
 
 
 @jit()
-def word(value: tl.tensor) -> tl.tensor:
+def word(value):
     return tl.cast(value, tl.uint32)
 
 
 @jit()
-def fp32(value: tl.tensor) -> tl.tensor:
+def fp32(value):
     return tl.cast(value, tl.float32)
 
 
 @jit()
-def number(word: tl.tensor) -> tl.tensor:
+def number(word):
     return word.to(tl.int32).to(tl.float32)
 
 
 @jit()
-def truncated(value: tl.tensor) -> tl.tensor:
+def truncated(value):
     return value.to(tl.int32).to(tl.uint32)
 
 
 @jit()
-def add(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def add(a, b):
     return tl.add(word(a), word(b), sanitize_overflow=False)
 
 
 @jit()
-def subtract(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def subtract(a, b):
     return tl.sub(word(a), word(b), sanitize_overflow=False)
 
 
 @jit()
-def multiply(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def multiply(a, b):
     return tl.mul(word(a), word(b), sanitize_overflow=False)
 
 
 @jit()
-def bit_and(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def bit_and(a, b):
     return word(a) & word(b)
 
 
 @jit()
-def bit_or(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def bit_or(a, b):
     return word(a) | word(b)
 
 
 @jit()
-def bit_xor(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def bit_xor(a, b):
     return word(a) ^ word(b)
 
 
 @jit()
-def shift_left(a: tl.tensor, by: tl.tensor) -> tl.tensor:
+def shift_left(a, by):
     return word(a) << by
 
 
 @jit()
-def shift_right(a: tl.tensor, by: tl.tensor) -> tl.tensor:
+def shift_right(a, by):
     return word(a) >> by
 
 
 @jit()
-def float_of(bits: tl.tensor) -> tl.tensor:
+def float_of(bits):
     return bits.to(tl.float32, bitcast=True)
 
 
 @jit()
-def bits_of(value: tl.tensor) -> tl.tensor:
+def bits_of(value):
     return value.to(tl.uint32, bitcast=True)
 
 
 @jit()
-def quiet_bits(value: tl.tensor) -> tl.tensor:
+def quiet_bits(value):
     """The bits of a value that will be rounded. Every NaN becomes the same NaN, because a GPU's own, 0x7FFFFFFF, would
     round to a high half of -0."""
     return tl.where(value == value, bits_of(value), _NAN)
 
 
 @jit()
-def where(condition: tl.tensor, yes: tl.tensor, no: tl.tensor) -> tl.tensor:
+def where(condition, yes, no):
     return tl.where(condition, yes, no)
 
 
 @jit()
-def divide(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def divide(a, b):
     return tl.div_rn(a, b)
 
 
 @jit()
-def square_root(value: tl.tensor) -> tl.tensor:
+def square_root(value):
     return tl.sqrt_rn(value)
 
 
@@ -131,7 +131,6 @@ def _on_gpu(primitives: dict[str, Any], source: ModuleType) -> dict[str, Any]:
 
 _functions = _on_gpu({name: value for name, value in globals().items() if type(value) is type(word)}, arithmetic)
 adam_element, sgd_element, lion_element = (_functions[f"{rule}_element"] for rule in ("adam", "sgd", "lion"))
-factor_element, row_share = _functions["factor_element"], _functions["row_share"]
 factored_update, adafactor_rate = _functions["factored_update"], _functions["adafactor_rate"]
 adafactor_element = _functions["adafactor_element"]
 noise_bits, round_noisily = _functions["noise_bits"], _functions["round_noisily"]
@@ -142,7 +141,13 @@ master_of, halves_of = _functions["master_of"], _functions["halves_of"]
 
 
 @jit()
-def as_fp32(value: tl.tensor, form: tl.constexpr) -> tl.tensor:
+def square(value):
+    wide = value.to(tl.float64)
+    return wide * wide
+
+
+@jit()
+def as_fp32(value, form: tl.constexpr):
     """The fp32 values of a form. 16-bit values are given as int16."""
     if form == _FP16:
         value = fp16_to_fp32(value)
@@ -152,9 +157,7 @@ def as_fp32(value: tl.tensor, form: tl.constexpr) -> tl.tensor:
 
 
 @jit()
-def load_master(
-    weight: tl.tensor, weight_low: tl.tensor, at: tl.tensor, mask: tl.tensor, form: tl.constexpr
-) -> tl.tensor:
+def load_master(weight, weight_low, at, mask, form: tl.constexpr):
     """fp32 weights, joined from both halves if there are two. Otherwise `weight_low` is not used."""
     if form == _FP32:
         value = tl.load(weight + at, mask, 0.0)
@@ -164,9 +167,7 @@ def load_master(
 
 
 @jit()
-def store_master(
-    weight: tl.tensor, weight_low: tl.tensor, at: tl.tensor, value: tl.tensor, mask: tl.tensor, form: tl.constexpr
-) -> None:
+def store_master(weight, weight_low, at, value, mask, form: tl.constexpr):
     """The reverse of `load_master`."""
     if form == _FP32:
         tl.store(weight + at, value, mask)

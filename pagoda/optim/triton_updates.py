@@ -1,4 +1,4 @@
-"""Update kernels on a GPU: the element-wise rules, with every codec of moments.
+"""Element-wise kernels on a GPU: updates with every codec of moments, and sums of squares of gradients.
 
 A kernel takes pointers to the first of `n` elements: bf16 values and int16 halves as int16, codes as uint8, fp32 as
 fp32. It does not use pointers to states that its rule does not have. `scalars` are the rule's, as a tuple.
@@ -6,7 +6,7 @@ fp32. It does not use pointers to states that its rule does not have. `scalars` 
 
 import triton.language as tl
 
-from pagoda.optim import arithmetic, codecs
+from pagoda.optim import arithmetic, codecs, gradient_kernels
 from pagoda.optim.triton_parts import (
     adam_element,
     add,
@@ -22,6 +22,7 @@ from pagoda.optim.triton_parts import (
     round_noisily,
     scale_of,
     sgd_element,
+    square,
     store_master,
     word,
 )
@@ -29,26 +30,28 @@ from pagoda.optim.triton_parts import (
 _ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
 _SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
 _BLOCK = tl.constexpr(codecs.BLOCK)
+LANES, _ROW = tl.constexpr(gradient_kernels.LANES), tl.constexpr(gradient_kernels.ROW)
+_AHEAD = tl.constexpr(16)
 
 
 @jit(do_not_specialize=("n", "index", "key_low", "key_high"))
 def update(
-    weight: tl.tensor,
-    weight_low: tl.tensor,
-    first: tl.tensor,
-    second: tl.tensor,
-    gradient: tl.tensor,
-    n: tl.tensor,
-    index: tl.tensor,
-    key_low: tl.tensor,
-    key_high: tl.tensor,
-    scalars: tl.tensor,
+    weight,
+    weight_low,
+    first,
+    second,
+    gradient,
+    n,
+    index,
+    key_low,
+    key_high,
+    scalars,
     rule: tl.constexpr,
     noisy: tl.constexpr,
     form: tl.constexpr,
     arriving: tl.constexpr,
     size: tl.constexpr,
-) -> None:
+):
     """Update ``n`` elements, `size` per program. Masters have the form `form` (`arithmetic`), gradients the form
     `arriving`. Moments are fp32, or bf16 if `noisy`.
 
@@ -81,16 +84,7 @@ def update(
 
 
 @jit()
-def _encode_blocks(
-    value: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    at: tl.tensor,
-    mask: tl.tensor,
-    row: tl.tensor,
-    there: tl.tensor,
-    signed: tl.constexpr,
-) -> None:
+def _encode_blocks(value, codes, scales, at, mask, row, there, signed: tl.constexpr):
     scale = scale_of(tl.max(tl.where(mask, magnitude(value), 0), axis=1))
     tl.store(scales + row, scale, there)
     usable = (scale > 0.0)[:, None]
@@ -101,19 +95,19 @@ def _encode_blocks(
 
 @jit(do_not_specialize=("n",), do_not_specialize_on_alignment=("exp_avg_scale", "exp_avg_sq_scale"))
 def adamw_8bit(
-    weight: tl.tensor,
-    weight_low: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    exp_avg_scale: tl.tensor,
-    exp_avg_sq_scale: tl.tensor,
-    gradient: tl.tensor,
-    n: tl.tensor,
-    scalars: tl.tensor,
+    weight,
+    weight_low,
+    exp_avg,
+    exp_avg_sq,
+    exp_avg_scale,
+    exp_avg_sq_scale,
+    gradient,
+    n,
+    scalars,
     form: tl.constexpr,
     arriving: tl.constexpr,
     size: tl.constexpr,
-) -> None:
+):
     """AdamW with 8-bit moments. A program has whole quantization blocks, and the first element is the first of a
     block."""
     rows: tl.constexpr = size // _BLOCK
@@ -132,9 +126,7 @@ def adamw_8bit(
 
 
 @jit(do_not_specialize=("n",))
-def join(
-    weight: tl.tensor, weight_low: tl.tensor, master: tl.tensor, n: tl.tensor, form: tl.constexpr, size: tl.constexpr
-) -> None:
+def join(weight, weight_low, master, n, form: tl.constexpr, size: tl.constexpr):
     """Join ``n`` fp32 masters of a 16-bit `form`, `size` elements per program."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
@@ -142,10 +134,46 @@ def join(
 
 
 @jit(do_not_specialize=("n",))
-def split(
-    weight: tl.tensor, weight_low: tl.tensor, master: tl.tensor, n: tl.tensor, form: tl.constexpr, size: tl.constexpr
-) -> None:
+def split(weight, weight_low, master, n, form: tl.constexpr, size: tl.constexpr):
     """The reverse of `join`."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
     store_master(weight, weight_low, at, tl.load(master + at, mask, 0.0), mask, form)
+
+
+@jit()
+def _row(gradient, at, form: tl.constexpr):
+    """What the elements of a row add to each lane."""
+    one = square(as_fp32(tl.load(gradient + at), form))
+    two = square(as_fp32(tl.load(gradient + at + LANES), form))
+    three = square(as_fp32(tl.load(gradient + at + 2 * LANES), form))
+    four = square(as_fp32(tl.load(gradient + at + 3 * LANES), form))
+    return one + two + three + four
+
+
+@jit(do_not_specialize=("n",), do_not_specialize_on_alignment=("gradient",))
+def square_sums(gradient, sums, n, piece: tl.constexpr, form: tl.constexpr):
+    """The partial sums of squares of each `piece` of ``n`` elements, shape [pieces, LANES] in fp64.
+
+    gradient: bf16 or fp16, as int16, or fp32, as `form` says. A program has one piece, and each of its threads has one
+    lane. The order of additions is that of `gradient_kernels`: adding the lanes of a piece from first to last gives the
+    bits of `store_gradient`.
+
+    Rows are added one after another, but _AHEAD rows are loaded together. Otherwise each row would wait for memory.
+    """
+    first = tl.program_id(0) * piece
+    count = tl.minimum(n - first, piece)
+    lane = tl.arange(0, LANES)
+    start = gradient + first
+    lanes = tl.zeros([LANES], tl.float64)
+    ahead = count // (_AHEAD * _ROW) * (_AHEAD * _ROW)
+    for at in range(0, ahead, _AHEAD * _ROW):
+        for row in tl.static_range(_AHEAD):
+            lanes += _row(start, at + row * _ROW + lane, form)
+    whole = count // _ROW * _ROW
+    for at in range(ahead, whole, _ROW):
+        lanes += _row(start, at + lane, form)
+    for part in tl.static_range(4):
+        at = whole + part * LANES + lane
+        lanes += square(as_fp32(tl.load(start + at, at < count, 0), form))
+    tl.store(sums + tl.program_id(0) * LANES + lane, lanes)

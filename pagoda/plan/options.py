@@ -6,7 +6,7 @@ import torch
 
 from pagoda.config.memory import Memory, Split
 from pagoda.config.training import ActivationMode, Training
-from pagoda.optim.rule import kept_dtype
+from pagoda.optim.rule import DTYPES
 
 DEFAULT_SPLIT = Split()
 
@@ -56,7 +56,7 @@ class Options:
             speculate=training.speculate,
             activations=training.activations,
             partition_activations=training.partition_activations,
-            gradients=kept_dtype(training.gradients),
+            gradients=None if training.gradients is None else DTYPES[training.gradients],
             may_skip=training.may_skip,
         )
 

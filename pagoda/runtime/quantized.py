@@ -10,13 +10,17 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from pagoda.distributed.tensors import as_dtensor
+from pagoda.errors import ConfigError
 
 _ALIGN_BYTES = 256
 """Each tensor inside a parameter begins at a multiple of this many bytes, as parameters do in their unit."""
 _KEPT = "Params4bit"
 """bitsandbytes' class of packed weights. Its autograd function keeps them in its context, where no hook sees them."""
+_REPACKS = "support_avx512bf16_for_cpu"
+"""Attribute of layers that repack their weights in place in their first evaluation on a CPU with bf16 kernels."""
 
 
 def is_quantized(param: torch.Tensor) -> bool:
@@ -24,6 +28,20 @@ def is_quantized(param: torch.Tensor) -> bool:
     if param.requires_grad or param.numel() == 0 or as_dtensor(param) is not None:
         return False
     return not param.is_floating_point() or hasattr(type(param), "__tensor_flatten__")
+
+
+def keep_packing(model: nn.Module) -> None:
+    """Prevent layers from repacking their weights. Raises ConfigError if one has done so already."""
+    for name, module in model.named_modules():
+        if not hasattr(module, _REPACKS):
+            continue
+        state: Any = getattr(module, "quant_state", None) or getattr(module.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ConfigError(
+                f"{name!r} has been evaluated, so bitsandbytes has packed its weights. Call model.state_dict(), which "
+                "unpacks them, before wrap."
+            )
+        setattr(module, _REPACKS, False)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from pagoda.distributed.order import CollectiveKind
 from pagoda.distributed.reduction import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import BudgetError, RankError
-from pagoda.optim.means import warm_up
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
@@ -89,7 +88,6 @@ class Reducer:
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
         self._next = 0
-        warm_up(self._dtype)
         collectives.take_part[CollectiveKind.REDUCE] = self._take_part
 
     def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:

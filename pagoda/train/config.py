@@ -178,11 +178,6 @@ class TrainConfig(Run):
         """Steps from one evaluation to the next."""
         return self.eval_every or max(1, self.steps // _EVALUATIONS)
 
-    @property
-    def checkpoints_on_ssd(self) -> int:
-        """Number of checkpoints that keep their pages on SSD in place, if any do: the last ones and the best one."""
-        return self.keep_checkpoints + (self.evaluates and self.keep_best)
-
     def _check_adapters(self) -> None:
         """Raises ConfigError for settings that do not work with adapters."""
         if self.plan == "search":

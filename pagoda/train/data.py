@@ -72,11 +72,6 @@ class Rows:
         first, second = (Rows(self.tokens, self.length, self.starts[at], self.stops[at]) for at in (kept, chosen))
         return first, second
 
-    @property
-    def padding(self) -> float:
-        """Share of padding in all rows."""
-        return 1 - float((self.stops - self.starts).sum()) / (len(self) * self.length)
-
     def ids_and_labels(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The token ids and the labels of rows, both int64 [rows, length]. Padding has id 0 and no label."""
         ids = np.zeros((len(chosen), self.length), dtype=np.int64)
@@ -206,12 +201,8 @@ class Batches:
 
     def targets_of_step(self, step: int) -> int:
         """Number of tokens in all forward passes of a step, on all ranks, that the loss counts."""
-        if not self.rows.tokens.about.separates:  # then the loss counts as many tokens of every row
-            labels = self.rows.length // 2 if self.continued else self.rows.length - 1
-            return self.samples_per_step * labels
         passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
-        found = (self.rows.ids_and_labels(self.row_indices(step, index, rank))[1] for index, rank in passes)
-        return sum(self.targets(torch.from_numpy(labels)) for labels in found)
+        return sum(self.targets(self.of_rows(self.row_indices(step, *each))["labels"]) for each in passes)
 
 
 def _permuted(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:

@@ -23,7 +23,7 @@ from pagoda.train.data import Rows
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.request import TrainRequest
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import RunDir, unused
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 
@@ -33,7 +33,7 @@ _LEAST_SEQUENCES = 8
 _EVAL_SHARE, _LEAST_TO_HOLD_OUT = 0.05, 40
 _DEVICE_SHARE = 0.5
 """Share of a GPU's free memory for pages. Activations take the rest."""
-_LRS = {"random": 3e-4, "pretrained": 2e-5, "adapters": 2e-4}
+_LRS = {"random weights": 3e-4, "all of a pretrained model": 2e-5, "adapters": 2e-4}
 _LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2}
 """Share of these rates for each optimizer. The steps of Lion are longer."""
 
@@ -93,7 +93,7 @@ def _chosen(asked: TrainRequest, ranks: int, console: Console) -> tuple[TrainCon
         reasons += why
     rows = len(Rows.of(tokens, seq_len * (2 if is_encoder_decoder(asked.model) else 1)))
     if asked.eval_share is None:
-        holds_out = asked.eval_data is None and _kind(asked) != "random" and rows >= _LEAST_TO_HOLD_OUT
+        holds_out = asked.eval_data is None and _kind(asked) != "random weights" and rows >= _LEAST_TO_HOLD_OUT
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
         if holds_out:
             reasons.append(f"--eval-share {_EVAL_SHARE}: of {rows:,} sequences, to see whether what is learned holds")
@@ -108,11 +108,11 @@ def _chosen(asked: TrainRequest, ranks: int, console: Console) -> tuple[TrainCon
 
 
 def _kind(config: TrainConfig) -> str:
-    """The kind of training: of "adapters", of all of a "pretrained" model, or of a model with "random" weights."""
+    """What is trained: a key of `_LRS`."""
     if config.lora.rank is not None:
         return "adapters"
     directory = model_directory(config.model)
-    return "pretrained" if directory is not None and weight_files(directory) else "random"
+    return "all of a pretrained model" if directory is not None and weight_files(directory) else "random weights"
 
 
 def _learning_rate(config: TrainConfig) -> tuple[float, list[str]]:
@@ -120,17 +120,15 @@ def _learning_rate(config: TrainConfig) -> tuple[float, list[str]]:
         return config.optim.lr, []
     kind = _kind(config)
     share = _LR_SHARES.get(config.optimizer)
-    lr = _LRS["random"] if share is None else round(_LRS[kind] * share, 12)
-    of = {"random": "random weights", "pretrained": "all of a pretrained model", "adapters": "adapters"}[kind]
-    why = f"usual for {of} with {config.optimizer}" if share else f"a guess: {config.optimizer} may need another"
+    lr = _LRS["random weights"] if share is None else round(_LRS[kind] * share, 12)
+    why = f"usual for {kind} with {config.optimizer}" if share else f"a guess: {config.optimizer} may need another"
     return lr, [f"--optim.lr {lr:g}: {why}"]
 
 
 def _new_directory(asked: TrainRequest) -> Path:
     """A directory in runs/ that is not there yet, with the names of model and data."""
     stem = f"{Path(asked.model).resolve().name}-{Path(asked.data).stem}".replace("*", "")
-    names = (Path("runs") / f"{stem}{end}" for end in ("", *(f"-{number}" for number in range(2, 10**6))))
-    return next(path for path in names if not path.exists())
+    return unused(Path("runs") / stem, "-")
 
 
 def _sequence(asked: TrainRequest, tokens: Tokens) -> tuple[int, list[str]]:

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,12 +25,9 @@ def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Me
 
     Raises ConfigError if data or tokenizer cannot be used, and StorageError if there is no room for the tokens.
     """
-
-    def found() -> Tokens:
-        return open_tokens(name, tokenizer, config.cache, config.column, console)
-
-    from_first(mesh, "the data", lambda: found() and None)
-    tokens = found()
+    find = partial(open_tokens, name, tokenizer, config.cache, config.column, console)
+    from_first(mesh, "the data", lambda: find() and None)
+    tokens = find()
     if tokens.about.chats and is_encoder_decoder(config.model):
         raise ConfigError(
             f"data {name!r} has conversations, and model {config.model!r} has an encoder and a decoder, which "
@@ -117,7 +115,8 @@ def _sequences(rows: Rows, apart: bool) -> list[str]:
     """Messages about how the tokens are cut into sequences."""
     about = rows.tokens.about
     ends = ", attention ends where a document does" if apart else ""
-    padded = f", {rows.padding:.0%} padding" if about.chats else ""
+    padding = 1 - (rows.stops - rows.starts).sum() / (len(rows) * rows.length)
+    padded = f", {padding:.0%} padding" if about.chats else ""
     lines = [f"Sequences: {len(rows):,} of {rows.length:,} tokens{padded}{ends}"]
     if about.separates and not apart:
         lines[0] += ", attention goes on over the ends of documents (the model takes no position_ids)"

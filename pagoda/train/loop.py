@@ -85,7 +85,8 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         say(console, f"Adapters: rank {config.lora.rank}, {trained:,} parameters train, and the model's own are frozen")
     if config.tensor_parallel > 1:
         divide(built, config.model, mesh.tensor)
-    kept = config.kept_on_ssd(mesh.world.nodes) and config.checkpoints_on_ssd
+    # The last checkpoints and the best one.
+    kept = config.kept_on_ssd(mesh.world.nodes) and config.keep_checkpoints + (config.evaluates and config.keep_best)
     matrices_only = config.optim.decay == "matrices"
     model, optimizer = wrap(
         built,
@@ -102,7 +103,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     )
     try:
         console.print(plan_table(plan_of(model)))
-        session = Session(config, batches, model, optimizer, mesh)
+        session = Session(config, batches, model, optimizer)
         if checkpoint is not None:
             session.restore(checkpoint)
             say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")
@@ -118,10 +119,7 @@ def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> No
     Raises ConfigError if files are missing in the directory.
     """
     directory = model_directory(config.model)
-    files = weight_files(directory) if directory is not None else []
-    if directory is not None:
-        _check_download(directory, files)
-    if directory is None or not files:
+    if directory is None or not _downloaded(directory):
         say(console, f"Weights: random, seed {config.seed}")
         return
     found = attach_weights(model, directory)
@@ -129,8 +127,9 @@ def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> No
     say(console, line, *found.warnings())
 
 
-def _check_download(directory: Path, files: list[Path]) -> None:
-    """Raises ConfigError if a directory seems to be an incomplete download."""
+def _downloaded(directory: Path) -> list[Path]:
+    """The weight files of a directory. Raises ConfigError if it seems to be an incomplete download."""
+    files = weight_files(directory)
     missing = [path.name for path in files if not path.exists()]
     if missing:
         raise ConfigError(
@@ -142,6 +141,7 @@ def _check_download(directory: Path, files: list[Path]) -> None:
             f"{directory} was downloaded without weights: run hf download again (of a gated model, accept its terms "
             "and run hf auth login first). To start from random weights, copy config.json alone to another directory"
         )
+    return files
 
 
 def _check_trace(config: TrainConfig, done: int) -> None:

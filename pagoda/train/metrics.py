@@ -1,17 +1,14 @@
 """metrics.jsonl: one line of JSON per optimizer step. No step appears twice, even if the run was interrupted."""
 
-import errno
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagoda.errors import StorageError
-from pagoda.memory.files import read_regular, sync_directory, write_durably
+from pagoda.memory.files import read_regular, storage_errors, sync_directory, write_durably
 
 if TYPE_CHECKING:
     from pagoda.runtime.stats import StepStats
@@ -93,8 +90,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
-        self._path = path
-        with _errors_named(path):
+        self._failing = f"{path} cannot be written (resume from the last checkpoint once it can)"
+        with storage_errors(self._failing):
             if path.exists():  # replaced, atomically, by what is kept
                 kept = (line + b"\n" for line, metrics in _lines(path) if metrics["step"] <= after_step)
                 write_durably(path, b"".join(kept))
@@ -103,29 +100,18 @@ class MetricsFile:
 
     def write(self, metrics: Entry) -> None:
         """Appends one entry."""
-        with _errors_named(self._path):
+        with storage_errors(self._failing):
             rest = memoryview(metrics.to_json().encode() + b"\n")
             while rest:  # a raw file may take a part and say so, as on a disk that is almost full
                 rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
         """Make every line survive a power loss. Called before a checkpoint of the same step."""
-        with _errors_named(self._path):
+        with storage_errors(self._failing):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
-
-
-@contextmanager
-def _errors_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        mend = "Free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}. {mend}, and resume from the last checkpoint."
-        ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ def look() -> Iterator[None]:
         "axes.titlesize": 11,
         "figure.constrained_layout.use": True,
         "legend.frameon": False,
+        "path.simplify_threshold": 1.0,  # a curve of many steps has its extremes in each pixel, not each step
         "svg.fonttype": "none",
         "svg.hashsalt": "pagoda",
     }

@@ -17,18 +17,16 @@ _T = TypeVar("_T")
 
 def from_first(mesh: Mesh, what: str, find: Callable[[], _T]) -> _T:
     """Returns the first rank's result on every rank, or raises its error there. `what` names the result in errors."""
-    if mesh.size == 1:
-        return find()
-    found: list[Any] = [None]
+    found: Any = None
     if mesh.rank == 0:
         try:
-            found[0] = find()
+            found = find()
         except PagodaError as error:
-            found[0] = error
-    mesh.on_all_ranks(what, lambda: dist.broadcast_object_list(found))
-    if isinstance(found[0], PagodaError):
-        raise found[0]
-    result: _T = found[0]
+            found = error
+    found = from_all(mesh, what, found)[0]
+    if isinstance(found, PagodaError):
+        raise found
+    result: _T = found
     return result
 
 
@@ -76,7 +74,8 @@ class MetricsFiles:
     def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool = False) -> None:
         run_dir.path.mkdir(parents=True, exist_ok=True)
         first, several = mesh.rank == 0, mesh.size > 1
-        paths = {"together": run_dir.metrics, "evals": run_dir.evals, "own": run_dir.metrics_of(mesh.rank)}
+        own = run_dir.path / f"metrics-rank-{mesh.rank}.jsonl"
+        paths = {"together": run_dir.metrics, "evals": run_dir.evals, "own": own}
         wanted = {"together": first, "evals": first and evals, "own": several}
         self._files = {name: MetricsFile(path, after_step) for name, path in paths.items() if wanted[name]}
 

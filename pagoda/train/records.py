@@ -95,17 +95,16 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         csv.field_size_limit(1 << 30)
         reader = csv.DictReader(lines, delimiter="\t" if suffix(path) == ".tsv" else ",", strict=True)
-        while True:
-            try:
-                row = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
-            if row is None:
-                return
-            where = f"{path}, line {reader.line_num}"
-            if None in row or None in row.values():
-                raise ConfigError(f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header")
-            yield where, row, 0
+        try:
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise ConfigError(
+                        f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header"
+                    )
+                yield where, row, 0
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
 
 
 def _columnar_rows(path: Path, kind: str) -> Iterator[tuple[str, Any, int]]:

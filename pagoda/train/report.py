@@ -2,7 +2,6 @@
 
 import html
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,6 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
-_MOST_POINTS = 1000
-"""Most points of a curve. Of more steps, the lowest and the highest value of each part are drawn."""
 _TIERS = {"device": "tier-device", "host": "tier-host", "ssd": "tier-ssd"}
 _WORK = {
     "forward": ("forward",),
@@ -231,17 +228,8 @@ def _checkpoints(run: RunDir, evals: Sequence[_Record]) -> str:
 
 
 def _points(lines: Sequence[_Record], key: str) -> list[tuple[int, float]]:
-    """(step, value) pairs of one key. If there are many, they are thinned so that extremes stay."""
-    found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-    if len(found) <= _MOST_POINTS:
-        return found
-    size = math.ceil(len(found) / (_MOST_POINTS // 2))
-    kept: list[tuple[int, float]] = []
-    for at in range(0, len(found), size):
-        part = found[at : at + size]
-        low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
-        kept += sorted({low, high})
-    return kept
+    """(step, value) pairs of one key."""
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
 
 
 def _drawing(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:

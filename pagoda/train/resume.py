@@ -12,10 +12,9 @@ from pagoda.checkpoint import reader
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import CheckpointError, ConfigError, StorageError
 from pagoda.train.config import TrainConfig
-from pagoda.train.lock import locked
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first
-from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, names_of
+from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, locked, names_of, unused
 
 CONFIG = "config"
 """Key of the configuration in what `pagoda train` adds to a checkpoint."""
@@ -86,8 +85,9 @@ def begin(
             problem, extra = _examined(checkpoint, places, mesh)
         if problem is None:
             _check_belongs(config, checkpoint, extra, run_dir)
+            why = GONE_BACK if named else DAMAGED
             later = [
-                (one, run_dir.aside(one, GONE_BACK if named else DAMAGED))
+                (one, unused(one.path.with_name(f"{one.path.name}{why}")))
                 for one in every[::-1]
                 if one.step > checkpoint.step
             ]

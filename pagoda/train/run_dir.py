@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import xxhash
 
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
+from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.request import settings_as_yaml
 
+LOCK = ".pagoda-lock"
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 LAST = "last"
 """Stands for the last checkpoint in place of a name."""
@@ -53,10 +57,6 @@ class RunDir:
         self.tokenizer = path / "tokenizer"
         """Copies of the tokenizer's files, for exports. Missing if text is read as bytes."""
         self.checkpoints = path / "checkpoints"
-
-    def metrics_of(self, rank: int) -> Path:
-        """The metrics of one of several ranks."""
-        return self.path / f"metrics-rank-{rank}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step` steps."""
@@ -149,11 +149,6 @@ class RunDir:
                 return checkpoint
         raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names_of(found)}")
 
-    def aside(self, checkpoint: RunCheckpoint, why: str) -> Path:
-        """A free name for a checkpoint that another one will replace."""
-        names = (f"{checkpoint.path.name}{why}{number}" for number in ("", *range(2, 10**6)))
-        return next(path for name in names if not (path := self.checkpoints / name).exists())
-
     def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
         """Rename a checkpoint, so that it is kept but no longer belongs to the run.
 
@@ -185,6 +180,51 @@ class RunDir:
             yield
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
+
+
+def unused(path: Path, separator: str = "") -> Path:
+    """The path if nothing is there, otherwise the first one with a number after it at which nothing is."""
+    numbered = (path.with_name(f"{path.name}{separator}{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a run directory for this process. Creates the directory if it is missing.
+
+    The lock is on a separate file, because the directory itself may contain page stores, which lock it too. Afterwards
+    the file is removed, and so are directories that were created here and are still empty. Reading needs no lock.
+
+    Raises ConfigError if another run holds the directory, or if it cannot be created or locked.
+    """
+    path = directory / LOCK
+    made: list[Path] = []
+    try:
+        try:
+            made = make_directories(directory)
+            lock = Lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except BlockingIOError as error:
+            holder = error.strerror
+            with suppress(OSError):
+                holder = path.read_text(errors="replace").strip() or holder
+            raise ConfigError(
+                f"--out {directory} is in use by another run ({holder}): wait for its end, or give another directory"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"--out {directory} cannot be used: {error.strerror}: {error.filename}") from error
+        try:
+            with suppress(OSError):  # it only tells others who holds the directory
+                os.ftruncate(lock.descriptor, 0)
+                os.write(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            yield
+        finally:
+            with suppress(OSError), closing(lock):
+                if lock.is_in_place():
+                    path.unlink()
+    finally:
+        with suppress(OSError):  # something is in them by now
+            for created in reversed(made):
+                created.rmdir()
 
 
 def names_of(checkpoints: Sequence[RunCheckpoint]) -> str:

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.checkpoint.directory import read_manifest
 from pagoda.checkpoint.model_config import model_record
-from pagoda.distributed.mesh import Mesh
 from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.models.build import model_directory
 from pagoda.optimizer import PagedOptimizer
@@ -27,14 +26,11 @@ _VERSION = "transformers_version"
 class Session:
     """A wrapped model with its optimizer, learning rate and batches."""
 
-    def __init__(
-        self, config: TrainConfig, batches: Batches, model: nn.Module, optimizer: PagedOptimizer, mesh: Mesh
-    ) -> None:
+    def __init__(self, config: TrainConfig, batches: Batches, model: nn.Module, optimizer: PagedOptimizer) -> None:
         self.config = config
         self.batches = batches
         self.model = model
         self.optimizer = optimizer
-        self._ranks = mesh.ranks.data_parallel
         self._is_switch = getattr(model.config, "model_type", None) == "switch_transformers"
         self._scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self._device = next(model.parameters()).device
@@ -42,7 +38,7 @@ class Session:
         """Whether the model has run a forward pass."""
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
         # on it. Ranks with other batches drop other elements.
-        seed_all(config.seed + mesh.batch_index)
+        seed_all(config.seed + batches.rank)
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Load `checkpoint`. Raises CheckpointError if it belongs to another model or text."""
@@ -90,7 +86,7 @@ class Session:
             batch = self.batches.batch(step, index)
             data_s += time.perf_counter() - before
             # All tokens of the step have the same weight in the loss. Ranks average their gradients.
-            share = targets / self._ranks / self.batches.targets(batch["labels"])
+            share = targets / self.batches.ranks / self.batches.targets(batch["labels"])
             output = self._forward(batch, **asked)
             self.optimizer.scale(output.loss / share).backward()  # type: ignore[no-untyped-call]
             loss_sum += output.loss.detach().float() / share

@@ -22,12 +22,8 @@ _MOST_WHOLE_BYTES = 64 << 20
 out."""
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A file that is left out."""
-
-    path: Path
-    reason: str
+Skipped = tuple[Path, str]
+"""A file that is left out, and why."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +82,14 @@ def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None)
     kept, skipped = [], []
     for path in files:
         if suffix(path) not in kinds:
-            skipped.append(Skipped(path, "not a file of records"))
+            skipped.append((path, "not a file of records"))
         elif Path(name) == root and any(p.lower().startswith(_OTHER_SPLITS) for p in path.relative_to(root).parts):
-            skipped.append(Skipped(path, "another split, by its name"))
+            skipped.append((path, "another split, by its name"))
         else:
             kept.append(path)
     if not kept:
         raise ConfigError(
-            f"data {name!r} holds only files of other splits, such as {skipped[0].path.name}: name one of them"
+            f"data {name!r} holds only files of other splits, such as {skipped[0][0].name}: name one of them"
         )
     return Source(name, tuple(kept), records=True, skipped=tuple(skipped), column=column)
 
@@ -125,9 +121,9 @@ def _texts(path: Path, alone: bool, read: Callable[[int], None], skip: Callable[
     try:
         yield from list(_pieces(path))
     except _NotTextError as error:
-        skip(Skipped(path, error.reason))
+        skip((path, error.reason))
     except OSError as error:
-        skip(Skipped(path, error.strerror or type(error).__name__))
+        skip((path, error.strerror or type(error).__name__))
     read(size)
 
 

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from pagoda.train.loggers import Loggers
 from pagoda.train.progress import Progress, say
 from pagoda.train.ranks import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
-from pagoda.train.run_dir import RunCheckpoint, RunDir
+from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
 
@@ -82,10 +82,7 @@ class Steps:
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.rank else session.config.log, session.config)
-        self._files: MetricsFiles | None = None
-        self._first: Evaluation | None = None
-        """The evaluation before the first step, kept until the run creates its files."""
-        self._saved: RunCheckpoint | None = None
+        self._saved: Path | None = None
 
     def run(self, beginning: Beginning) -> TrainResult:
         """Run the remaining steps."""
@@ -93,11 +90,13 @@ class Steps:
         losses: list[float] = []
         seconds, step = 0.0, done
         stopped_by: int | None = None
+        files: MetricsFiles | None = None
+        first: Evaluation | None = None
         if self._evaluator is not None:
             self._losses = read_losses(self._run_dir.evals, until=done)
-            if not done:
-                self._first = self._evaluate(0)
-        try:
+            first = None if done else self._evaluate(0)
+        with ExitStack() as opened:
+            opened.callback(self._loggers.close)
             with _first_signal() as received, Progress(self._console, config.steps, done) as progress:
                 over = False
                 while not over:
@@ -105,7 +104,7 @@ class Steps:
                     if traced:
                         self._session.optimizer.trace_next_step()
                     mine = self._session.step(step)
-                    if self._files is None and self._mesh.rank == 0:
+                    if files is None and self._mesh.rank == 0:
                         # Before another rank continues and may use their names.
                         for checkpoint, name in beginning.later:
                             self._run_dir.put_aside(checkpoint, name)
@@ -113,7 +112,8 @@ class Steps:
                     step += 1
                     losses.append(metrics.loss)
                     seconds += metrics.step_s
-                    files = self._opened_files(done)
+                    if files is None:  # after the first step has succeeded
+                        files = opened.enter_context(closing(self._new_files(done, first)))
                     files.write(together=metrics, own=mine)
                     self._loggers.step(metrics)
                     if traced and self._mesh.rank == 0:
@@ -122,10 +122,6 @@ class Steps:
                     over = step == config.steps or stopped_by is not None
                     over = self._between(step, files, over, stopped_by is not None)
             self._session.optimizer.wait_for_checkpoint()
-        finally:
-            if self._files is not None:
-                self._files.close()
-            self._loggers.close()
         result = TrainResult(
             out=self._run_dir.path,
             plan=plan_of(self._session.model),
@@ -134,27 +130,26 @@ class Steps:
             first_loss=losses[0],
             final_loss=losses[-1],
             tokens_per_s=len(losses) * self._session.batches.tokens_per_step / seconds,
-            checkpoint=self._saved.path if self._saved else None,
+            checkpoint=self._saved,
             stopped_by=stopped_by,
             best_step=best_step(self._losses),
         )
         self._show_end(result)
         return result
 
-    def _opened_files(self, done: int) -> MetricsFiles:
-        """The files of the run. Creates them after the first step has succeeded."""
-        if self._files is None:
-            if self._mesh.rank == 0:
-                self._run_dir.create(self._config, self._tokenizer.files)
-                with storage_errors(f"{self._run_dir.plan} cannot be written"):
-                    plan = plan_of(self._session.model)
-                    record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
-                    write_durably(self._run_dir.plan, as_lines({**record, "machine": machine_record()}).encode())
-            self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
-            if self._first is not None:
-                self._files.write(evals=self._first)
-                self._loggers.evaluation(self._first)
-        return self._files
+    def _new_files(self, done: int, first: Evaluation | None) -> MetricsFiles:
+        """Create the files of the run. `first`: the evaluation before the first step."""
+        if self._mesh.rank == 0:
+            self._run_dir.create(self._config, self._tokenizer.files)
+            with storage_errors(f"{self._run_dir.plan} cannot be written"):
+                plan = plan_of(self._session.model)
+                record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
+                write_durably(self._run_dir.plan, as_lines({**record, "machine": machine_record()}).encode())
+        files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
+        if first is not None:
+            files.write(evals=first)
+            self._loggers.evaluation(first)
+        return files
 
     def _between(self, step: int, files: MetricsFiles, over: bool, interrupted: bool) -> bool:
         """Do what is due after a step. Returns whether the run is over."""
@@ -167,9 +162,10 @@ class Steps:
             improved = config.keep_best and best_step(self._losses) == step
             if config.patience and since_best(self._losses) >= config.patience and not over:
                 over = True
-                self._say(
+                say(
+                    self._console,
                     f"Stopped early: no evaluation was better than that after step {best_step(self._losses)} in "
-                    f"{since_best(self._losses)} evaluations (--patience {config.patience})"
+                    f"{since_best(self._losses)} evaluations (--patience {config.patience})",
                 )
         if config.sample_every and (over or step % config.sample_every == 0) and not interrupted:
             self._show_samples(step)
@@ -182,7 +178,7 @@ class Steps:
         assert self._evaluator is not None
         found = self._evaluator.measure(self._session, step)
         self._losses.append((step, found.loss))
-        self._say(str(found))
+        say(self._console, str(found))
         return found
 
     def _show_samples(self, step: int) -> None:
@@ -198,7 +194,7 @@ class Steps:
                 tokens=config.sample_tokens,
                 seed=seed,
             )
-            self._say(f"Sample after step {step}, {how}: {config.prompt}|{written}")
+            say(self._console, f"Sample after step {step}, {how}: {config.prompt}|{written}")
 
     def _write_timeline(self, step: int) -> None:
         """Write what compute and the lanes did in the step: for `pagoda report`, and for Perfetto if the user asked for
@@ -213,7 +209,7 @@ class Steps:
         try:
             write_trace(timeline, f"{self._config.model}, step {step}, measured", self._config.trace)
         except ConfigError as error:
-            self._say(f"{error}; the run goes on")
+            say(self._console, f"{error}; the run goes on")
 
     def _save(self, step: int, files: MetricsFiles) -> None:
         """Save the state after `step` steps. First the metrics up to this step are synced to disk.
@@ -236,7 +232,7 @@ class Steps:
         keep = self._config.keep_checkpoints
         replaced = old[: max(0, len(old) + (step != best) - keep)] if keep else []
         optimizer.save_checkpoint(path, extra, wait=False, replaces=[checkpoint.path for checkpoint in replaced])
-        self._saved = RunCheckpoint(step, path)
+        self._saved = path
 
     def _show_end(self, result: TrainResult) -> None:
         lines = [
@@ -258,9 +254,6 @@ class Steps:
         memory = self._config.memory
         if memory.device_bytes is not None and not memory.arena_for_device:
             lines += unused_gpu(memory, *torch.cuda.mem_get_info())
-        self._say(*lines)
-
-    def _say(self, *lines: str) -> None:
         say(self._console, *lines)
 
 

@@ -166,14 +166,14 @@ class _Writer:
                 sync_descriptor(file.fileno(), self._folder)
         about = self._about
         if not about.documents:
-            why = "; ".join(f"{entry.path.name}: {entry.reason}" for entry in self._skipped[:3])
+            why = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
             untrained = f" ({about.untrained:,} conversations without a turn of an assistant)" * bool(about.untrained)
             raise ConfigError(
                 f"data {self._source.name!r} holds no text{f' ({why})' if why else untrained}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
             )
         about.files -= len(self._skipped) - len(self._source.skipped)
-        about.skipped = [(str(entry.path), entry.reason) for entry in self._skipped]
+        about.skipped = [(str(path), reason) for path, reason in self._skipped]
         about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
         write_durably(self._folder / _ABOUT, json.dumps(asdict(about), indent=1).encode())
 

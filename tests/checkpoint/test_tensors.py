@@ -50,7 +50,7 @@ def write(path: Path, found: dict[str, torch.Tensor]) -> Path:
     writer = TensorWriter(path, specs_of(found))
     for name, tensor in found.items():
         writer.write(name, 0, tensor_bytes(tensor))
-    writer.finish()
+    writer.close()
     return path
 
 
@@ -69,7 +69,7 @@ def test_files_filled_in_any_order_are_read_by_the_safetensors_library(
         pieces += [(name, 0, flat[:cut]), (name, cut, flat[cut:])]
     for name, start, piece in data.draw(st.permutations(pieces)):
         writer.write(name, start, tensor_bytes(piece))
-    writer.finish()
+    writer.close()
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == found.keys()
     assert all(same_bits(loaded[name], tensor) for name, tensor in found.items())

@@ -168,15 +168,11 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
         memory = (ctypes.c_char * tensor.nbytes).from_address(native.reach(tensor.data_ptr()))
         return torch.frombuffer(memory, dtype=tensor.dtype)
 
-    def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-        native.kernel([master], [weight, weight_low], "split")
-        kernel, _ = kernels.halves(weight.dtype)
-        kernel(*(native.reach(each.data_ptr()) for each in (master, weight, weight_low)), master.numel())
-
-    def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
-        native.kernel([weight, weight_low], [master], "join")
-        _, kernel = kernels.halves(weight.dtype)
-        kernel(*(native.reach(each.data_ptr()) for each in (weight, weight_low, master)), weight.numel())
+    def convert_halves(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor, joining: bool) -> None:
+        halves = [weight, weight_low]
+        native.kernel(*((halves, [master]) if joining else ([master], halves)), "join" if joining else "split")
+        addresses = (native.reach(each.data_ptr()) for each in (*halves, master))
+        kernels.halves(weight.dtype, joining)(*addresses, weight.numel())
 
     def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
         native.kernel([gradient], [into], "square_sums")
@@ -190,6 +186,6 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
         ctypes.memmove(native.reach(into.data_ptr()), lanes.data_ptr(), lanes.nbytes)
 
     triton_kernels.update_kernel = update_kernel
-    triton_kernels.split, triton_kernels.join = split, join
+    triton_kernels.convert_halves = convert_halves
     triton_kernels.square_sums = square_sums
     triton_kernels.update_adafactor = update_adafactor

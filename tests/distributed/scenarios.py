@@ -34,7 +34,6 @@ from pagoda.errors import RankError, StorageError
 from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import partial
 from pagoda.models import build_model
-from pagoda.optim import means
 from pagoda.optim.kernels import warm_up as warm_up_kernels
 from pagoda.optim.rule import TensorRule
 from pagoda.plan.options import Options
@@ -78,8 +77,6 @@ def warm_up() -> None:
         warm_up_kernels(pagoda.AdamW(), precision)
         warm_up_kernels(pagoda.Muon(), precision)
         warm_up_kernels(RULES["adafactor"](), precision)
-    means.warm_up(torch.bfloat16)
-    means.warm_up(torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         train_saved(Path(folder), {"model": "llama", "steps": 1}, saves=[f"{folder}/step-1"])
 

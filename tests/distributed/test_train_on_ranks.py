@@ -12,9 +12,8 @@ from pagoda.checkpoint.reader import Checkpoint
 from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, Rows
-from pagoda.train.lock import LOCK, locked
 from pagoda.train.metrics import read_metrics
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import LOCK, RunDir, locked
 from pagoda.train.tokens import open_tokens
 from tests.forecast.machines import SMALL, figure
 
@@ -55,7 +54,7 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
     assert started(ranks, 1, tmp_path / "one", alone) == [0]
     assert_same(alone, whole)
     mine, rank_group = read_metrics(RunDir(alone.out).metrics), read_metrics(RunDir(whole.out).metrics)
-    own = [read_metrics(RunDir(whole.out).metrics_of(rank)) for rank in range(2)]
+    own = [read_metrics(whole.out / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
     for step, (one, two, first, second) in enumerate(zip(mine, rank_group, *own, strict=True)):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert two["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-12)

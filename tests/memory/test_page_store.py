@@ -315,7 +315,7 @@ def test_a_full_disk_fails_the_commit_and_leaves_the_one_before(
 def test_a_directory_is_one_tiers_until_that_is_closed_or_dropped(ssd: Path) -> None:
     for drop in (False, True):
         tier = open_tier(ssd)
-        with pytest.raises(StorageError, match=r"another optimizer of this process.*another directory"):
+        with pytest.raises(StorageError, match=r"this process \(pid.*another directory"):
             open_tier(ssd)
         if not drop:
             tier.close()

@@ -64,11 +64,3 @@ def test_a_shape_of_the_family_is_a_gpt_of_the_sequence_length_asked_for() -> No
 def test_a_size_below_the_family_is_refused() -> None:
     with pytest.raises(ConfigError, match="smallest has 10,"):
         gpt_shape(1e6)
-
-
-@pytest.mark.parametrize(
-    "change", [{"heads": 7}, {"decoder_layers": 2}, {"experts": 4}, {"top_k": 1}, {"experts": 2, "top_k": 3}]
-)
-def test_a_shape_that_cannot_be_is_refused(change: dict[str, int]) -> None:
-    with pytest.raises(ConfigError):
-        replace(PAPER_SHAPES["gpt-1b"], **change)

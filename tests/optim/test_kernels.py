@@ -197,7 +197,7 @@ def test_each_form_is_cached_in_files_of_its_own() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     made += [taking for kept in dtypes for taking in kernels.gradient_kernels(kept)]
     made += [taking for arriving in dtypes[1:] for taking in kernels.gradient_kernels(torch.float32, arriving)]
-    made += [convert for dtype in dtypes[1:] for convert in kernels.halves(dtype)]
+    made += [kernels.halves(dtype, joining) for dtype in dtypes[1:] for joining in (False, True)]
     files = {kernel.stats.cache_path + kernel._cache._impl.filename_base for kernel in made}
     assert len(files) == len(made)
 
@@ -216,7 +216,7 @@ for precision in ("bf16", "fp32"):
     kernels.warm_up(AdamW(), precision)
     dtype = gradient_dtype(precision)
     used = [*kernels.gradient_kernels(dtype), kernels.compiled("adamw", FORMS[dtype], FORMS[dtype])]
-    used += kernels.halves(dtype) if precision != "fp32" else ()
+    used += [kernels.halves(dtype, joining) for joining in (False, True) if precision != "fp32"]
     before = compiled()
     gradient, into = torch.ones(2, 10, dtype=dtype)
     states = {spec.name: torch.zeros(10, dtype=spec.dtype) for spec in AdamW().states(precision)}

@@ -13,7 +13,7 @@ import pagoda
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.rule import kept_dtype
+from pagoda.optim.rule import DTYPES
 from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
@@ -30,7 +30,7 @@ def resident(recipe: Recipe) -> Outcome:
 def layout_of(recipe: Recipe) -> Layout:
     numbers = recipe.numbers
     states = (recipe.rule or AdamW(moments=recipe.moments)).states(numbers.precision)
-    options = Options(PAGE, parse_bytes(UNIT_LIMIT), gradients=kept_dtype(numbers.gradients))
+    options = Options(PAGE, parse_bytes(UNIT_LIMIT), gradients=DTYPES[numbers.gradients] if numbers.gradients else None)
     return make_plan(describe(recipe.build()), states, Budgets(1 << 40), options).layout
 
 

@@ -19,7 +19,7 @@ from zoo import ALL_ON_SSD, squeeze
 
 import pagoda
 from pagoda.memory.arena import Arena
-from pagoda.memory.ssd.lock import DirectoryLock
+from pagoda.memory.ssd.lock import lock_directories
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.lanes import Handle
 
@@ -99,7 +99,7 @@ def test_what_a_forked_process_does_to_its_copy_is_nothing_to_the_one_that_train
                 with optimizer:
                     pass
             else:
-                optimizer._engine.store.ssd._store._lock._closer()  # type: ignore[union-attr]
+                optimizer._engine.store.ssd._store._lock.close()  # type: ignore[union-attr]
                 optimizer._engine._dropped()  # as the collector calls both
             atexit._run_exitfuncs()
 
@@ -109,7 +109,7 @@ def test_what_a_forked_process_does_to_its_copy_is_nothing_to_the_one_that_train
             if forks and step == 0:
                 ends_well(leave)
                 with pytest.raises(pagoda.StorageError, match="in use by"):
-                    DirectoryLock([tmp_path])
+                    lock_directories([tmp_path])
         outcomes.append(model.state_dict())
         optimizer.close()
         assert list(tmp_path.iterdir()) == []
@@ -134,16 +134,16 @@ def test_workers_of_a_data_loader_bring_batches_while_a_model_is_trained(wrap: W
         seen += len(batch)
     assert seen == 8
     with pytest.raises(pagoda.StorageError, match="in use by"):
-        DirectoryLock([tmp_path])
+        lock_directories([tmp_path])
     optimizer.close()
-    DirectoryLock([tmp_path]).close()
+    lock_directories([tmp_path]).close()
 
 
 def test_a_directory_is_free_when_its_process_ends_though_a_forked_one_lives_on(tmp_path: Path) -> None:
     ready, go = os.pipe(), os.pipe()
     holder = os.fork()
     if holder == 0:
-        lock = DirectoryLock([tmp_path])
+        lock = lock_directories([tmp_path])
         if os.fork() == 0:
             os.write(ready[1], b"x")
             os.read(go[0], 1)
@@ -151,7 +151,7 @@ def test_a_directory_is_free_when_its_process_ends_though_a_forked_one_lives_on(
     try:
         assert _status(holder) == 0
         os.read(ready[0], 1)
-        DirectoryLock([tmp_path]).close()
+        lock_directories([tmp_path]).close()
     finally:
         os.write(go[1], b"x")
         for end in (*ready, *go):

@@ -9,7 +9,7 @@ import pytest
 from forked import ended, fork
 
 from pagoda.errors import ConfigError
-from pagoda.train.lock import LOCK, locked
+from pagoda.train.run_dir import LOCK, locked
 
 
 def is_free(directory: Path) -> bool:

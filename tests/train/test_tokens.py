@@ -142,7 +142,7 @@ def test_a_folder_of_records_is_a_data_set_without_its_other_splits(model: Model
     (tmp_path / "README.md").write_text("a long text beside them " * 100)
     source = find(str(tmp_path))
     assert [path.name for path in source.files] == ["train.jsonl"]
-    assert {entry.path.name: entry.reason for entry in source.skipped} == {
+    assert {path.name: reason for path, reason in source.skipped} == {
         "README.md": "not a file of records",
         "test-00000.jsonl": "another split, by its name",
     }

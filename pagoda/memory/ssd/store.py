@@ -17,7 +17,7 @@ from pagoda.memory.files import SyncError, sync_directory
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.commits import Commit, Reference, table_hash
 from pagoda.memory.ssd.file import PageFile
-from pagoda.memory.ssd.lock import DirectoryLock
+from pagoda.memory.ssd.lock import lock_directories
 from pagoda.memory.ssd.orphans import gc_hint, why_abandoned
 from pagoda.memory.ssd.record import (
     PAGES,
@@ -76,7 +76,7 @@ class PageStore:
         self._committing = threading.Lock()
         self._sync_error: SyncError | None = None
         """Why nothing can be committed any more."""
-        self._lock = DirectoryLock(list(directories))
+        self._lock = lock_directories(directories)
         try:
             for directory in directories:
                 _tidy(directory)

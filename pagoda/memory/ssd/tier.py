@@ -1,6 +1,5 @@
 """The SSD tier: pages that are verified when read and, once frozen, never overwritten."""
 
-import contextlib
 import logging
 import os
 import threading
@@ -16,7 +15,7 @@ from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.committed import CommittedPages
-from pagoda.memory.ssd.lock import DirectoryLock
+from pagoda.memory.ssd.lock import lock_directories
 from pagoda.memory.ssd.orphans import gc_hint
 from pagoda.memory.ssd.record import StoreRecord, locate
 from pagoda.memory.ssd.slots import PageTable, Slots, SlotTable, slots_of
@@ -330,10 +329,10 @@ def forget_commit(reference: Mapping[str, Any], checkpoint_id: str, directories:
         return
     mine = [directory for other in [*_live.values()] for directory in other.record.directories]
     try:
-        lock = DirectoryLock([d for d in record.directories if not any(os.path.samefile(d, own) for own in mine)])
+        locks = lock_directories(d for d in record.directories if not any(os.path.samefile(d, own) for own in mine))
     except StorageError:
         return  # the rank that has them open forgets its commit; otherwise `pagoda gc` finds it
-    with contextlib.closing(lock):
+    with locks:
         try:
             commit = record.read_commit(wanted.commit)
         except StorageError as error:
