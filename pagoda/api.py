@@ -58,7 +58,7 @@ from pagoda.optim.param_groups import (
 from pagoda.optim.rule import Rule, TensorRule, check_rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
-from pagoda.plan.combinations import check_experts_of_stages, check_features, features
+from pagoda.plan.combinations import check_experts_of_stages, check_features
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.plan.options import Options
@@ -168,8 +168,7 @@ class _Wrapping:
         self._mesh = mesh
         check_rule(rule)
         self._states = rule.states(training.precision)
-        options, tiled = Options.of(training, memory), training.tile_bytes is not None
-        check_features(features(options, self._states, mesh.ranks, tiled))
+        check_features(Options.of(training, memory), self._states, training.tile_bytes is not None)
         _check_activations(training, memory, model, mesh)
         self._links = Links.open(mesh)
         self._memory = memory if mesh.everyone.size == 1 else memory_of_rank(memory, mesh.everyone)

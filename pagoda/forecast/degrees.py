@@ -90,7 +90,7 @@ def _ways(config: PlanConfig) -> tuple[list[Way], list[tuple[PlanConfig, ConfigE
     for asked in _candidates(config):
         try:
             machine, experts = find_machine_for(asked), asked.expert_parallel
-            check_configured(asked, machine)
+            check_configured(asked)
             if experts not in described:
                 described[experts] = describe_configured(asked)
             found.append(_way(asked, machine, described[experts]))

@@ -14,7 +14,7 @@ from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without
 from pagoda.forecast.search import Choice, search
 from pagoda.forecast.tensor_parallel import tensor_part_of
 from pagoda.plan.activations import recomputes
-from pagoda.plan.combinations import check_features, features
+from pagoda.plan.combinations import check_features
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
@@ -99,7 +99,7 @@ def forecast(
 
     Raises ConfigError for an unknown model or a setting that cannot be used.
     """
-    check_configured(config, machine)
+    check_configured(config)
     whole = described or describe_configured(config)
     described = tensor_part_of(whole, config.tensor_parallel, config.states[0].whole)
     config, chosen = resolve_auto(config, machine, described)
@@ -128,10 +128,9 @@ def forecast(
     return replace(made, activations=activations, notes=notes, problem=problem, choice=choice)
 
 
-def check_configured(config: PlanConfig, machine: Machine) -> None:
+def check_configured(config: PlanConfig) -> None:
     """Raises ConfigError if settings do not work together."""
-    options = Options.of(config, config.memory)
-    check_features(features(options, config.states, machine.ranks, config.tile_limit is not None))
+    check_features(Options.of(config, config.memory), config.states, config.tile_limit is not None)
 
 
 def _measured(config: PlanConfig, problem: Problem) -> Compute:

@@ -72,7 +72,7 @@ class PipelineForecast:
 
 def forecast_pipeline(config: PlanConfig, machine: Machine) -> PipelineForecast:
     """Plan every stage of `config.model`. Raises ConfigError as `forecast` does, and for a model without stages."""
-    check_configured(config, machine)
+    check_configured(config)
     kinds, numbers = stages_of(config, machine, describe_configured(config))
     made = [forecast(config, alone, described=part) for part, alone in kinds]
     return PipelineForecast(tuple(made[number] for number in numbers))

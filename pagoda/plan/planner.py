@@ -11,7 +11,6 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks, offload_room, plan_activations
 from pagoda.plan.collective import reduce_buffers
-from pagoda.plan.combinations import ON_DEVICE, Feature
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
@@ -221,15 +220,16 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     """A placement, with smaller streaming buffers if the budget is tight."""
     refusals: list[BudgetError] = []
     split = options.split or DEFAULT_SPLIT
-    refused = {feature: why_not_on_device(feature, layout, options, budgets.device) for feature in ON_DEVICE}
-    for feature, share in zip(ON_DEVICE, (split.device_update_share, split.device_home_share), strict=True):
-        if refused[feature] is not None and share:
-            raise ConfigError(f"{feature} is {share}, but {refused[feature]}. memory.split=None chooses it.")
+    refused = why_not_on_device(layout, options, budgets.device)
+    for name in ("device_update_share", "device_home_share"):
+        share = getattr(split, name)
+        if refused is not None and share:
+            raise ConfigError(f"split.{name} is {share}, but {refused}. memory.split=None chooses it.")
     if options.speculate:
         split = replace(split, undo_first=True, undo_in_ram=True)
     splits = [split]
     # If RAM and SSD cannot hold everything, the device may.
-    if options.split is None and refused[Feature.DEVICE_HOMES] is None:
+    if options.split is None and refused is None:
         splits.append(replace(split, device_home_share=1.0))
     for split, (block_limit, staging_buffers) in product(splits, _BUFFERS):
         candidate = layout.with_block_limit(block_limit)
