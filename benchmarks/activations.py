@@ -24,6 +24,7 @@ import pagoda
 from beyond_memory import resident_bytes
 from pagoda.config.training import ActivationMode
 from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.plan.activations import Policy, peak_of
 from training import Paged, Workload
@@ -110,7 +111,7 @@ def estimate(settings: Settings) -> list[dict[str, object]]:
 
 
 def _beside_pages(case: Workload, activations: ActivationMode, ssd: Path) -> dict[str, object]:
-    described = describe_model(case.model, batch_size=case.batch_size, seq_len=case.seq_len, count_flops=False)
+    described = describe_model(PlanConfig(model=case.model, seq_len=case.seq_len), count_flops=False)
     expected = estimate_activations(described, case.tokens, 2, activations, chunked_loss=False)
     memory = pagoda.Memory(host="6GiB", ssd=f"{ssd}:8GiB" if "offload" in activations else None)
     steps(WARM_UP, memory, activations, 1).close()

@@ -11,7 +11,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import check_configured
 from pagoda.forecast.machine import Machine, find_machine_for
-from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.pipeline import stages_of
 from pagoda.forecast.problem import pass_bound_s, work_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem
@@ -92,7 +92,7 @@ def _ways(config: PlanConfig) -> tuple[list[Way], list[tuple[PlanConfig, ConfigE
             machine, experts = find_machine_for(asked), asked.expert_parallel
             check_configured(asked)
             if experts not in described:
-                described[experts] = describe_configured(asked)
+                described[experts] = describe_model(asked)
             found.append(_way(asked, machine, described[experts]))
         except ConfigError as refusal:
             refused.append((asked, refusal))

@@ -8,7 +8,7 @@ from pagoda.forecast.activations import ActivationEstimate
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.problem import Problem, activations_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
 from pagoda.forecast.search import Choice, search
@@ -100,7 +100,7 @@ def forecast(
     Raises ConfigError for an unknown model or a setting that cannot be used.
     """
     check_configured(config)
-    whole = described or describe_configured(config)
+    whole = described or describe_model(config)
     described = tensor_part_of(whole, config.tensor_parallel, config.states[0].whole)
     config, chosen = resolve_auto(config, machine, described)
     made = Forecast(config, machine, described, activations_of(config, described), (), chosen)

@@ -13,7 +13,7 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, check_configured, forecast
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.plan.combinations import check_experts_of_stages
 from pagoda.plan.exchanges import of_stage
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
@@ -73,7 +73,7 @@ class PipelineForecast:
 def forecast_pipeline(config: PlanConfig, machine: Machine) -> PipelineForecast:
     """Plan every stage of `config.model`. Raises ConfigError as `forecast` does, and for a model without stages."""
     check_configured(config)
-    kinds, numbers = stages_of(config, machine, describe_configured(config))
+    kinds, numbers = stages_of(config, machine, describe_model(config))
     made = [forecast(config, alone, described=part) for part, alone in kinds]
     return PipelineForecast(tuple(made[number] for number in numbers))
 
