@@ -47,8 +47,11 @@ def calibrate(
     name = torch.cuda.get_device_name(device) if gpu else cpu_name()
     with joined(world):
         host, compute = Meter(cpu_name(), effort, report), Meter(name, effort, report, device)
-        measured = _alone(host, compute, name, ssd, world) if world.rank == 0 else None
-        hardware = _shared(measured, world)
+        measured = [_alone(host, compute, name, ssd, world) if world.rank == 0 else None]
+        if world.size > 1:
+            dist.broadcast_object_list(measured)
+        (hardware,) = measured
+        assert hardware is not None, "rank 0 has measured"
         intra, inter = _collectives(compute, world)
     return replace(
         hardware,
@@ -99,15 +102,6 @@ def _collectives(meter: Meter, world: World) -> tuple[Figure | None, Figure | No
         rates = _gathers(meter, groups, world.local_rank)
         inter = meter.figure([rate * world.local_size for rate in rates], f"all-gather of {world.nodes} nodes")
     return intra, inter
-
-
-def _shared(hardware: Hardware | None, world: World) -> Hardware:
-    """Rank 0's hardware, on every rank."""
-    box = [None if hardware is None else hardware.to_json()]
-    if world.size > 1:
-        dist.broadcast_object_list(box)
-    assert box[0] is not None, "rank 0 has measured"
-    return Hardware.from_json(box[0], "the hardware that rank 0 measured")
 
 
 def _gathers(meter: Meter, groups: list[range], mine: int) -> list[float]:
