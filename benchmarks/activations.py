@@ -10,14 +10,12 @@ sequences.
 
 import ctypes
 import gc
-import json
 import multiprocessing
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
 
 import pagoda
@@ -27,6 +25,7 @@ from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.plan.activations import Policy, peak_of
+from script import write
 from training import Paged, Workload
 
 MIB = 1 << 20
@@ -144,8 +143,7 @@ def main(
     with tempfile.TemporaryDirectory() as spare:
         settings = Settings(ssd or Path(spare))
         results = {name: SECTIONS[name](settings) for name in sections}
-    if out is not None:
-        out.write_text(json.dumps({"threads": torch.get_num_threads(), **results}, indent=1) + "\n")
+    write(out, results)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ fast. With `--ssd-rate` every transfer takes as long as it would at that rate in
 """
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
+from script import begin, machine, write
 from slow_ssd import slow_ssd
 
 MIB = 1 << 20
@@ -113,8 +112,7 @@ def main(
 ) -> None:
     """Print both, and their ratios (targets: 12 times fewer bytes, 3 times faster). `ahead`: layers that the arena has
     room for. `ssd_rate`: bytes per second of a slower drive."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     with nullcontext() if ssd_rate is None else slow_ssd(parse_bytes(ssd_rate, "ssd_rate")):
         ordinary, tiled = (measure(layers, hidden, passes, seq_len, n, ssd, ahead, steps) for n in (None, passes))
     result = {
@@ -123,15 +121,14 @@ def main(
         "hidden": hidden,
         "passes": passes,
         "seq_len": seq_len,
-        "machine": {"processor": platform.processor(), "cores": torch.get_num_threads(), "torch": torch.__version__},
+        **machine(),
         "ordinary": ordinary,
         "tiled": tiled,
         "bytes_ratio": ordinary["weight_bytes_moved"] / tiled["weight_bytes_moved"],
         "time_ratio": ordinary["step_s"] / tiled["step_s"],
     }
     print(json.dumps(result, indent=1))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    write(out, result)
 
 
 if __name__ == "__main__":
