@@ -74,7 +74,7 @@ def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
 
 
 def resident_bytes(process: str, field: str) -> int:
-    """VmRSS or VmHWM of a process, in bytes; 0 once it has ended."""
+    """VmRSS, VmHWM or another field of a process, in bytes; 0 once it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
