@@ -35,7 +35,7 @@ def main(
     depths: tuple[int, ...] = (4, 16),
     rounds: int = 5,
 ) -> None:
-    """Print a table. `gib` is the size of the file, `threads` are those of a direction, `depths` the blocks in flight."""
+    """Print a table. `gib` is the size of the file, `threads` those of a direction, `depths` the blocks in flight."""
     blocks = int(gib * (1 << 30)) // BLOCK // 2 * 2
     table = Table("transfers", "method", "GB/s", "over the first", "processor seconds a GB")
     with TemporaryDirectory(dir=ssd) as folder:

@@ -39,7 +39,7 @@ from marks import write_between_marks
 from pagoda.calibrate.meter import cpu_name
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from script import write
-from training import LR, Paged, Trainer, Workload
+from training import LR, Paged, Plain, Trainer, Workload
 
 Kind = Literal["stage 3", "stage 2", "stage 1", "ddp", "fsdp2", "fsdp2-offload"]
 STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
@@ -73,32 +73,13 @@ class Settings:
     """In the process of a rank: what it trains. It writes its figures below `out`."""
 
 
-class DistributedPlain:
+class DistributedPlain(Plain):
     """DDP in bf16 with an fp32 master on each rank; the whole state everywhere."""
 
     def __init__(self, workload: Workload) -> None:
-        torch.manual_seed(0)
-        model = workload.build()
-        self.master = [p.detach().clone().requires_grad_() for p in model.parameters()]
-        self.module = model.to(torch.bfloat16).train()
-        several = dist.is_initialized()
-        self.model = nn.parallel.DistributedDataParallel(self.module) if several else self.module
-        self.optimizer = torch.optim.AdamW(self.master, lr=LR, fused=True)
-        self.clip = workload.clip
-
-    def step(self, ids: torch.Tensor) -> None:
-        self.model(input_ids=ids, labels=ids).loss.backward()
-        params = list(self.module.parameters())
-        for master, param in zip(self.master, params, strict=True):
-            assert param.grad is not None
-            master.grad, param.grad = param.grad.float(), None
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.master, self.clip)
-        self.optimizer.step()
-        with torch.no_grad():
-            for master, param in zip(self.master, params, strict=True):
-                param.copy_(master)
-                master.grad = None
+        super().__init__(workload)
+        if dist.is_initialized():
+            self.model = nn.parallel.DistributedDataParallel(self.model)
 
 
 class Sharded(Trainer):
@@ -171,7 +152,7 @@ class Sent:
         return found
 
 
-def sent_of(trained: Any) -> tuple[int, int]:
+def sent_of(trained: Trainer) -> tuple[int, int]:
     """The same of Pagoda's collectives, so far."""
     together = trained.optimizer._engine.rank_group if isinstance(trained, Paged) else None
     if together is None:
@@ -191,7 +172,7 @@ def train(kind: str, model: str) -> dict[str, dict[str, float]]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = resident_bytes("self", "VmRSS")
     if kind in STAGES:
-        trained: Any = Paged(workload, pagoda.Memory(host="2GiB"), mesh=pagoda.open_mesh(stage=STAGES[kind]))
+        trained: Trainer = Paged(workload, pagoda.Memory(host="2GiB"), mesh=pagoda.open_mesh(stage=STAGES[kind]))
     else:
         trained = DistributedPlain(workload) if kind == "ddp" else Sharded(workload, kind == "fsdp2-offload")
     sent = Sent() if dist.is_initialized() and kind not in STAGES else None
@@ -200,9 +181,9 @@ def train(kind: str, model: str) -> dict[str, dict[str, float]]:
         batches = replace(workload, seq_len=tokens).batches()
         for _ in range(rank):
             next(batches)
-        seconds = [timed_step(kind, trained, next(batches)) for _ in range(steps - 1)]
+        seconds = [timed_step(trained, next(batches)) for _ in range(steps - 1)]
         before_last = sent.take() if sent is not None else sent_of(trained)
-        seconds.append(timed_step(kind, trained, next(batches)))
+        seconds.append(timed_step(trained, next(batches)))
         messages, sent_bytes = sent.take() if sent is not None else sent_of(trained)
         if sent is None:
             messages, sent_bytes = messages - before_last[0], sent_bytes - before_last[1]
@@ -218,17 +199,15 @@ def train(kind: str, model: str) -> dict[str, dict[str, float]]:
             plan = pagoda.plan_of(trained.model)
             state = sum(plan.bytes["host"][state] for state in STATE)
             figures |= {"ledger_bytes": plan.peak_bytes["host"], "state_bytes": state}
-    if kind in STAGES:
-        trained.close()
+    trained.close()
     return found
 
 
-def timed_step(kind: str, trained: Any, ids: torch.Tensor) -> float:
+def timed_step(trained: Trainer, ids: torch.Tensor) -> float:
     """Seconds until every rank has ended a step, its updates included."""
     start = time.perf_counter()
     trained.step(ids)
-    if kind in STAGES:
-        trained.optimizer.drain()
+    trained.drain()
     if dist.is_initialized():
         dist.barrier()
     return time.perf_counter() - start
