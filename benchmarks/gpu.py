@@ -36,6 +36,7 @@ from gpu_suite.copies import copies
 from gpu_suite.predict import predict
 from gpu_suite.steps import largest, largest_8bit, limited, step, whole
 from pagoda.errors import ConfigError
+from script import write
 
 SECTIONS: dict[str, Callable[[Machine], Figures]] = {
     "copies": copies,
@@ -86,8 +87,7 @@ def main(
         results[section] = figures
         for figure, value in figures.items():
             table.add_row(section, figure, f"{value:.4g}" if isinstance(value, float) else json.dumps(value, indent=1))
-        if out is not None:  # after each section: a later one may run out of time
-            out.write_text(json.dumps(results, indent=1) + "\n")
+        write(out, results)  # after each section: a later one may run out of time
     Console().print(table)
 
 

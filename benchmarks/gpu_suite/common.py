@@ -3,9 +3,9 @@
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from torch import nn
 
 import pagoda
 from pagoda.calibrate import Effort
-from pagoda.optim.codecs import Moments
-from training import LR, Paged, Plain, Workload
+from training import Paged, Plain, Workload
 
 Figures = dict[str, object]
 _ACTIVATIONS = 12 << 30
@@ -74,8 +73,6 @@ class Machine:
     device: torch.device
     host: str | None
     ssd: Path | None
-    already: Mapping[str, Figures] = field(default_factory=dict)
-    """Figures of the sections before."""
 
     @property
     def gpu(self) -> bool:
@@ -208,7 +205,3 @@ def release(machine: Machine) -> None:
     gc.collect()
     if machine.gpu:
         torch.cuda.empty_cache()
-
-
-def rule(moments: Moments = "fp32") -> pagoda.AdamW:
-    return pagoda.AdamW(lr=LR, moments=moments)
