@@ -134,7 +134,7 @@ def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
     if hardware.link is not None:
         link = _twice_as_fast(hardware.link, "h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s")
         yield faster("A link to the GPU twice as fast", link=link)
-    if problem.ranks is not None:
+    if problem.ranks.count > 1:
         network = _twice_as_fast(hardware, "intra_node_bytes_per_s", "inter_node_bytes_per_s")
         yield _Change("Collectives twice as fast", replace(problem, hardware=network))
     yield faster("Updates twice as fast", cpu=_twice_as_fast(hardware.cpu, "update_params_per_s"))

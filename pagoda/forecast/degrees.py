@@ -35,10 +35,11 @@ class Way:
     """One way to divide the ranks, and how long a step takes with it."""
 
     config: PlanConfig
+    machine: Machine
     bound_s: float
     """Seconds for compute and the communication within it. No step is shorter."""
-    kinds: tuple[tuple[ModelDescription, Machine], ...] = ()
-    """For each kind of pipeline stage, its part of the model, and the machine as seen by one of its ranks."""
+    kinds: tuple[ModelDescription, ...] = ()
+    """For each kind of pipeline stage, its part of the model."""
     numbers: tuple[int, ...] = ()
     """The kind of each stage."""
     step_s: float = inf
@@ -142,26 +143,26 @@ def _left_at_one(
 
 def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> Way:
     """Describe one candidate. Raises ConfigError if it cannot be used."""
-    kinds, numbers = [(described, machine)], [0]
+    kinds, numbers = [described], [0]
     if config.pipeline_parallel > 1:
-        kinds, numbers = stages_of(config, machine, described)
+        kinds, numbers = stages_of(config, machine.ranks, described)
     whole = config.states[0].whole
-    kinds = [(tensor_part_of(part, config.tensor_parallel, whole), alone) for part, alone in kinds]
+    kinds = [tensor_part_of(part, config.tensor_parallel, whole) for part in kinds]
     again = config.activations in ("recompute", "recompute+offload")
     passes = [
-        pass_bound_s(alone.hardware, alone.ranks, *work_of(config, alone, part, again), again) for part, alone in kinds
+        pass_bound_s(machine.hardware, machine.ranks, *work_of(config, machine, part, again), again) for part in kinds
     ]
     of_stages = [passes[number] for number in numbers]
     bound = sum(of_stages) + (config.accumulation_steps - 1) * max(of_stages)
-    return Way(config, bound, tuple(kinds), tuple(numbers))
+    return Way(config, machine, bound, tuple(kinds), tuple(numbers))
 
 
 def _step_s(way: Way, whole: bool = False) -> float:
     """Seconds per step of the default plan. `whole` means the same as in `_times`."""
     steps, passes = [], []
-    for part, alone in way.kinds:
+    for part in way.kinds:
         try:
-            step_s, pass_s = _times(way.config, alone, part, whole)
+            step_s, pass_s = _times(way.config, way.machine, part, whole)
         except BudgetError:
             return inf
         steps.append(step_s)

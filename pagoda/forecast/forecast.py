@@ -59,7 +59,7 @@ class Forecast:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step of all GPUs."""
-        return self.machine.batches * self.config.tokens * self.config.accumulation_steps
+        return self.machine.ranks.data_parallel * self.config.tokens * self.config.accumulation_steps
 
     @property
     def tokens_per_s(self) -> float:

@@ -57,7 +57,7 @@ def _check_in_all(problem: Problem) -> None:
     budgets, options = problem.budgets, problem.options
     if budgets.ssd is not None or not options.update_during_backward:  # gradients have homes
         least += params * (options.gradients or problem.states[0].dtype).itemsize
-    least //= problem.ranks.data_parallel if problem.ranks else 1
+    least //= problem.ranks.data_parallel
     there = sum(filter(None, (budgets.device, budgets.host, budgets.ssd)))
     if least > there:
         raise BudgetError(

@@ -19,7 +19,7 @@ from pagoda.plan.ops import HOST
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.passes import first_passes, pass_begins
@@ -46,7 +46,7 @@ class Problem:
     hardware: Hardware
     compute: Compute
     options: Options
-    ranks: Ranks | None = None
+    ranks: Ranks = ALONE
     exchanges: tuple[Exchange, ...] = ()
     saved: SavedBlocks | None = None
 
@@ -168,7 +168,7 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
 
 
 def pass_bound_s(
-    hardware: Hardware, ranks: Ranks | None, compute: Compute, exchanges: Sequence[Exchange], again: bool
+    hardware: Hardware, ranks: Ranks, compute: Compute, exchanges: Sequence[Exchange], again: bool
 ) -> float:
     """Seconds of a micro-batch that never waits for weights or updates. `again`: layers are recomputed."""
     rates = Rates(hardware, ranks)

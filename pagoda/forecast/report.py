@@ -106,7 +106,7 @@ def show(forecast: Forecast, advice: Sequence[str], console: Console) -> None:
 
 def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType]:
     described, config = forecast.described, forecast.config
-    ranks = f", {forecast.machine.ranks.count} ranks" if forecast.machine.ranks else ""
+    ranks = f", {forecast.machine.ranks.count} ranks" if forecast.machine.ranks.count > 1 else ""
     passes = f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else ""
     yield Text(
         f"{described.name}, {described.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "

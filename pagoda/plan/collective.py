@@ -39,7 +39,7 @@ class ReduceBuffers:
 def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
     """The buffers of one rank. None if no other rank shares its gradients."""
     ranks, itemsize = layout.ranks, layout.offloaded_itemsize
-    if ranks is None or ranks.data_parallel == 1:
+    if ranks.data_parallel == 1:
         return None
     most_slots = max(len(unit.slots) for unit in layout.units)
     header = -(-most_slots // _HEADER_BYTES) * _HEADER_BYTES
@@ -69,7 +69,7 @@ def reduce_pages(layout: Layout) -> int:
 
 def serving_pages(layout: Layout) -> int:
     """Pages of the buffer for a slice on SSD that another rank asks for: one message, wherever it begins in a page."""
-    if layout.ranks is None or not layout.ranks.shards_weights:
+    if not layout.ranks.shards_weights:
         return 0
     widest = max(layout.pages(unit, WEIGHT) for unit in layout.units)
     return min(widest, pages_for(MESSAGE_BYTES, layout.page_bytes)) + 1

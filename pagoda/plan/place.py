@@ -95,7 +95,7 @@ class _Placer:
         self.asynchronous = options.max_staleness is not None
         self.transient = options.update_during_backward
         self.speculates = options.may_speculate
-        self.in_two = layout.in_two and layout.ranks is None and not (self.asynchronous or self.transient)
+        self.in_two = layout.in_two and layout.ranks.count == 1 and not (self.asynchronous or self.transient)
         """Whether updates of states on SSD may have two parts."""
         self.update_ring = 0
         """Pages of the device for slots through which states pass for their update."""
@@ -261,7 +261,7 @@ class _Placer:
             lines[SERVING] = serving_pages(layout)
             if self.options.may_offload:
                 lines[ACTIVATIONS] = ACTIVATION_BUFFERS * layout.activation_buffer_pages
-        if self.device is None and layout.ranks is not None and layout.ranks.shards_weights:
+        if self.device is None and layout.ranks.shards_weights:
             lines[LEASES] = layout.lease_pages(ahead=1)
             if self.ssd is not None:  # a slice does not begin where a page of its lease does
                 lines[FETCH_RING] = FETCH_SLOTS * layout.fetch_piece_pages

@@ -18,7 +18,7 @@ from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANS
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within
@@ -88,7 +88,7 @@ class Plan:
         return {tier: sum(lines.values()) for tier, lines in self.bytes.items()}
 
     @property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> Ranks:
         return self.layout.ranks
 
     @property
@@ -129,7 +129,7 @@ class Plan:
 
     def leased_pages(self) -> dict[int, int]:
         """unit -> frames of its lease, for units whose weights are not used in their home."""
-        everywhere = self.budgets.device is not None or (self.ranks is not None and self.ranks.shards_weights)
+        everywhere = self.budgets.device is not None or self.ranks.shards_weights
         return {
             unit.index: self.layout.lease_of(unit)
             for unit in self.units
@@ -160,7 +160,7 @@ def make_plan(
     states: tuple[StateSpec, ...],
     budgets: Budgets,
     options: Options,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     exchanges: Sequence[Exchange] = (),
     rank: int | None = None,
     saved: SavedBlocks | None = None,
@@ -178,7 +178,7 @@ def make_plan(
     updates or homes on the device is impossible.
     """
     passes = options.accumulation_steps or 1
-    if ranks is not None and ranks.shares_experts and any(root.experts()) and options.update_during_backward:
+    if ranks.shares_experts and any(root.experts()) and options.update_during_backward:
         options = replace(options, accumulation_steps=None)  # a rank knows only at `step()` which experts others use
     limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
     if rank is not None and layout.slices.differ:
@@ -193,7 +193,7 @@ def make_plan(
 
 
 def _units_that_fit(
-    root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options, ranks: Ranks | None
+    root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options, ranks: Ranks
 ) -> tuple[int, Layout, Placement]:
     """A placement with the largest units that fit, and the limit in bytes with which they were made."""
     itemsize = states[0].dtype.itemsize
@@ -267,8 +267,8 @@ def _paged(layout: Layout, asked: int | None) -> Layout:
         return replace(layout, page_bytes=asked)
     page = PAGE_BYTES
     states = [state.name for state in layout.states]
-    sliced = layout.ranks is not None and layout.ranks.data_parallel > 1
-    if sliced or layout.gradient is not None:  # else gradients are as large as weights, and need not be looked at
+    # Otherwise gradients are as large as weights, and need not be looked at.
+    if layout.ranks.data_parallel > 1 or layout.gradient is not None:
         states.append(GRAD)
     least = replace(layout, page_bytes=_MIN_PAGE_BYTES)  # slices may be whole pages
     exact = sum(least.elements(unit, state) * layout.itemsize(state) for unit in layout.units for state in states)
