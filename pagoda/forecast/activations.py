@@ -8,8 +8,8 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import (
     BUFFERED,
     LEAST_OFFLOADED_BYTES,
+    ActivationPlan,
     BlockSizes,
-    SavedBlocks,
     StepSizes,
     Storages,
     recomputes,
@@ -54,7 +54,7 @@ class ActivationEstimate:
     at_once: int = 1
     """Number of forward passes whose activations exist at the same time."""
 
-    def with_policies(self, saved: SavedBlocks) -> "ActivationEstimate":
+    def with_policies(self, saved: ActivationPlan) -> "ActivationEstimate":
         """The same estimate if each layer has its own policy."""
         blocks = list(zip(saved.sizes.blocks, saved.policies, strict=True))
         kept = self.at_once * sum(block.kept(policy) for block, policy in blocks)

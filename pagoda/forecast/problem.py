@@ -12,7 +12,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.model_description import ModelDescription
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import Policy, SavedBlocks, recomputes
+from pagoda.plan.activations import ActivationPlan, Policy, StepSizes, recomputes
 from pagoda.plan.exchanges import Exchange, of_gradients, of_sums, of_tokens
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
@@ -48,7 +48,7 @@ class Problem:
     options: Options
     ranks: Ranks = ALONE
     exchanges: tuple[Exchange, ...] = ()
-    saved: SavedBlocks | None = None
+    saved: ActivationPlan | None = None
 
     def plan(self) -> Plan:
         """The plan that the planner chooses without a search. Raises BudgetError if no plan fits."""
@@ -126,7 +126,7 @@ class Problem:
             blocks = tuple(saved.sizes.blocks[index] for index in here)
             outside = (*saved.sizes.outside[: len(blocks)], saved.sizes.outside[-1])
             policies = tuple(saved.policies[index] for index in here)
-            saved = SavedBlocks(replace(saved.sizes, blocks=blocks, outside=outside), policies)
+            saved = replace(saved, policies=policies, sizes=StepSizes(blocks, outside))
         return replace(
             self,
             root=visit(self.root),
@@ -159,7 +159,7 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
     saved = None
     if one_policy:
         sizes = estimate_sizes(described, config.tokens, config.itemsize)
-        saved = SavedBlocks(sizes, (Policy(config.activations),) * len(sizes.blocks))
+        saved = ActivationPlan((Policy(config.activations),) * len(sizes.blocks), sizes=sizes)
     compute, exchanges = work_of(config, machine, described, recomputes(config.activations))
     problem = Problem(
         described.root, config.states, budgets, machine.hardware, compute, options, machine.ranks, exchanges, saved

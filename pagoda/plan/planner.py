@@ -1,7 +1,7 @@
 """The planner: makes an immutable plan from a module tree, an optimizer's states and budgets."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -9,7 +9,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks, offload_room, plan_activations
+from pagoda.plan.activations import ActivationPlan, offload_room, plan_activations
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import Exchange
@@ -48,7 +48,7 @@ class Plan:
     options: Options
     trace: Trace
     reasons: tuple[str, ...]
-    activations: ActivationPlan | None = None
+    activations: ActivationPlan = field(default_factory=ActivationPlan)
     """The policies for activations, once their sizes are known from a step or an estimate."""
     exchanges: tuple[Exchange, ...] = ()
     """What compute sends to other ranks."""
@@ -75,8 +75,7 @@ class Plan:
             for tier in (DEVICE, HOST, SSD)
             if (pages := self.placement.lines.get(tier))
         }
-        peak = self.activations.peak if self.activations is not None else ActivationBytes()
-        for tier, nbytes in ((HOST, peak.host), (SSD, peak.ssd)):
+        for tier, nbytes in ((HOST, self.activations.peak.host), (SSD, self.activations.peak.ssd)):
             if nbytes:
                 lines = account.setdefault(tier, {})
                 lines[ACTIVATIONS] = lines.get(ACTIVATIONS, 0) + nbytes
@@ -163,11 +162,12 @@ def make_plan(
     ranks: Ranks = ALONE,
     exchanges: Sequence[Exchange] = (),
     rank: int | None = None,
-    saved: SavedBlocks | None = None,
+    saved: ActivationPlan | None = None,
 ) -> Plan:
     """Choose units, page size and placement for an assumed step.
 
-    `saved`: an estimate of activations. The plan then includes the bytes that policies offload, and their moves.
+    `saved`: estimated sizes of activations, with policies. The plan then includes the bytes that these offload, and
+    their moves.
 
     `ranks`: the plan and its budgets are those of one rank, and `exchanges` is what compute sends to other ranks. If
     ranks divide experts, `root` has the experts of one rank. If ranks hold different numbers of elements (`Slices`),
@@ -186,7 +186,7 @@ def make_plan(
     reasons = reasons_for(layout, placement, options, limit)
     uses = forward_uses(root, layout.units)
     trace = assumed_trace([use.unit for use in uses], passes)
-    activations = None
+    activations = ActivationPlan()
     if saved is not None:
         activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
     return Plan(layout, budgets, placement, options, trace, reasons, activations, tuple(exchanges))

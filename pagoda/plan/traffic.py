@@ -100,7 +100,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
 def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
     """tick -> (lane, bytes) of the activations that leave during an access of forward, or must be back for an access of
     backward; in the order of ticks."""
-    moves = () if plan.activations is None else plan.activations.moves
+    moves = plan.activations.moves
     at: dict[int, list[tuple[str, int]]] = {}
     accesses = enumerate(plan.trace.accesses[:-1])
     passes = (
