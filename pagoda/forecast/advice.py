@@ -50,12 +50,11 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     part, before_s = problem.to_compare(best.plan), None
     if changes and part is not problem:
         before_s, _ = _fastest(part, _kinds(problem, best))
-    estimates = [_estimate(change, best, before_s) for change in changes]
-    promising = sorted((each for each in estimates if each.gain > _WORTH), key=lambda each: -each.gain)
-    for each in promising[:_MOST_LINES]:
+    estimates = [(*_estimate(change, best, before_s), change) for change in changes]
+    promising = sorted((each for each in estimates if each[0] > _WORTH), key=lambda each: -each[0])
+    for _, kind, change in promising[:_MOST_LINES]:
         # The printed gain comes from a simulation of the step that the forecast shows, with the change.
-        change = each.change
-        seconds = each.step_s if each.whole else _fastest(change.problem, each.kinds)[0]
+        seconds, _ = _fastest(change.problem, (kind,))
         gain = change.tokens * best.step_s / seconds - 1
         if gain > _WORTH:
             gains.append((gain, f"{change.name}: {gain:+.0%}, {forecast.tokens_per_s * (1 + gain):,.0f} tokens/s."))
@@ -70,21 +69,8 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     return tuple(lines or [nothing])[:_MOST_LINES]
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """The estimated gain of a change."""
-
-    change: _Change
-    gain: float
-    step_s: float
-    whole: bool
-    """Whether all layers were simulated."""
-    kinds: tuple[Options, ...]
-    """The options of the fastest plan."""
-
-
-def _estimate(change: _Change, best: Candidate, before_s: float | None) -> _Estimate:
-    """Estimate the gain of a change.
+def _estimate(change: _Change, best: Candidate, before_s: float | None) -> tuple[float, Options]:
+    """The estimated gain of a change, and the options of the fastest plan with it.
 
     If the plan has many units, some of the layers are simulated. Their step takes `before_s` without the change. If
     there is no such part, or it does not fit its share of a tier, all layers are simulated.
@@ -94,9 +80,9 @@ def _estimate(change: _Change, best: Candidate, before_s: float | None) -> _Esti
     if before_s is not None and after is not change.problem and before_s < inf:
         seconds, kind = _fastest(after, kinds)
         if seconds < inf:
-            return _Estimate(change, change.tokens * before_s / seconds - 1, seconds, False, (kind,))
+            return change.tokens * before_s / seconds - 1, kind
     seconds, kind = _fastest(change.problem, kinds)
-    return _Estimate(change, change.tokens * best.step_s / seconds - 1, seconds, True, (kind,))
+    return change.tokens * best.step_s / seconds - 1, kind
 
 
 def _kinds(problem: Problem, best: Candidate) -> tuple[Options, ...]:
