@@ -47,7 +47,7 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
         for each in _changes(forecast, problem)
         if each.tokens * best.step_s / each.problem.bound_s - 1 > _WORTH  # otherwise compute alone takes too long
     ]
-    part, before_s = problem.to_compare(best.plan), None
+    part, before_s = problem.to_compare(best.plan), inf
     if changes and part is not problem:
         before_s, _ = _fastest(part, _kinds(problem, best))
     estimates = [(*_estimate(change, best, before_s), change) for change in changes]
@@ -69,15 +69,15 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     return tuple(lines or [nothing])[:_MOST_LINES]
 
 
-def _estimate(change: _Change, best: Candidate, before_s: float | None) -> tuple[float, Options]:
+def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float, Options]:
     """The estimated gain of a change, and the options of the fastest plan with it.
 
     If the plan has many units, some of the layers are simulated. Their step takes `before_s` without the change. If
-    there is no such part, or it does not fit its share of a tier, all layers are simulated.
+    there is no such part, or it does not fit its share of a tier (infinite seconds), all layers are simulated.
     """
     kinds = _kinds(change.problem, best)
     after = change.problem.to_compare(best.plan)
-    if before_s is not None and after is not change.problem and before_s < inf:
+    if before_s < inf and after is not change.problem:
         seconds, kind = _fastest(after, kinds)
         if seconds < inf:
             return change.tokens * before_s / seconds - 1, kind

@@ -158,11 +158,18 @@ def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> W
 
 
 def _step_s(way: Way, whole: bool = False) -> float:
-    """Seconds per step of the default plan. `whole` means the same as in `_times`."""
+    """Seconds per step of the default plan, infinite if none fits. Unless `whole` is set, they are estimated."""
     steps, passes = [], []
     for part in way.kinds:
         try:
-            step_s, pass_s = _times(way.config, way.machine, part, whole)
+            closed, _ = resolve_auto(way.config, way.machine, part, timed=whole)
+            problem, _ = resolved_problem(closed, way.machine, part)
+            plan = problem.plan()
+            if whole:
+                timeline = problem.simulated(plan)
+                step_s, pass_s = timeline.step_s, timeline.pass_s
+            else:
+                step_s, pass_s = problem.estimated(plan)
         except BudgetError:
             return inf
         steps.append(step_s)
@@ -170,20 +177,6 @@ def _step_s(way: Way, whole: bool = False) -> float:
     slowest = max(way.numbers, key=lambda number: steps[number])
     others = sum(passes[number] for number in way.numbers) - passes[slowest]
     return steps[slowest] + others
-
-
-def _times(config: PlanConfig, machine: Machine, described: ModelDescription, whole: bool) -> tuple[float, float]:
-    """Seconds of a step and of a micro-batch on a rank of one stage.
-
-    Unless `whole` is set, the times are estimated. Raises BudgetError if the stage does not fit.
-    """
-    closed, _ = resolve_auto(config, machine, described, timed=whole)
-    problem, _ = resolved_problem(closed, machine, described)
-    plan = problem.plan()
-    if whole:
-        timeline = problem.simulated(plan)
-        return timeline.step_s, timeline.pass_s
-    return problem.estimated(plan)
 
 
 def _divisors(number: int) -> list[int]:
