@@ -74,11 +74,10 @@ class Problem:
         longer = 1.0 if part is self else self.bound_s / part.bound_s
         plan = plan if part is self else part.plan()
         count, few = len(pass_begins(plan.trace)), _FEW_PASSES
-        if count <= few or (trace := first_passes(plan.trace, part.compute.of_step(part.root, plan), few)) is None:
-            timeline = part.simulated(plan)
-            return timeline.step_s * longer, timeline.pass_s * longer
-        timeline = part.simulated(plan.retraced(trace))
-        return (timeline.step_s + (count - few) * timeline.pass_s) * longer, timeline.pass_s * longer
+        trace = first_passes(plan.trace, part.compute.of_step(part.root, plan), few) if count > few else None
+        timeline = part.simulated(plan if trace is None else plan.retraced(trace))
+        left_out = 0 if trace is None else count - few
+        return (timeline.step_s + left_out * timeline.pass_s) * longer, timeline.pass_s * longer
 
     def to_compare(self, plan: Plan) -> Self:
         """The problem on which such plans are compared. If there are many units, it has only the first layers of the
