@@ -73,10 +73,9 @@ class Problem:
         part = self.to_compare(plan)
         longer = 1.0 if part is self else self.bound_s / part.bound_s
         plan = plan if part is self else part.plan()
-        count, few = len(pass_begins(plan.trace)), _FEW_PASSES
-        trace = first_passes(plan.trace, part.compute.of_step(part.root, plan), few) if count > few else None
-        timeline = part.simulated(plan if trace is None else plan.retraced(trace))
-        left_out = 0 if trace is None else count - few
+        trace = first_passes(plan.trace, part.compute.of_step(part.root, plan), _FEW_PASSES) or plan.trace
+        timeline = part.simulated(plan.retraced(trace))
+        left_out = len(pass_begins(plan.trace)) - len(pass_begins(trace))
         return (timeline.step_s + left_out * timeline.pass_s) * longer, timeline.pass_s * longer
 
     def to_compare(self, plan: Plan) -> Self:
