@@ -105,8 +105,8 @@ class Plan:
         A larger single gradient from a separate device need not be waited for, because the estimate of activations
         includes two of the largest. With several ranks, gradients have buffers.
         """
-        if (buffers := reduce_buffers(self.layout)) is not None:
-            return buffers.whole_pages * self.page_bytes
+        if whole_pages := reduce_buffers(self.layout).whole_pages:
+            return whole_pages * self.page_bytes
         if self.budgets.device is None:
             return GRADIENTS_IN_FLIGHT_BYTES
         trainable = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
