@@ -24,15 +24,12 @@ from text import batches_of_text
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
-LATE = {"late": 1}
-PREDICTED = {"late": 1, "predict": 1.0}
 STUDY: list[dict[str, Any]] = [
-    {**change, **lateness}
-    for change, all_lateness in (
-        ({}, ({"late": 0}, LATE, PREDICTED)),
-        ({"batch_size": 4}, ({"late": 0}, LATE)),
-    )
-    for lateness in all_lateness
+    {"late": 0},
+    {"late": 1},
+    {"late": 1, "predict": 1.0},
+    {"batch_size": 4, "late": 0},
+    {"batch_size": 4, "late": 1},
 ]
 """Changes of the settings: without lateness, one step late, and one step late but predicted."""
 
