@@ -13,7 +13,6 @@ import gc
 import multiprocessing
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -44,11 +43,6 @@ ESTIMATED: tuple[tuple[Workload, ActivationMode], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    ssd: Path
-
-
 def steps(case: Workload, memory: pagoda.Memory, activations: ActivationMode, count: int) -> Paged:
     """A run after some steps."""
     paged = Paged(case, memory, activations=activations)
@@ -59,7 +53,7 @@ def steps(case: Workload, memory: pagoda.Memory, activations: ActivationMode, co
     return paged
 
 
-def peak(settings: Settings) -> list[dict[str, object]]:
+def peak(ssd: Path) -> list[dict[str, object]]:
     """MiB that graphs kept, by where, against the plan, in the last of three steps."""
     rows: list[dict[str, object]] = []
     for case in SHAPES:
@@ -67,7 +61,7 @@ def peak(settings: Settings) -> list[dict[str, object]]:
         for activations in POLICIES:
             for place in PLACES if "offload" in activations or activations == "auto" else PLACES[1:]:
                 most = (kept["keep"] + kept["recompute"]) // 2 if activations == "auto" else None
-                paged = steps(case, memory_for(place, settings.ssd, most), activations, 3)
+                paged = steps(case, memory_for(place, ssd, most), activations, 3)
                 planned, measured = pagoda.plan_of(paged.model).activations, paged.optimizer.stats.activation_bytes
                 paged.close()
                 kept[activations] = measured.kept
@@ -98,12 +92,12 @@ def memory_for(place: str, ssd: Path, activations: int | None) -> pagoda.Memory:
     return pagoda.Memory(host="3GiB", ssd=f"{ssd}:8GiB", activations=activations)
 
 
-def estimate(settings: Settings) -> list[dict[str, object]]:
+def estimate(ssd: Path) -> list[dict[str, object]]:
     """The estimate of `pagoda plan` against resident memory, each case in a process of its own."""
     rows: list[dict[str, object]] = []
     for case, activations in ESTIMATED:
         with multiprocessing.get_context("spawn").Pool(1) as fresh:
-            rows.append(fresh.apply(_beside_pages, (case, activations, settings.ssd)))
+            rows.append(fresh.apply(_beside_pages, (case, activations, ssd)))
         print(rows[-1])
     return rows
 
@@ -130,18 +124,14 @@ def _beside_pages(case: Workload, activations: ActivationMode, ssd: Path) -> dic
     }
 
 
-SECTIONS: dict[str, Callable[[Settings], list[dict[str, object]]]] = {
-    "peak": peak,
-    "estimate": estimate,
-}
+SECTIONS: dict[str, Callable[[Path], list[dict[str, object]]]] = {"peak": peak, "estimate": estimate}
 
 
 def main(
     sections: tyro.conf.Positional[tuple[str, ...]] = ("peak",), ssd: Path | None = None, out: Path | None = None
 ) -> None:
     with tempfile.TemporaryDirectory() as spare:
-        settings = Settings(ssd or Path(spare))
-        results = {name: SECTIONS[name](settings) for name in sections}
+        results = {name: SECTIONS[name](ssd or Path(spare)) for name in sections}
     write(out, results)
 
 

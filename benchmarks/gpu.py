@@ -38,17 +38,8 @@ from gpu_suite.steps import largest, largest_8bit, limited, step, whole
 from pagoda.errors import ConfigError
 from script import write
 
-SECTIONS: dict[str, Callable[[Machine], Figures]] = {
-    "copies": copies,
-    "step": step,
-    "whole": whole,
-    "limited": limited,
-    "largest": largest,
-    "largest_8bit": largest_8bit,
-    "bits": bits,
-    "predict": predict,
-    "baselines": baselines,
-}
+_IN_ORDER = (copies, step, whole, limited, largest, largest_8bit, bits, predict, baselines)
+SECTIONS: dict[str, Callable[[Machine], Figures]] = {section.__name__: section for section in _IN_ORDER}
 
 
 def main(
