@@ -106,10 +106,7 @@ def forecast(
     made = Forecast(config, machine, described, activations_of(config, described), (), chosen)
     try:
         problem, notes = resolved_problem(config, machine, described)
-    except BudgetError as refusal:
-        return replace(made, refusal=refusal)
-    made = replace(made, notes=notes, problem=problem)
-    try:
+        made = replace(made, notes=notes, problem=problem)
         choice = search(problem)
     except BudgetError as refusal:
         return replace(made, refusal=refusal)
