@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import tyro
 from torch._dynamo.utils import counters
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
 from script import machine, write
+from training import llama
 from turns import ROOT, Checkout, serve, settings_of_process, take_turns
 
 WAYS = [f"{who}, {what}" for who in ("plain", "Pagoda") for what in ("eager", "layers", "model")]
@@ -37,16 +37,7 @@ def serve_steps(way: str, layers: int, hidden: int, batch: int, seq_len: int, ot
     """A process that takes a step when it is its turn, and says at the end what it has compiled."""
     who, _, what = way.partition(", ")
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=_VOCABULARY,
-            hidden_size=hidden,
-            intermediate_size=hidden * 8 // 3,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            use_cache=False,
-        )
-    )
+    model: Any = llama(_VOCABULARY, hidden, hidden * 8 // 3, layers)
     for module in {"eager": [], "layers": model.model.layers, "model": [model]}[what]:
         module.compile()
     if who == "Pagoda":

@@ -24,12 +24,12 @@ from typing import Any, Literal
 import torch
 import tyro
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
 from beyond_memory import resident_bytes
 from pagoda.memory.sizes import parse_bytes
 from script import begin, machine, write
+from training import llama
 from turns import ROOT, Checkout, ratio_of, serve, settings_of_process, take_turns
 
 NAMES = {"plain": False, "pagoda": True}
@@ -42,18 +42,8 @@ Sizes = tuple[int, int, int]
 
 def build(sizes: Sizes, length: int) -> nn.Module:
     vocab, hidden, layers = sizes
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = llama(vocab, hidden, 2 * hidden, layers, max_position_embeddings=length, tie_word_embeddings=True)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 

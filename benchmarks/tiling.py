@@ -19,27 +19,19 @@ from typing import Any
 import torch
 import tyro
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
 from script import begin, machine, write
 from slow_ssd import slow_ssd
+from training import llama
 
 MIB = 1 << 20
 
 
 def build(layers: int, hidden: int) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 64 * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        use_cache=False,
-    )
     with pagoda.init():
-        model = LlamaForCausalLM(config)
+        model = llama(1024, hidden, hidden * 8 // 3 // 64 * 64, layers)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 

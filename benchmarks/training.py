@@ -7,6 +7,7 @@ checkpointing and clipping.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +57,15 @@ class Workload:
         generator = torch.Generator().manual_seed(0)
         while True:
             yield torch.randint(256, (self.batch_size, self.seq_len), generator=generator).to(device)
+
+
+def llama(vocab: int, hidden: int, ffn: int, layers: int, **more: Any) -> nn.Module:
+    """A Llama of these sizes, with heads of 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = hidden // 64
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=heads, use_cache=False, **more))
 
 
 class Trainer:
