@@ -144,7 +144,7 @@ def _twice_the_batch(forecast: Forecast, problem: Problem) -> Problem | None:
     except BudgetError:
         return None
     exchanges = tuple(exchange.scaled(2) for exchange in problem.exchanges)
-    saved = problem.saved and replace(problem.saved, sizes=problem.saved.sizes.scaled(2.0))
+    saved = replace(problem.saved, sizes=problem.saved.sizes.scaled(2.0))
     return replace(problem, exchanges=exchanges, budgets=budgets, saved=saved, compute=problem.compute.scaled(2.0))
 
 

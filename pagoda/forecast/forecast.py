@@ -119,7 +119,7 @@ def forecast(
         choice = choice.with_times(problem)
         how = f"a layer and the head, measured here just now; what chose the plan is {how}"
     activations = made.activations
-    if config.activations == "auto" and problem.saved is not None:
+    if config.activations == "auto":
         activations = activations.with_policies(problem.saved)
     notes = (*notes, f"compute: {how}.")
     return replace(made, activations=activations, notes=notes, problem=problem, choice=choice)
@@ -143,6 +143,6 @@ def _measured(config: PlanConfig, problem: Problem) -> Compute:
         gradient_checkpointing=recomputes(config.activations),
     )
     times = Compute.from_profile(profiler.measure(), problem.root)
-    if config.activations != "auto" or problem.saved is None:
+    if config.activations != "auto":
         return times
     return without_recomputing(times, problem.root, problem.saved.policies)

@@ -12,7 +12,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.model_description import ModelDescription
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import ActivationPlan, Policy, StepSizes, recomputes
+from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, Policy, StepSizes, recomputes
 from pagoda.plan.exchanges import Exchange, of_gradients, of_sums, of_tokens
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
@@ -48,7 +48,7 @@ class Problem:
     options: Options
     ranks: Ranks = ALONE
     exchanges: tuple[Exchange, ...] = ()
-    saved: ActivationPlan | None = None
+    saved: ActivationPlan = NO_BLOCKS
 
     def plan(self) -> Plan:
         """The plan that the planner chooses without a search. Raises BudgetError if no plan fits."""
@@ -119,7 +119,7 @@ class Problem:
             return {module: number for module, number in by_module.items() if not is_within(module, left_out)}
 
         saved = self.saved
-        if saved is not None:
+        if saved.policies:
             here = [index for index, layer in enumerate(layers_of(self.root)) if layer.name not in left_out]
             blocks = tuple(saved.sizes.blocks[index] for index in here)
             outside = (*saved.sizes.outside[: len(blocks)], saved.sizes.outside[-1])
@@ -154,7 +154,7 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
             f"--activations is {config.activations}, but there is nowhere to offload to: compute is the CPU, and "
             "activations are in its RAM. Give --memory.ssd, or use recompute."
         )
-    saved = None
+    saved = NO_BLOCKS
     if one_policy:
         sizes = estimate_sizes(described, config.tokens, config.itemsize)
         saved = ActivationPlan((Policy(config.activations),) * len(sizes.blocks), sizes=sizes)

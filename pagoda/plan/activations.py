@@ -203,6 +203,10 @@ class ActivationPlan:
         return ", ".join(f"{count} {policy}" for policy, count in counts.items()) or "no blocks"
 
 
+NO_BLOCKS = ActivationPlan()
+"""Nothing is known of activations."""
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """The memory that the activations of a step may use."""
@@ -336,6 +340,8 @@ def plan_activations(
 
     Raises BudgetError if there is no room.
     """
+    if not saved.policies:
+        return saved
     peak = peak_of(saved.sizes, saved.policies, room[HOST])
     if peak.ssd > room[SSD]:
         tier = SSD if room[SSD] else HOST

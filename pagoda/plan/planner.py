@@ -1,7 +1,7 @@
 """The planner: makes an immutable plan from a module tree, an optimizer's states and budgets."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -9,7 +9,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import ActivationPlan, offload_room, plan_activations
+from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, offload_room, plan_activations
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import Exchange
@@ -48,7 +48,7 @@ class Plan:
     options: Options
     trace: Trace
     reasons: tuple[str, ...]
-    activations: ActivationPlan = field(default_factory=ActivationPlan)
+    activations: ActivationPlan = NO_BLOCKS
     """The policies for activations, once their sizes are known from a step or an estimate."""
     exchanges: tuple[Exchange, ...] = ()
     """What compute sends to other ranks."""
@@ -162,7 +162,7 @@ def make_plan(
     ranks: Ranks = ALONE,
     exchanges: Sequence[Exchange] = (),
     rank: int | None = None,
-    saved: ActivationPlan | None = None,
+    saved: ActivationPlan = NO_BLOCKS,
 ) -> Plan:
     """Choose units, page size and placement for an assumed step.
 
@@ -186,9 +186,7 @@ def make_plan(
     reasons = reasons_for(layout, placement, options, limit)
     uses = forward_uses(root, layout.units)
     trace = assumed_trace([use.unit for use in uses], passes)
-    activations = ActivationPlan()
-    if saved is not None:
-        activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
+    activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
     return Plan(layout, budgets, placement, options, trace, reasons, activations, tuple(exchanges))
 
 
