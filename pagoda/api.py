@@ -48,13 +48,7 @@ from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import MANIFEST
 from pagoda.memory.ram import free_ram
 from pagoda.models.build import build_from_directory, build_from_settings
-from pagoda.optim.param_groups import (
-    ParamGroups,
-    Reserve,
-    check_placed,
-    named_groups,
-    reserved_names,
-)
+from pagoda.optim.param_groups import ParamGroups, Reserve, check_placed, named_groups, reserved_names
 from pagoda.optim.rule import Rule, TensorRule, check_rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
