@@ -37,6 +37,10 @@ class Trace:
     assumed: bool = False
     """True before a step was seen. Then it has the modules in the order of their declaration, and back."""
 
+    def __post_init__(self) -> None:
+        if not self.accesses or self.accesses[-1] != STEP or STEP in self.accesses[:-1]:
+            raise ValueError("a trace holds one STEP, at its end")
+
 
 def assumed_trace(uses: Sequence[int], accumulation_steps: int = 1) -> Trace:
     """The most likely trace of a model: in each micro-batch, every unit in forward order, then back."""
