@@ -156,7 +156,7 @@ def _sequence(asked: TrainRequest, tokens: Tokens) -> tuple[int, list[str]]:
 def _batch(asked: TrainRequest, seq_len: int, ranks: int) -> tuple[int, int, list[str]]:
     """Sequences of a forward pass, and passes of a step."""
     target = max(1, round(asked.tokens_per_step / seq_len / ranks))
-    described = describe_model(PlanConfig(model=asked.model, seq_len=seq_len), count_flops=False)
+    described = describe_model(PlanConfig(model=asked.model, seq_len=seq_len, accumulation_steps=1), count_flops=False)
     itemsize = 4 if asked.precision == "fp32" else 2
     room, of = _room(asked)
 
