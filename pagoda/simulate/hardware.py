@@ -231,6 +231,28 @@ class Hardware:
         links = self.gpus_per_node // self.link.gpus
         return replace(self, gpus_per_node=count, link=replace(self.link, gpus=-(-count // links)))
 
+    def to_json(self) -> str:
+        """The text that `from_json` reads."""
+        return json.dumps({"format": FORMAT, "version": VERSION, "hardware": asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "hardware file") -> "Hardware":
+        """The hardware that `to_json` wrote.
+
+        Raises ConfigError with `origin` and the wrong entry if the text is not such a file.
+        """
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("format") != FORMAT:
+                raise ConfigError(f'it is not JSON with "format": "{FORMAT}"')
+            if data.get("version") != VERSION:
+                raise ConfigError(f"it is of version {data.get('version')}; this Pagoda reads version {VERSION}")
+            return decoded(cls, data.get("hardware"), of="it")
+        except (json.JSONDecodeError, ConfigError) as error:
+            raise ConfigError(
+                f"{origin} cannot be used: {error}. Run `pagoda calibrate` to write a new one."
+            ) from error
+
 
 def hardware_file() -> Path:
     """The file in the user's cache directory that `pagoda calibrate` writes and `--hardware auto` reads."""
@@ -244,12 +266,11 @@ def write_hardware(hardware: Hardware, path: Path) -> None:
 
     Raises ConfigError if it cannot be written.
     """
-    content = {"format": FORMAT, "version": VERSION, "hardware": asdict(hardware)}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")  # which no file of the user has
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(hardware.to_json(), encoding="utf-8")
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -258,20 +279,9 @@ def write_hardware(hardware: Hardware, path: Path) -> None:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """The hardware that `write_hardware` wrote. Raises ConfigError, with the wrong entry, if the file cannot be read or
-    is not such a file."""
+    """The hardware in a file. Raises ConfigError if it cannot be read or has another form."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hardware file {path} cannot be read: {error}") from error
-    try:
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ConfigError(f'it is not JSON with "format": "{FORMAT}"')
-        if data.get("version") != VERSION:
-            raise ConfigError(f"it is of version {data.get('version')}; this Pagoda reads version {VERSION}")
-        return decoded(Hardware, data.get("hardware"), of="it")
-    except (json.JSONDecodeError, ConfigError) as error:
-        raise ConfigError(
-            f"hardware file {path} cannot be used: {error}. Run `pagoda calibrate` to write a new one."
-        ) from error
+    return Hardware.from_json(text, f"hardware file {path}")
