@@ -10,22 +10,21 @@ sequences.
 
 import ctypes
 import gc
-import json
 import multiprocessing
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
 
 import pagoda
 from beyond_memory import resident_bytes
 from pagoda.config.training import ActivationMode
 from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.plan.activations import Policy, peak_of
+from script import write
 from training import Paged, Workload
 
 MIB = 1 << 20
@@ -44,11 +43,6 @@ ESTIMATED: tuple[tuple[Workload, ActivationMode], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    ssd: Path
-
-
 def steps(case: Workload, memory: pagoda.Memory, activations: ActivationMode, count: int) -> Paged:
     """A run after some steps."""
     paged = Paged(case, memory, activations=activations)
@@ -59,7 +53,7 @@ def steps(case: Workload, memory: pagoda.Memory, activations: ActivationMode, co
     return paged
 
 
-def peak(settings: Settings) -> list[dict[str, object]]:
+def peak(ssd: Path) -> list[dict[str, object]]:
     """MiB that graphs kept, by where, against the plan, in the last of three steps."""
     rows: list[dict[str, object]] = []
     for case in SHAPES:
@@ -67,10 +61,9 @@ def peak(settings: Settings) -> list[dict[str, object]]:
         for activations in POLICIES:
             for place in PLACES if "offload" in activations or activations == "auto" else PLACES[1:]:
                 most = (kept["keep"] + kept["recompute"]) // 2 if activations == "auto" else None
-                paged = steps(case, memory_for(place, settings.ssd, most), activations, 3)
+                paged = steps(case, memory_for(place, ssd, most), activations, 3)
                 planned, measured = pagoda.plan_of(paged.model).activations, paged.optimizer.stats.activation_bytes
                 paged.close()
-                assert planned is not None
                 kept[activations] = measured.kept
                 sizes = sizes or planned.sizes
                 assert sizes is not None
@@ -99,18 +92,18 @@ def memory_for(place: str, ssd: Path, activations: int | None) -> pagoda.Memory:
     return pagoda.Memory(host="3GiB", ssd=f"{ssd}:8GiB", activations=activations)
 
 
-def estimate(settings: Settings) -> list[dict[str, object]]:
+def estimate(ssd: Path) -> list[dict[str, object]]:
     """The estimate of `pagoda plan` against resident memory, each case in a process of its own."""
     rows: list[dict[str, object]] = []
     for case, activations in ESTIMATED:
         with multiprocessing.get_context("spawn").Pool(1) as fresh:
-            rows.append(fresh.apply(_beside_pages, (case, activations, settings.ssd)))
+            rows.append(fresh.apply(_beside_pages, (case, activations, ssd)))
         print(rows[-1])
     return rows
 
 
 def _beside_pages(case: Workload, activations: ActivationMode, ssd: Path) -> dict[str, object]:
-    described = describe_model(case.model, batch_size=case.batch_size, seq_len=case.seq_len, count_flops=False)
+    described = describe_model(PlanConfig(model=case.model, seq_len=case.seq_len), count_flops=False)
     expected = estimate_activations(described, case.tokens, 2, activations, chunked_loss=False)
     memory = pagoda.Memory(host="6GiB", ssd=f"{ssd}:8GiB" if "offload" in activations else None)
     steps(WARM_UP, memory, activations, 1).close()
@@ -131,20 +124,15 @@ def _beside_pages(case: Workload, activations: ActivationMode, ssd: Path) -> dic
     }
 
 
-SECTIONS: dict[str, Callable[[Settings], list[dict[str, object]]]] = {
-    "peak": peak,
-    "estimate": estimate,
-}
+SECTIONS: dict[str, Callable[[Path], list[dict[str, object]]]] = {"peak": peak, "estimate": estimate}
 
 
 def main(
     sections: tyro.conf.Positional[tuple[str, ...]] = ("peak",), ssd: Path | None = None, out: Path | None = None
 ) -> None:
     with tempfile.TemporaryDirectory() as spare:
-        settings = Settings(ssd or Path(spare))
-        results = {name: SECTIONS[name](settings) for name in sections}
-    if out is not None:
-        out.write_text(json.dumps({"threads": torch.get_num_threads(), **results}, indent=1) + "\n")
+        results = {name: SECTIONS[name](ssd or Path(spare)) for name in sections}
+    write(out, results)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ run in memory, and on the slow SSD only `--sync-steps` of it are timed; their lo
 
 import gc
 import json
-import os
-import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
@@ -26,16 +24,14 @@ import tyro
 
 import pagoda
 from pagoda.construction.construct import describe
-from pagoda.models import build_model
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
-from pagoda.train.data import Batches, Rows
-from pagoda.train.tokens import open_tokens
+from script import begin, machine, write
 from slow_ssd import slow_ssd
+from text import batches_of_text, built
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
@@ -82,9 +78,9 @@ class Run:
 
 def budget(settings: Settings, max_staleness: int | None) -> tuple[pagoda.Memory, int]:
     """Memory in which weights and gradients live in RAM and moments on SSD, and bytes of the moments in use."""
-    model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
     options = Options(clipping=True, max_staleness=max_staleness)
-    layout = make_plan(describe(model), pagoda.AdamW().states("bf16"), Budgets(1 << 40), options).layout
+    root = describe(built(settings.model, settings.seq_len))
+    layout = make_plan(root, pagoda.AdamW().states("bf16"), Budgets(1 << 40), options).layout
     weights = layout.total_pages(WEIGHT) * (1 if max_staleness is None else 2)
     gradients = layout.total_pages(GRAD) * (1 if max_staleness is None else max_staleness + 1)
     ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
@@ -94,13 +90,10 @@ def budget(settings: Settings, max_staleness: int | None) -> tuple[pagoda.Memory
 
 
 def train(settings: Settings, memory: pagoda.Memory, steps: int, **wrap: Any) -> Run:
-    torch.manual_seed(0)
-    with pagoda.init():
-        model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
-    optim = OptimConfig(lr=settings.lr, warmup_steps=20)
+    model, optim = built(settings.model, settings.seq_len), OptimConfig(lr=settings.lr, warmup_steps=20)
     model, optimizer = pagoda.wrap(model, optim.build(0), memory=memory, clip_grad_norm=1.0, **wrap)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.lr_factor(step, settings.steps))
-    batches = Batches(rows=Rows.of(open_tokens("stdlib"), settings.seq_len), batch_size=1)
+    batches = batches_of_text(settings.seq_len, 1)
     run = Run()
     for step in range(steps):
         start = time.perf_counter()
@@ -138,8 +131,7 @@ def draw(runs: dict[str, Run], path: Path) -> None:
 
 
 def main() -> None:
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     settings = tyro.cli(Settings, description=__doc__)
     resident = train(settings, pagoda.Memory(host="1GiB"), settings.steps)
     print(f"in memory: {resident.median_step_s:.3f} s a step, final loss {resident.final_loss:.4f}", flush=True)
@@ -152,10 +144,8 @@ def main() -> None:
         memory, _ = budget(settings, settings.max_staleness)
         async_ = train(settings, memory, settings.steps, update=pagoda.Updates("async", settings.max_staleness))
     sync = Run([sync.median_step_s] * settings.steps, resident.losses)
-    cpu = platform.processor() or platform.machine()
     report = {
-        "machine": f"{cpu}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **machine(),
         "settings": {name: value for name, value in asdict(settings).items() if name not in ("ssd", "out", "plot")},
         "ssd_bytes_per_s": rate,
         "in_memory_step_s": resident.median_step_s,
@@ -170,9 +160,8 @@ def main() -> None:
         "mean_staleness": async_.mean_staleness,
     }
     print(json.dumps(report, indent=2))
-    if settings.out is not None:
-        curves = {name: [round(loss, 4) for loss in run.losses] for name, run in (("sync", sync), ("async", async_))}
-        settings.out.write_text(json.dumps({**report, "losses": curves}, indent=1) + "\n")
+    curves = {name: [round(loss, 4) for loss in run.losses] for name, run in (("sync", sync), ("async", async_))}
+    write(settings.out, {**report, "losses": curves})
     if settings.plot is not None:
         draw({"async": async_, "sync": sync}, settings.plot)
 

@@ -11,6 +11,7 @@ llama-8b has 8-bit moments, and its largest layers are cut into tiles; it takes 
 import json
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.memory.sizes import format_bytes, parse_bytes
+from script import write
 
 GIB = 1 << 30
 
@@ -44,20 +46,13 @@ CASES = {
 
 def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
     """The limited process: prints one JSON line per step, then its own peak."""
-    import torch
-
     import pagoda
-    from pagoda.models import build_model
-    from pagoda.train.data import Batches, Rows
-    from pagoda.train.tokens import open_tokens
+    from text import batches_of_text, built
 
     case = CASES[model_name]
-    torch.manual_seed(0)
     start = time.perf_counter()
-    with pagoda.init():
-        model = build_model(model_name, seq_len=seq_len, gradient_checkpointing=True)
     model, optimizer = pagoda.wrap(
-        model,
+        built(model_name, seq_len),
         pagoda.AdamW(lr=3e-4, moments=case.moments),
         memory=pagoda.Memory(host=case.host, ssd=ssd),
         clip_grad_norm=1.0,
@@ -66,7 +61,7 @@ def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
     plan = pagoda.plan_of(model)
     line: dict[str, object] = {"built_s": time.perf_counter() - start, "parameters": plan.parameters}
     print(json.dumps({**line, "plan_bytes": {t: dict(b) for t, b in plan.bytes.items()}}), flush=True)
-    batches = Batches(rows=Rows.of(open_tokens("stdlib"), seq_len), batch_size=1)
+    batches = batches_of_text(seq_len, 1)
     for step in range(steps):
         start = time.perf_counter()
         loss = model(**batches.batch(step)).loss
@@ -79,7 +74,7 @@ def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
 
 
 def resident_bytes(process: str, field: str) -> int:
-    """VmRSS or VmHWM of a process, in bytes; 0 once it has ended."""
+    """VmRSS, VmHWM or another field of a process, in bytes; 0 once it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -93,34 +88,29 @@ def watch(model_name: str, case: Case, ssd: str, steps: int, seq_len: int, conso
     command += ["--steps", str(steps), "--seq-len", str(seq_len)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     peak = 0
-    assert process.stdout is not None
-    import threading
 
-    lines: list[str] = []
+    def guard() -> None:
+        nonlocal peak
+        while process.poll() is None:
+            peak = max(peak, resident_bytes(str(process.pid), "VmHWM"))
+            if peak > case.limit:
+                process.kill()
+            time.sleep(0.02)
 
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            console.print(line.strip(), highlight=False, soft_wrap=True)
-            lines.append(line)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    while process.poll() is None:
-        peak = max(peak, resident_bytes(str(process.pid), "VmHWM"))
-        if peak > case.limit:
-            process.kill()
-        time.sleep(0.02)
-    reader.join()
+    guarding = threading.Thread(target=guard)
+    guarding.start()
     result: dict[str, object] = {"model": model_name, "limit": case.limit, "host_budget": parse_bytes(case.host)}
     steps_done = []
-    for line in lines:
+    assert process.stdout is not None
+    for line in process.stdout:
+        console.print(line.strip(), highlight=False, soft_wrap=True)
         if line.startswith("{"):
             entry = json.loads(line)
             if "loss" in entry:
                 steps_done.append(entry)
             else:
                 result.update(entry)
+    guarding.join()
     return {**result, "steps": steps_done, "peak_rss": result.get("peak_rss", peak), "exit": process.returncode}
 
 
@@ -155,8 +145,7 @@ def main(
             "yes" if r["exit"] == 0 and len(done) == steps else "NO",
         )
     console.print(table)
-    if out is not None:
-        out.write_text(json.dumps(results, indent=1))
+    write(out, results)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ counts the seconds that the process's threads compute, without those in which th
 programs: for a busy machine.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -85,6 +84,8 @@ def main(
     units: int = 2000, rounds: int = 9, cpu: bool = False, against: Path | None = None, out: Path | None = None
 ) -> None:
     """Print microseconds for each parameter and each unit."""
+    from script import machine, write
+
     roots = {"new": ROOT} if against is None else {"new": ROOT, "old": against}
     names = ["plain", "RAM in place", "leases"]
     checkouts = [Checkout(root, __file__, {"units": units, "cpu": cpu}) for root in roots.values()]
@@ -101,10 +102,7 @@ def main(
             steps = (f"{statistics.median(turns[of]):.3f}" for of in ("plain", name))
             table.add_row(name, label, *steps, f"{us / PARAMS_PER_UNIT:.1f}", f"{us:.1f}", ratio)
     Console().print(f"{units} units of {PARAMS_PER_UNIT} parameters, {rounds} rounds", table, sep="\n")
-    if out is not None:
-        machine = {"cores": torch.get_num_threads(), "torch": torch.__version__}
-        measured = {"units": units, "rounds": rounds, "cpu": cpu, "machine": machine, "seconds": seconds}
-        out.write_text(json.dumps(measured, indent=1))
+    write(out, {**machine(), "units": units, "rounds": rounds, "cpu": cpu, "seconds": seconds})
 
 
 if __name__ == "__main__":

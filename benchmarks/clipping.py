@@ -8,21 +8,18 @@ median over rounds. No norm reaches the limit, so that updates during backward, 
     python benchmarks/clipping.py --ssd DIR --out benchmarks/results/clipping.json
 """
 
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 import pagoda
-from pagoda.calibrate.meter import cpu_name
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
+from script import begin, machine, write
 from step_time import state_on_ssd
 from training import Paged, Workload
 
@@ -94,8 +91,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Print the ratios (target: 1.03), and write them to `out`."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     console = Console(width=120)
     workload = Workload(model, batch_size, seq_len)
     with TemporaryDirectory(dir=ssd) as off, TemporaryDirectory(dir=ssd) as on:
@@ -113,11 +109,8 @@ def main(
             f.state_in, f"{f.off_s:.3f}", f"{f.on_s:.3f}", f"{f.ratio:.3f}", f"{f.lowest:.3f} - {f.highest:.3f}", counts
         )
     console.print(table)
-    if out is not None:
-        settings = {"model": model, "tokens": workload.tokens, "rounds": rounds, "steps": steps, "limit": limit}
-        machine = f"{cpu_name()}, {torch.get_num_threads()} threads"
-        report = {"machine": machine, "torch": torch.__version__, "settings": settings}
-        out.write_text(json.dumps({**report, "figures": [asdict(figure) for figure in figures]}, indent=1) + "\n")
+    settings = {"model": model, "tokens": workload.tokens, "rounds": rounds, "steps": steps, "limit": limit}
+    write(out, {**machine(), "settings": settings, "figures": [asdict(figure) for figure in figures]})
 
 
 if __name__ == "__main__":

@@ -7,40 +7,19 @@ steps, is from the exact one's.
     python benchmarks/codecs.py --out benchmarks/results/codecs.json --plot docs/codecs.png
 """
 
-import argparse
-import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
+import tyro
 
-import pagoda
-from pagoda.calibrate.meter import cpu_name
-from pagoda.models.build import build_model
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
+from pagoda.optim.codecs import Moments
 from pagoda.train.config import OptimConfig
-from pagoda.train.data import Batches, Rows
-from pagoda.train.sources import STDLIB
-from pagoda.train.tokens import open_tokens
-from training import WINDOW, smoothed, train_on_text
+from script import begin, machine, write
+from text import WINDOW, batches_of_text, built, smoothed, train_on_text
 
-CODECS = ("fp32", "bf16", "8bit")
-
-
-def losses_of(codec: str, arguments: argparse.Namespace, batches: Batches) -> tuple[list[float], float]:
-    """(loss of every step, seconds a step)."""
-    optim = OptimConfig(lr=arguments.lr, warmup_steps=arguments.steps // 20, moments=codec)  # type: ignore[arg-type]
-    torch.manual_seed(arguments.seed)
-    with pagoda.init():
-        model = build_model(arguments.model, seq_len=arguments.seq_len, gradient_checkpointing=False)
-    model, optimizer = pagoda.wrap(
-        model, optim.build(arguments.seed), memory=pagoda.Memory(host="2GiB"), clip_grad_norm=1.0
-    )
-    return train_on_text(
-        model, optimizer, batches, lambda step: optim.lr_factor(step, arguments.steps), arguments.steps
-    )
+CODECS: tuple[Moments, ...] = ("fp32", "bf16", "8bit")
 
 
 def figures(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -76,46 +55,36 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    restart_spinning_briefly()
-    keep_freed_memory()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-15m")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write curves and figures here as JSON")
-    parser.add_argument("--plot", type=Path, help="draw the curves into this PNG (needs the extra `plot`)")
-    arguments = parser.parse_args()
-
-    torch.set_num_threads(arguments.threads)
-    console = Console(width=120)
-    rows = Rows.of(open_tokens(STDLIB), arguments.seq_len)
-    batches = Batches(rows=rows, batch_size=arguments.batch_size, seed=arguments.seed)
+def main(
+    model: str = "llama-15m",
+    steps: int = 500,
+    batch_size: int = 4,
+    seq_len: int = 128,
+    lr: float = 1e-3,
+    seed: int = 0,
+    threads: int = torch.get_num_threads(),
+    out: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Train with each format of moments. `plot` is a PNG with the curves, which needs the extra `plot`."""
+    begin()
+    torch.set_num_threads(threads)
+    batches = batches_of_text(seq_len, batch_size, seed)
+    optim = OptimConfig(lr=lr, warmup_steps=steps // 20)
     curves: dict[str, list[float]] = {}
-    seconds: dict[str, float] = {}
     for codec in CODECS:
-        curves[codec], seconds[codec] = losses_of(codec, arguments, batches)
-        console.print(f"{codec}: {curves[codec][0]:.4f} -> {curves[codec][-1]:.4f}, {seconds[codec]:.2f} s a step")
+        rule, net = replace(optim, moments=codec).build(seed), built(model, seq_len, checkpointing=False, seed=seed)
+        curves[codec], step_s, _ = train_on_text(net, rule, batches, lambda step: optim.lr_factor(step, steps), steps)
+        print(f"{codec}: {curves[codec][0]:.4f} -> {curves[codec][-1]:.4f}, {step_s:.2f} s a step", flush=True)
     found = figures(curves)
-    console.print(found)
-    report: dict[str, Any] = {
-        "machine": f"{cpu_name()}, {arguments.threads} threads",
-        "torch": torch.__version__,
-        "settings": {k: v for k, v in vars(arguments).items() if k not in ("out", "plot", "threads")},
-        "text_bytes": len(rows.tokens),
-        "figures": found,
-        "curves": {codec: [round(loss, 5) for loss in losses] for codec, losses in curves.items()},
-    }
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.plot is not None:
-        draw(curves, arguments.plot)
+    print(found)
+    settings = {"model": model, "steps": steps, "batch_size": batch_size, "seq_len": seq_len, "lr": lr, "seed": seed}
+    rounded = {codec: [round(loss, 5) for loss in losses] for codec, losses in curves.items()}
+    text_bytes = len(batches.rows.tokens)
+    write(out, {**machine(), "settings": settings, "text_bytes": text_bytes, "figures": found, "curves": rounded})
+    if plot is not None:
+        draw(curves, plot)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -8,7 +8,6 @@ time of a step.
     python benchmarks/core_seconds.py --ssd DIR [--model llama-110m] [--seq-len 512] [--out FILE]
 """
 
-import json
 import os
 import tempfile
 import threading
@@ -18,10 +17,9 @@ from pathlib import Path
 
 import tyro
 
-from pagoda.calibrate.meter import cpu_name
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.runtime.lanes import THREAD_NAMES
 from peer_suite.systems import SYSTEMS
+from script import begin, machine, write
 from training import Plain, Trainer, Workload
 
 STATES = ("pagoda-ram", "pagoda-moments", "pagoda-ssd")
@@ -81,8 +79,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Print a table for plain PyTorch, and one for each home of the state."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     workload = Workload(model, batch_size, seq_len)
     figures: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(dir=ssd) as folder:
@@ -93,9 +90,7 @@ def main(
             print(f"{state}, {workload.tokens} tokens", flush=True)
             for kind, row in figures[state].items():
                 print(f"  {kind:16}", *(f"{what} {amount:.4f}" for what, amount in row.items()), flush=True)
-    if out is not None:
-        settings = {"machine": cpu_name(), "model": model, "tokens": workload.tokens, "steps": steps}
-        out.write_text(json.dumps({**settings, "figures": figures}, indent=1) + "\n")
+    write(out, {**machine(), "model": model, "tokens": workload.tokens, "steps": steps, "figures": figures})
 
 
 if __name__ == "__main__":

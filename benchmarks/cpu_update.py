@@ -11,30 +11,30 @@ what its arithmetic allows, whatever the memory.
 With `--only WORD ...`, kernels are measured whose names have one of the words; the file keeps the others' figures.
 """
 
-import argparse
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
 from pagoda.calibrate.cpu import SCALARS, Sweeper, by_address, filled, roof_bf16, states_of
-from pagoda.calibrate.meter import cpu_name
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, kernels
 from pagoda.optim.codecs import Moments
 from pagoda.optim.flat import encode_moment
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
+from script import machine, write
 
 CACHED = 1 << 14
 """Elements of the block that stays in the cache."""
@@ -90,20 +90,17 @@ def roof_fp32_one(weight: Any, avg: Any, gradient: Any, mask: Any) -> None:
 
 
 RULES: dict[str, ElementwiseRule] = {
+    "adamw": AdamW(),
     "adam": Adam(weight_decay=0.1),
     "sgd": SGD(weight_decay=0.1),
     "sgd momentum": SGD(momentum=0.9, nesterov=True, weight_decay=0.1),
     "lion": Lion(weight_decay=0.1),
 }
-ROOFS: dict[tuple[str, int], Callable[..., None]] = {
-    ("bf16", 2): roof_bf16,
-    ("bf16", 1): roof_bf16_one,
-    ("bf16", 0): roof_bf16_none,
-    ("fp32", 2): roof_fp32,
-    ("fp32", 1): roof_fp32_one,
-    ("fp32", 0): roof_add,
+ROOFS: dict[int, tuple[Callable[..., None], ...]] = {
+    16: (roof_bf16_none, roof_bf16_one, roof_bf16),
+    32: (roof_add, roof_fp32_one, roof_fp32),
 }
-"""(precision, fp32 states beside the weights) -> plain kernel over the streams of a rule."""
+"""Bits of a weight -> plain kernels over the streams of a rule, by the number of its states beside the weights."""
 
 
 @dataclass
@@ -113,12 +110,12 @@ class Row:
     name: str
     bytes_per_parameter: int
     sweep: Callable[[], None]
-    seconds: list[float]
     roof: str | None = None
     block: Callable[[int, int], None] | None = None
     """What updates elements from the first one given on, as many as given."""
     in_cache: float = 0.0
     """Parameters a second of one thread, of a block that stays in the cache."""
+    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -148,55 +145,45 @@ def fused_sweep(params: int, gradient: torch.Tensor, states: list[torch.Tensor])
 def rows(params: int, sweeper: Sweeper) -> list[Row]:
     made: list[Row] = []
     for precision in ("bf16", "fp32"):
-        kernels.warm_up(AdamW(), precision)
         states = states_of(precision, params)
         gradient = filled(params, states[0].dtype, 1.0)
-        all_streams = [*states, gradient]
-        width = gradient.element_size()
-        moved = 12 + width + 12
-        roof = roof_bf16 if precision == "bf16" else roof_fp32
-        step = by_address(kernels.update_kernel(AdamW(), precision), all_streams, *SCALARS)
-        made.append(Row(f"adamw {precision}", moved, sweeper(step), [], f"roof {precision}", step))
-        made.append(Row(f"roof {precision}", moved, sweeper.arrays(roof, all_streams), []))
-        if precision == "fp32":
-            made.append(Row("torch fused fp32", moved, fused_sweep(params, gradient, states), []))
         for name, rule in RULES.items():
-            made += rule_rows(name, rule, precision, states, gradient, sweeper)
+            made += rule_rows(f"{name} {precision}", rule, precision, states, gradient, sweeper)
+        if precision == "fp32":
+            moved = 7 * gradient.element_size()
+            made.append(Row("torch fused fp32", moved, fused_sweep(params, gradient, states)))
         for moments in ("bf16", "8bit"):
             made += compressed_rows(precision, moments, states, gradient, sweeper)
-        pair = [filled(params, gradient.dtype, 1.0), gradient]
-        for verb, plain, streams in (("store", roof_store, 2), ("add", roof_add, 3)):
-            block = by_address(getattr(kernels.gradient_kernels(gradient.dtype), f"{verb}_gradient"), pair)
-            name = f"roof {verb} {precision}"
-            made.append(Row(f"{verb} gradient {precision}", streams * width, sweeper(block), [], name, block))
-            made.append(Row(name, streams * width, sweeper.arrays(plain, pair), []))
+        made += gradient_rows(precision, gradient.dtype, gradient.dtype, params, sweeper)
     for weights, gradients in (("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16")):
-        made += format_rows(weights, gradients, params, sweeper)
+        kept, states = gradient_dtype(gradients), states_of(weights, params)
+        gradient, name = filled(params, kept, 1.0), f"adamw {weights}, gradients {gradients}"
+        made += rule_rows(name, AdamW(), weights, states, gradient, sweeper)
+        arriving = kernels.arriving_dtype(kept, states[0].dtype)
+        if (kept, arriving) in ((torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
+            made += gradient_rows(f"{weights} to {gradients}", kept, arriving, params, sweeper)
     return made
 
 
-def format_rows(weights: Precision, gradients: Precision, params: int, sweeper: Sweeper) -> list[Row]:
-    """AdamW, and what takes gradients, where weights or gradients have a format without kernels of its own."""
-    kept = gradient_dtype(gradients)
-    kernels.warm_up(AdamW(), weights, kept)
-    states = states_of(weights, params)
-    streams = [*states, filled(params, kept, 1.0)]
-    moved = 2 * sum(state.element_size() for state in states) + kept.itemsize
-    name = f"adamw {weights}, gradients {gradients}"
-    step = by_address(kernels.update_kernel(AdamW(), weights, kept), streams, *SCALARS)
-    plain = roof_fp32 if weights == "fp32" else roof_bf16
-    made = [
-        Row(name, moved, sweeper(step), [], f"roof {name}", step),
-        Row(f"roof {name}", moved, sweeper.arrays(plain, streams), []),
-    ]
-    arriving = kernels.arriving_dtype(kept, states[0].dtype)
-    if (kept, arriving) in ((torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
-        pair = [filled(params, kept, 1.0), filled(params, arriving, 1.0)]
-        for verb, roof, touched in (("store", roof_store, kept.itemsize), ("add", roof_add, 2 * kept.itemsize)):
-            block = by_address(getattr(kernels.gradient_kernels(kept, arriving), f"{verb}_gradient"), pair)
-            name, touched = f"{verb} gradient {weights} to {gradients}", touched + arriving.itemsize
-            made.append(Row(name, touched, sweeper(block), [], f"roof {name}", block))
-            made.append(Row(f"roof {name}", touched, sweeper.arrays(roof, pair), []))
+def beside_roof(
+    name: str,
+    moved: int,
+    block: Callable[[int, int], None],
+    roof: Callable[..., None],
+    streams: Sequence[torch.Tensor],
+    sweeper: Sweeper,
+) -> list[Row]:
+    """A kernel that moves so many bytes of a parameter, and a plain kernel over its streams."""
+    plain = Row(f"roof {name}", moved, sweeper.arrays(roof, streams))
+    return [Row(name, moved, sweeper(block), plain.name, block), plain]
+
+
+def gradient_rows(name: str, kept: torch.dtype, arriving: torch.dtype, params: int, sweeper: Sweeper) -> list[Row]:
+    """What stores gradients in a dtype, or adds them up in it."""
+    pair, made = [filled(params, kept, 1.0), filled(params, arriving, 1.0)], []
+    for verb, roof, touched in (("store", roof_store, kept.itemsize), ("add", roof_add, 2 * kept.itemsize)):
+        block = by_address(getattr(kernels.gradient_kernels(kept, arriving), f"{verb}_gradient"), pair)
+        made += beside_roof(f"{verb} gradient {name}", touched + arriving.itemsize, block, roof, pair, sweeper)
     return made
 
 
@@ -208,28 +195,25 @@ def rule_rows(
     gradient: torch.Tensor,
     sweeper: Sweeper,
 ) -> list[Row]:
-    """A rule's update, and a plain kernel over its streams."""
-    kernels.warm_up(rule, precision)
+    """A rule's update with gradients of some dtype."""
+    kernels.warm_up(rule, precision, gradient.dtype)
     streams = [*states[: len(rule.states(precision))], gradient]
-    own = len(rule.own_states())
     moved = 2 * sum(stream.element_size() for stream in streams[:-1]) + gradient.element_size()
-    update = by_address(kernels.update_kernel(rule, precision), streams, *rule.scalars(100, 0.9))
-    roof = Row(f"roof {name} {precision}", moved, sweeper.arrays(ROOFS[precision, own], streams), [])
-    return [Row(f"{name} {precision}", moved, sweeper(update), [], roof.name, update), roof]
+    kernel = kernels.update_kernel(rule, precision, gradient.dtype)
+    update = by_address(kernel, streams, *rule.scalars(100, 0.9))
+    roof = ROOFS[8 * states[0].element_size()][len(rule.own_states())]
+    return beside_roof(name, moved, update, roof, streams, sweeper)
 
 
 def compressed_rows(
     precision: Precision, moments: Moments, states: list[torch.Tensor], gradient: torch.Tensor, sweeper: Sweeper
 ) -> list[Row]:
-    """The update with compressed moments, and a plain kernel over its streams (scales, 1/32 byte, left out)."""
+    """The update with compressed moments. Of its streams, scales (1/32 byte) are left out."""
     rule = AdamW(moments=moments)
     *weights, exp_avg, exp_avg_sq = states
-    kept = dict(
-        zip((s.name for s in rule.states_of("exp_avg")), encode_moment("exp_avg", exp_avg, moments), strict=True)
-    )
-    kept |= zip(
-        (s.name for s in rule.states_of("exp_avg_sq")), encode_moment("exp_avg_sq", exp_avg_sq, moments), strict=True
-    )
+    kept: dict[str, torch.Tensor] = {}
+    for name, values in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        kept |= zip((s.name for s in rule.states_of(name)), encode_moment(name, values, moments), strict=True)
     specs = rule.states(precision)
     tensors = [*weights, *(kept[spec.name] for spec in specs[len(weights) :])]
     kernel = kernels.update_kernel(rule, precision)
@@ -242,12 +226,9 @@ def compressed_rows(
         kernel(*addresses, gradient.data_ptr() + start * gradient.element_size(), n, *rounding, *SCALARS)
 
     streams = [tensor for tensor, spec in zip(tensors, specs, strict=True) if spec.per == 1]
-    width = gradient.element_size()
-    moved = 2 * sum(tensor.element_size() for tensor in streams) + width
-    name = f"{precision}, moments {moments}"
-    plain = roof_bf16 if precision == "bf16" else roof_fp32
-    roof = Row(f"roof {name}", moved, sweeper.arrays(plain, [*streams, gradient]), [])
-    return [Row(f"adamw {name}", moved, sweeper(block), [], roof.name, block), roof]
+    moved = 2 * sum(tensor.element_size() for tensor in streams) + gradient.element_size()
+    roof = roof_bf16 if precision == "bf16" else roof_fp32
+    return beside_roof(f"adamw {precision}, moments {moments}", moved, block, roof, [*streams, gradient], sweeper)
 
 
 def measure(made: list[Row], repeats: int) -> None:
@@ -304,27 +285,31 @@ def dispatch_us() -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="updates on the CPU against the memory roof")
-    parser.add_argument("--params", type=int, default=64 << 20, help="parameters (about 60 bytes each)")
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 8))
-    parser.add_argument("--block", type=int, default=1 << 20, help="elements of one kernel call")
-    parser.add_argument("--only", nargs="+", help="words: measure kernels alone whose names have one of them")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    arguments = parser.parse_args()
+def main(
+    params: int = 64 << 20,
+    repeats: int = 11,
+    threads: int = min(os.cpu_count() or 1, 8),
+    block: int = 1 << 20,
+    only: tuple[str, ...] = (),
+    out: Path | None = None,
+) -> None:
+    """Print the rates.
 
-    torch.set_num_threads(arguments.threads)
-    made = rows(arguments.params, Sweeper(arguments.params, arguments.block, arguments.threads))
-    if arguments.only:
-        chosen = {row.name for row in made if any(word in row.name for word in arguments.only)}
+    Args:
+        params: parameters, of about 60 bytes each.
+        block: elements of one kernel call.
+        only: words. Only kernels are measured whose names have one of them.
+    """
+    torch.set_num_threads(threads)
+    made = rows(params, Sweeper(params, block, threads))
+    if only:
+        chosen = {row.name for row in made if any(word in row.name for word in only)}
         made = [row for row in made if row.name in chosen or any(r.roof == row.name and r.name in chosen for r in made)]
-    measure(made, arguments.repeats)
+    measure(made, repeats)
     measure_in_cache(made)
-    result = figures(made, arguments.params, arguments.threads)
+    result = figures(made, params, threads)
 
-    machine = f"{cpu_name()}, {os.cpu_count()} CPUs; {arguments.threads} threads"
-    table = Table(title=f"{arguments.params / 2**20:.0f} Mi parameters, {machine}, median of {arguments.repeats}")
+    table = Table(title=f"{params / 2**20:.0f} Mi parameters, {machine()['machine']}, median of {repeats}")
     for heading in ("kernel", "G parameters/s", "lowest - highest", "GB/s", "of roof", "in cache"):
         table.add_column(heading, justify="left" if heading == "kernel" else "right")
     for figure in result:
@@ -336,25 +321,17 @@ def main() -> None:
     call_us = dispatch_us()
     print(f"one call on nothing: {call_us:.2f} us")
 
-    if arguments.out is not None:
-        settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "only")}
-        kept = json.loads(arguments.out.read_text())["figures"] if arguments.only and arguments.out.exists() else []
-        of_before = {figure["name"]: figure for figure in kept}
-        versions = {
-            "torch": torch.__version__,
-            "numba": numba.__version__,
-            "python": platform.python_version(),
-        }
-        report = {
-            "machine": machine,
-            "versions": versions,
-            "settings": settings,
-            "call_us": call_us,
-            "figures": list((of_before | {figure.name: asdict(figure) for figure in result}).values()),
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    kept = json.loads(out.read_text())["figures"] if only and out is not None and out.exists() else []
+    of_before = {figure["name"]: figure for figure in kept}
+    report = {
+        **machine(),
+        "versions": {"numba": numba.__version__, "python": platform.python_version()},
+        "settings": {"params": params, "repeats": repeats, "threads": threads, "block": block},
+        "call_us": call_us,
+        "figures": list((of_before | {figure.name: asdict(figure) for figure in result}).values()),
+    }
+    write(out, report)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -7,7 +7,6 @@ from the file to its cache, on the disk. The file is the standard library's text
 processes of their own, for the file and for a tenth of it: it must not grow.
 """
 
-import argparse
 import json
 import multiprocessing
 import resource
@@ -16,12 +15,14 @@ import time
 from pathlib import Path
 from statistics import median
 
+import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pagoda.train.sources import documents, find
 from pagoda.train.tokenizer import ModelTokenizer
 from pagoda.train.tokens import open_tokens
+from script import write
 
 _MIB = 1 << 20
 _TURNS = 3
@@ -50,11 +51,8 @@ def _tokenized(file: Path, tokenizer: Path, cache: Path) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+def main(megabytes: int = 1000, out: Path | None = None) -> None:
+    """Print the speeds and the peaks."""
     text = "".join(document.text for document in documents(find("stdlib"), lambda _: None, lambda _: None))
     pieces = [text[at : at + _MIB // 8] for at in range(0, min(len(text), 16 * _MIB), _MIB // 8)]
     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -74,7 +72,7 @@ def main() -> None:
             ours.append(time.perf_counter() - started)
         nbytes = small.stat().st_size
         with large.open("w") as file:
-            for _ in range(-(-given.megabytes * 1_000_000 // nbytes)):
+            for _ in range(-(-megabytes * 1_000_000 // nbytes)):
                 file.write("".join(pieces))
         peaks = {path.name: peak_mib(path, root / "tokenizer", root / "peaks") for path in (small, large)}
         found = {
@@ -85,9 +83,8 @@ def main() -> None:
             "peak MiB": peaks,
         }
     print(json.dumps(found, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(out, found)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -39,18 +39,10 @@ from gpu_suite.copies import copies
 from gpu_suite.predict import predict
 from gpu_suite.steps import largest, largest_8bit, limited, step, whole
 from pagoda.errors import ConfigError
+from script import write
 
-SECTIONS: dict[str, Callable[[Machine], Figures]] = {
-    "copies": copies,
-    "step": step,
-    "whole": whole,
-    "limited": limited,
-    "largest": largest,
-    "largest_8bit": largest_8bit,
-    "bits": bits,
-    "predict": predict,
-    "baselines": baselines,
-}
+_IN_ORDER = (copies, step, whole, limited, largest, largest_8bit, bits, predict, baselines)
+SECTIONS: dict[str, Callable[[Machine], Figures]] = {section.__name__: section for section in _IN_ORDER}
 
 
 def main(
@@ -89,8 +81,7 @@ def main(
         results[section] = figures
         for figure, value in figures.items():
             table.add_row(section, figure, f"{value:.4g}" if isinstance(value, float) else json.dumps(value, indent=1))
-        if out is not None:  # after each section: a later one may run out of time
-            out.write_text(json.dumps(results, indent=1) + "\n")
+        write(out, results)  # after each section: a later one may run out of time
     Console().print(table)
 
 

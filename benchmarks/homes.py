@@ -14,7 +14,7 @@ from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import find_machine_for
-from pagoda.forecast.model_description import describe_configured
+from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.problem import Problem, problem_of
 from pagoda.plan.placement import Budgets
 
@@ -39,7 +39,7 @@ def problem(hardware: str, passes: int, tokens: int, ratio: float) -> Problem:
         clip_grad_norm=1.0,
         activations="keep",
     )
-    described = describe_configured(config)
+    described = describe_model(config)
     found, _ = problem_of(config, find_machine_for(config), described)
     state = described.root.numel * BYTES_OF_STATE
     return replace(found, budgets=Budgets(2 * state, int(state / ratio)))

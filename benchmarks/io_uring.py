@@ -8,7 +8,6 @@ takes buffers that are aligned for direct I/O.
     python benchmarks/io_uring.py --ssd DIR [--gib 2] [--threads 2 4 8] [--depths 4 16] [--rounds 5]
 """
 
-import argparse
 import os
 import resource
 import statistics
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -28,36 +28,37 @@ BLOCK = 4 << 20
 KINDS = {"r": "read", "w": "write", "b": "read and write"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ssd", type=Path, required=True)
-    parser.add_argument("--gib", type=float, default=2.0, help="of the file")
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 4, 8], help="of a direction")
-    parser.add_argument("--depths", type=int, nargs="+", default=[4, 16], help="blocks in flight")
-    parser.add_argument("--rounds", type=int, default=5)
-    settings = parser.parse_args()
-    blocks = int(settings.gib * (1 << 30)) // BLOCK // 2 * 2
+def main(
+    ssd: Path,
+    gib: float = 2.0,
+    threads: tuple[int, ...] = (2, 4, 8),
+    depths: tuple[int, ...] = (4, 16),
+    rounds: int = 5,
+) -> None:
+    """Print a table. `gib` is the size of the file, `threads` those of a direction, `depths` the blocks in flight."""
+    blocks = int(gib * (1 << 30)) // BLOCK // 2 * 2
     table = Table("transfers", "method", "GB/s", "over the first", "processor seconds a GB")
-    with TemporaryDirectory(dir=settings.ssd) as folder:
+    with TemporaryDirectory(dir=ssd) as folder:
         program = Path(folder, "io_uring")
         subprocess.run(["cc", "-O2", "-o", program, Path(__file__).with_suffix(".c")], check=True)
-        threads = Threads(Path(folder), blocks, max(settings.threads))
-        threads.move("w", 2)
+        movers = Threads(Path(folder), blocks, max(threads))
+        movers.move("w", 2)
         for kind, name in KINDS.items():
             found: dict[str, list[tuple[float, float]]] = {}
-            for _ in range(settings.rounds):
-                for count in settings.threads:
-                    found.setdefault(f"{count} threads", []).append(threads.move(kind, count))
-                for depth in settings.depths:
-                    measured = with_io_uring(program, threads.file, blocks, depth, kind)
+            for _ in range(rounds):
+                for count in threads:
+                    found.setdefault(f"{count} threads", []).append(movers.move(kind, count))
+                for depth in depths:
+                    measured = with_io_uring(program, movers.file, blocks, depth, kind)
                     found.setdefault(f"io_uring, {depth} in flight", []).append(measured)
             gigabytes = blocks * BLOCK / 1e9
-            for method, rounds in found.items():
-                ratio = statistics.median(a[0] / b[0] for a, b in zip(next(iter(found.values())), rounds, strict=True))
-                seconds, processor = (statistics.median(values) for values in zip(*rounds, strict=True))
+            first = next(iter(found.values()))
+            for method, of in found.items():
+                ratio = statistics.median(a[0] / b[0] for a, b in zip(first, of, strict=True))
+                seconds, processor = (statistics.median(values) for values in zip(*of, strict=True))
                 rate = f"{gigabytes / seconds:.2f}"
                 table.add_row(name, method, rate, f"{ratio:.2f}", f"{processor / gigabytes:.3f}")
-        threads.file.close()
+        movers.file.close()
     Console().print(table)
 
 
@@ -105,4 +106,4 @@ def with_io_uring(program: Path, file: PageFile, blocks: int, depth: int, kind: 
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

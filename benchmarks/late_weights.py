@@ -7,8 +7,6 @@ schedule and clipping as benchmarks/async_update.py, all in memory; every weight
     python benchmarks/late_weights.py --study --seq-len 128 [--out FILE.json]
 """
 
-import json
-import platform
 import statistics
 from collections import deque
 from collections.abc import Iterator
@@ -20,22 +18,18 @@ import torch
 import tyro
 
 from pagoda.models import build_model
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
-from pagoda.train.data import Batches, Rows
-from pagoda.train.tokens import open_tokens
+from script import begin, machine, write
+from text import batches_of_text
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
-LATE = {"late": 1}
-PREDICTED = {"late": 1, "predict": 1.0}
 STUDY: list[dict[str, Any]] = [
-    {**change, **lateness}
-    for change, all_lateness in (
-        ({}, ({"late": 0}, LATE, PREDICTED)),
-        ({"batch_size": 4}, ({"late": 0}, LATE)),
-    )
-    for lateness in all_lateness
+    {"late": 0},
+    {"late": 1},
+    {"late": 1, "predict": 1.0},
+    {"batch_size": 4, "late": 0},
+    {"batch_size": 4, "late": 1},
 ]
 """Changes of the settings: without lateness, one step late, and one step late but predicted."""
 
@@ -75,7 +69,7 @@ def train(settings: Settings) -> list[float]:
     config = OptimConfig(lr=settings.lr, warmup_steps=settings.warmup)
     optimizer = torch.optim.AdamW(masters, config.lr, (settings.beta1, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_factor(step, settings.steps))
-    batches = Batches(rows=Rows.of(open_tokens("stdlib"), settings.seq_len), batch_size=settings.batch_size)
+    batches = batches_of_text(settings.seq_len, settings.batch_size)
     newer: deque[list[torch.Tensor]] = deque()
     losses = []
     for step in range(settings.steps):
@@ -110,11 +104,9 @@ def study(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def main(settings: Settings) -> None:
     """Train, and print the mean of the last losses."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     report: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **machine(),
         "settings": {key: value for key, value in asdict(settings).items() if key not in ("out", "study")},
     }
     if settings.study:
@@ -122,17 +114,12 @@ def main(settings: Settings) -> None:
         for row in study(settings):
             print(row, flush=True)
             report["study"].append(row)
-            write(report, settings.out)
+            write(settings.out, report)
     else:
         losses = train(settings)
         report["final_loss"] = statistics.fmean(losses[-FINAL_STEPS:])
         print(report)
-        write({**report, "losses": [round(loss, 4) for loss in losses]}, settings.out)
-
-
-def write(report: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        write(settings.out, {**report, "losses": [round(loss, 4) for loss in losses]})
 
 
 if __name__ == "__main__":

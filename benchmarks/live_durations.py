@@ -16,17 +16,18 @@ import tyro
 from rich.console import Console
 
 import pagoda
+from pagoda.config.training import Precision
 from pagoda.construction.construct import describe
 from pagoda.models import build_model
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.rates import DEVICE_UPDATE, UPDATE, Rates
 from pagoda.simulate.simulation import Simulation
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
-from predict import ALL_ON_SSD, ARENA, RAM, SEQ_LEN, SSD_STATE, Case, Trainer, budgets
+from predict import PLACEMENTS, SEQ_LEN, Case, Trainer, budgets
+from script import begin
 
 STEP = "step"
 """What compute is at in `step()`."""
@@ -100,19 +101,19 @@ def main(
     ssd: Path,
     model: str = "llama-15m",
     batch_sizes: tuple[int, ...] = (1, 4),
-    placements: tuple[str, ...] = (RAM, SSD_STATE, ALL_ON_SSD, ARENA),
+    placements: tuple[str, ...] = PLACEMENTS,
+    precision: Precision = "bf16",
     rounds: int = 7,
 ) -> None:
     """Record steps of every placement, with and without clipping, and simulate each with its own durations."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     console = Console()
     with pagoda.init():
         root = describe(build_model(model, seq_len=SEQ_LEN, gradient_checkpointing=True))
     for batch_size in batch_sizes:
         for placement in placements:
             for clip in (None, 1.0):
-                case = Case(model, batch_size, clip, placement)
+                case = Case(model, batch_size, clip, placement, precision)
                 ratios = sorted(_ratios(case, Trainer(case, budgets(root, case), ssd), rounds))
                 console.print(
                     f"{model} {batch_size * SEQ_LEN} {placement} clip {clip}: {statistics.median(ratios):.3f} "

@@ -8,26 +8,21 @@ the mean loss over its last tenth, what the plan says that a parameter takes, an
 With `--only NAME`, one optimizer is run, and what `--out` has of the others, with the same settings, stays.
 """
 
-import argparse
 import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from rich.console import Console
+import tyro
 
-import pagoda
-from pagoda.calibrate.meter import cpu_name
-from pagoda.models.build import build_model
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
-from pagoda.train.data import Batches, Rows
-from pagoda.train.sources import STDLIB
-from pagoda.train.tokens import open_tokens
-from training import WINDOW, smoothed, train_on_text
+from script import begin, machine, write
+from text import WINDOW, batches_of_text, built, smoothed, train_on_text
 
-OPTIMIZERS = {
+Name = Literal["adamw", "adafactor", "lion", "muon"]
+OPTIMIZERS: dict[Name, OptimConfig] = {
     "adamw": OptimConfig(lr=1e-3),
     "adafactor": OptimConfig(lr=3e-2),
     "lion": OptimConfig(lr=2e-4, weight_decay=0.5),
@@ -52,30 +47,6 @@ class Figure:
     """Of every step."""
 
 
-def figure_of(name: str, arguments: argparse.Namespace, batches: Batches) -> Figure:
-    optim = OPTIMIZERS[name]
-    torch.manual_seed(arguments.seed)
-    with pagoda.init():
-        model = build_model(arguments.model, seq_len=arguments.seq_len, gradient_checkpointing=False)
-    rule = optim.build(arguments.seed, name)
-    model, optimizer = pagoda.wrap(model, rule, memory=pagoda.Memory(host="2GiB"), clip_grad_norm=1.0)
-    plan = pagoda.plan_of(model)
-    warmup = arguments.steps // 20
-    losses, seconds = train_on_text(
-        model, optimizer, batches, lambda step: min(1.0, (step + 1) / max(1, warmup)), arguments.steps
-    )
-    homes = sum(of_tier.get(state.name, 0) for of_tier in plan.bytes.values() for state in plan.layout.states)
-    return Figure(
-        name,
-        optim.lr,
-        statistics.fmean(losses[-max(1, len(losses) // 10) :]),
-        sum(plan.layout.bytes_per_parameter.values()),
-        homes / plan.parameters,
-        seconds,
-        [round(loss, 5) for loss in losses],
-    )
-
-
 def figures_in(path: Path | None, settings: dict[str, object]) -> dict[str, Figure]:
     """The figures of an earlier run with the same settings, by optimizer."""
     if path is None or not path.exists():
@@ -97,43 +68,43 @@ def draw(figures: list[Figure], path: Path) -> None:
     drawing.savefig(path)
 
 
-def main() -> None:
-    restart_spinning_briefly()
-    keep_freed_memory()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-15m")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", choices=list(OPTIMIZERS), help="run this one alone")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--plot", type=Path, help="draw the curves into this PNG (needs the extra `plot`)")
-    arguments = parser.parse_args()
-
-    torch.set_num_threads(arguments.threads)
-    console = Console(width=120)
-    rows = Rows.of(open_tokens(STDLIB), arguments.seq_len)
-    batches = Batches(rows=rows, batch_size=arguments.batch_size, seed=arguments.seed)
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("out", "plot", "only", "threads")}
-    found = figures_in(arguments.out, settings) if arguments.only else {}
-    for name in [arguments.only] if arguments.only else OPTIMIZERS:
-        figure = found[name] = figure_of(name, arguments, batches)
-        console.print(f"{name}: {figure.last_tenth:.4f}, {figure.stated:.2f} bytes, {figure.step_s:.2f} s a step")
+def main(
+    model: str = "llama-15m",
+    steps: int = 300,
+    batch_size: int = 2,
+    seq_len: int = 128,
+    seed: int = 0,
+    threads: int = torch.get_num_threads(),
+    only: Name | None = None,
+    out: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Train with each optimizer. `plot` is a PNG with the curves, which needs the extra `plot`."""
+    begin()
+    torch.set_num_threads(threads)
+    batches = batches_of_text(seq_len, batch_size, seed)
+    settings = {"model": model, "steps": steps, "batch_size": batch_size, "seq_len": seq_len, "seed": seed}
+    found = figures_in(out, settings) if only else {}
+    warmup = max(1, steps // 20)
+    for name in (only,) if only else OPTIMIZERS:
+        rule, net = OPTIMIZERS[name].build(seed, name), built(model, seq_len, checkpointing=False, seed=seed)
+        losses, step_s, plan = train_on_text(net, rule, batches, lambda step: min(1.0, (step + 1) / warmup), steps)
+        homes = sum(of_tier.get(state.name, 0) for of_tier in plan.bytes.values() for state in plan.layout.states)
+        figure = found[name] = Figure(
+            name,
+            OPTIMIZERS[name].lr,
+            statistics.fmean(losses[-max(1, len(losses) // 10) :]),
+            sum(plan.layout.bytes_per_parameter.values()),
+            homes / plan.parameters,
+            step_s,
+            [round(loss, 5) for loss in losses],
+        )
+        print(f"{name}: {figure.last_tenth:.4f}, {figure.stated:.2f} bytes, {step_s:.2f} s a step", flush=True)
     figures = [found[name] for name in OPTIMIZERS if name in found]
-    if arguments.plot is not None:
-        draw(figures, arguments.plot)
-    if arguments.out is not None:
-        report = {
-            "machine": f"{cpu_name()}, {arguments.threads} threads",
-            "torch": torch.__version__,
-            "settings": settings,
-            "figures": [asdict(figure) for figure in figures],
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    if plot is not None:
+        draw(figures, plot)
+    write(out, {**machine(), "settings": settings, "figures": [asdict(figure) for figure in figures]})
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import tyro
 
-from pagoda.calibrate.meter import cpu_name
 from pagoda.process import keep_freed_memory
+from script import machine, write
 from training import Plain, Workload
 
 _WARM_UP = 3
@@ -46,11 +46,9 @@ def main(
         for kind, of in runs.items():
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 of.append(pool.apply(measure, (workload, steps, kind == "kept")))
-    result = {"machine": cpu_name(), "model": model, "tokens": workload.tokens, "runs": runs}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if out is not None:
-        out.write_text(text + "\n")
+    result = {**machine(), "model": model, "tokens": workload.tokens, "runs": runs}
+    print(json.dumps(result, indent=1))
+    write(out, result)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Nothing is measured here: the same code gives the same text on every machine, an
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from paper_tables.claims import claim_table
@@ -112,8 +111,8 @@ Each case is planned and simulated as `pagoda plan` does it, with these settings
 
 def page() -> str:
     """The text of docs/papers.md."""
-    parts = [INTRODUCTION, MEMORY, *_lines(memory_table()), EFFICIENCY, *_lines(efficiency_table())]
-    parts += [OVERLAP, *_lines(overlap_table()), LARGEST, *_lines(claim_table())]
+    parts = [INTRODUCTION, MEMORY, *memory_table(), EFFICIENCY, *efficiency_table()]
+    parts += [OVERLAP, *overlap_table(), LARGEST, *claim_table()]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -121,10 +120,6 @@ def experiments_page() -> tuple[str, list[Plot]]:
     """The text of docs/papers/experiments.md, and its plots."""
     made = [experiment() for experiment in EXPERIMENTS]
     return "\n".join([EXPERIMENTS_INTRODUCTION.rstrip(), *sections(made)]).rstrip() + "\n", [e.plot for e in made]
-
-
-def _lines(table: Iterator[str]) -> list[str]:
-    return ["\n".join(table)]
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ A world without a machine: every operation ends at once, or after as many events
 scheduler's own time is counted. Frames hold half of the weights, and gradients share buffers for a tenth of them.
 """
 
-import argparse
 import time
 from collections import deque
-from collections.abc import Iterator
 from statistics import quantiles
+
+import tyro
 
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
@@ -78,7 +78,7 @@ class Clock:
         self.event("end_step")
 
 
-def measure(units: int, speculative: bool) -> Iterator[str]:
+def measure(units: int, speculative: bool) -> str:
     clock = Clock(units, speculative)
     clock.step()
     clock.seconds.clear()
@@ -86,13 +86,18 @@ def measure(units: int, speculative: bool) -> Iterator[str]:
         clock.step()
     events = len(clock.seconds)
     mean, tail = sum(clock.seconds) / events, quantiles(clock.seconds, n=100)[-1]
-    yield f"{units:6} units{', speculative' * speculative}: {events / STEPS:8,.0f} events a step, "
-    yield f"{mean * 1e6:5.1f} us each, 99% below {tail * 1e6:6.1f} us, {mean * events / STEPS * 1e3:7.1f} ms a step"
+    return (
+        f"{units:6} units{', speculative' * speculative}: {events / STEPS:8,.0f} events a step, "
+        f"{mean * 1e6:5.1f} us each, 99% below {tail * 1e6:6.1f} us, {mean * events / STEPS * 1e3:7.1f} ms a step"
+    )
+
+
+def main(units: tuple[int, ...] = (20, 200, 2000, 8000)) -> None:
+    """Print what events cost for each of these numbers of units."""
+    for count in units:
+        for speculative in (False, True):
+            print(measure(count, speculative))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--units", type=int, nargs="*", default=[20, 200, 2000, 8000])
-    for units in parser.parse_args().units:
-        for speculative in (False, True):
-            print(*measure(units, speculative), sep="")
+    tyro.cli(main)

@@ -8,12 +8,11 @@ in eight; then Pagoda is tried at eight times the length that was too much for i
     python benchmarks/sequence.py --compare throughput [--length 1024] [--rounds 12] [--out FILE]
 
 Throughput is compared where both fit, with as many steps of each in turn, in every round in another order; the ratio is
-the median over rounds of plain PyTorch's seconds over Pagoda's.
+that of plain PyTorch's seconds over Pagoda's.
 """
 
 import json
 import multiprocessing
-import platform
 import resource
 import statistics
 import time
@@ -25,11 +24,13 @@ from typing import Any, Literal
 import torch
 import tyro
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
+from beyond_memory import resident_bytes
 from pagoda.memory.sizes import parse_bytes
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
+from script import begin, machine, write
+from training import llama
+from turns import ROOT, Checkout, ratio_of, serve, settings_of_process, take_turns
 
 NAMES = {"plain": False, "pagoda": True}
 SHORTEST, LONGEST = 256, 1 << 14
@@ -41,18 +42,8 @@ Sizes = tuple[int, int, int]
 
 def build(sizes: Sizes, length: int) -> nn.Module:
     vocab, hidden, layers = sizes
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = llama(vocab, hidden, 2 * hidden, layers, max_position_embeddings=length, tie_word_embeddings=True)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
@@ -86,16 +77,10 @@ def tokens_of(length: int) -> torch.Tensor:
     return torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0))
 
 
-def data_bytes() -> int:
-    """Anonymous memory of this process, as the limit counts it."""
-    fields = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in fields if line.startswith("VmData")).split()[1]) * 1024
-
-
 def attempt(pipe: Any, paged: bool, sizes: Sizes, length: int, limit: int) -> None:
     """Send the seconds of a step, or None where memory was not enough."""
     step = trainer(paged, sizes, length)
-    allowed = data_bytes() + limit
+    allowed = resident_bytes("self", "VmData") + limit
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
     start = time.perf_counter()
     try:
@@ -144,43 +129,20 @@ def longest_paged(sizes: Sizes, limit: int, start: int) -> int:
     return length
 
 
-def work(pipe: Any, paged: bool, sizes: Sizes, length: int) -> None:
-    """Train as many steps as the other end asks for, and send their seconds, until it asks for none."""
-    keep_freed_memory()
-    step, ids = trainer(paged, sizes, length), tokens_of(length)
-    step(ids)
-    pipe.send(None)
-    while count := pipe.recv():
-        start = time.perf_counter()
-        for _ in range(count):
-            step(ids)
-        pipe.send(time.perf_counter() - start)
+def serve_steps(paged: bool, sizes: list[int], length: int, steps: int) -> None:
+    """A process that trains so many steps when it is its turn."""
+    vocab, hidden, layers = sizes
+    step, ids = trainer(paged, (vocab, hidden, layers), length), tokens_of(length)
+    serve({"steps": lambda: [step(ids) for _ in range(steps)]})
 
 
 def compare_throughput(sizes: Sizes, length: int, rounds: int, steps: int) -> dict[str, Any]:
     """Seconds of a step of each, and the ratio of both, round by round."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = {}, []
-    for name, paged in NAMES.items():
-        pipes[name], its = context.Pipe()
-        processes.append(context.Process(target=work, args=(its, paged, sizes, length), daemon=True))
-        processes[-1].start()
-        pipes[name].recv()
-    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-    for index in range(rounds):
-        for name in list(NAMES)[:: 1 if index % 2 else -1]:
-            pipes[name].send(steps)
-            seconds[name].append(pipes[name].recv() / steps)
-    for pipe, process in zip(pipes.values(), processes, strict=True):
-        pipe.send(0)
-        process.join()
-    ratios = sorted(plain / paged for plain, paged in zip(seconds["plain"], seconds["pagoda"], strict=True))
-    return {
-        "length": length,
-        "step_s": {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()},
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
-    }
+    settings = {"sizes": sizes, "length": length, "steps": steps}
+    processes = [Checkout(ROOT, __file__, {"paged": paged, **settings}) for paged in NAMES.values()]
+    plain, paged = (turns["steps"] for turns in take_turns(processes, ["steps"], rounds))
+    step_s = {name: statistics.median(seconds) / steps for name, seconds in zip(NAMES, (plain, paged), strict=True)}
+    return {"length": length, "step_s": step_s, "ratio": ratio_of(plain, paged)}
 
 
 def main(
@@ -195,12 +157,9 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Print the longest sequence of each under `limit`, or the throughput of each at `length` without one."""
-    restart_spinning_briefly()
+    begin()
     sizes = vocab, hidden, layers
-    result: dict[str, Any] = {
-        "model": {"vocab": vocab, "hidden": hidden, "layers": layers},
-        "machine": {"processor": platform.processor(), "torch": torch.__version__},
-    }
+    result: dict[str, Any] = {**machine(), "model": {"vocab": vocab, "hidden": hidden, "layers": layers}}
     if compare == "length":
         nbytes = parse_bytes(limit, "limit")
         plain, too_long = longest_plain(sizes, nbytes)
@@ -209,9 +168,11 @@ def main(
     else:
         result |= compare_throughput(sizes, length, rounds, steps)
     print(json.dumps(result, indent=1))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    write(out, result)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    if (settings := settings_of_process()) is not None:
+        serve_steps(**settings)
+    else:
+        tyro.cli(main)

@@ -17,8 +17,7 @@ a process of its own, and they take turns, step by step. The result is the media
 in bf16, or in fp32 where the CPU is far slower in bf16.
 """
 
-import json
-import platform
+import os
 import statistics
 import tempfile
 import threading
@@ -76,6 +75,7 @@ def raw_streams(directory: str, to_read: int, to_write: int) -> Iterator[Callabl
     rates: dict[str, float] = {}
     with closing(PageFile(directory, sum(pages.values()) or 1, PAGE)) as file:
         arena = Arena(4 * PAGE)
+        arena.view(0, arena.nbytes)[:] = os.urandom(arena.nbytes)  # a drive may compress zeros
         for page in range(pages["read"]):
             file.pwrite(page, arena.view(0, PAGE))
 
@@ -233,23 +233,8 @@ def compare(ssd: str, against: Path, model: str, rounds: int, speculate: bool, c
     return {"precision": precision, "rounds": rounds, "cases": cases}
 
 
-def main(
-    ssd: str,
-    against: Path | None = None,
-    model: str = "llama-215m",
-    rounds: int = 5,
-    speculate: bool = False,
-    clip: float = 1.0,
-    out: Path | None = None,
-) -> None:
-    """Run both workloads and print the ratios (targets: RAM 1.05, SSD 1.10); or compare with another checkout."""
-    from pagoda.process import keep_freed_memory, restart_spinning_briefly
-
-    restart_spinning_briefly()
-    keep_freed_memory()
-    if against is not None:
-        write(out, model, compare(ssd, against, model, rounds, speculate, clip))
-        return
+def compare_with_plain(ssd: str, model: str, rounds: int, speculate: bool, clip: float) -> list[dict[str, object]]:
+    """Steps of Pagoda against those of plain PyTorch in memory, for both workloads."""
     console = Console()
     workloads = (Workload(model, 4, 512, clip=clip), Workload(model, 1, 512, clip=clip if speculate else None))
     results = [measure(workload, ssd, rounds, speculate, console) for workload in workloads]
@@ -266,14 +251,27 @@ def main(
             f"{r['ratio_ssd']:.3f}",
         )
     console.print(table)
-    write(out, model, results)
+    return results
 
 
-def write(out: Path | None, model: str, results: object) -> None:
-    """Writes what was measured, and where, if it is wanted in a file."""
-    if out is not None:
-        machine = {"processor": platform.processor(), "cores": torch.get_num_threads(), "torch": torch.__version__}
-        out.write_text(json.dumps({"model": model, "machine": machine, "results": results}, indent=1))
+def main(
+    ssd: str,
+    against: Path | None = None,
+    model: str = "llama-215m",
+    rounds: int = 5,
+    speculate: bool = False,
+    clip: float = 1.0,
+    out: Path | None = None,
+) -> None:
+    """Run both workloads and print the ratios (targets: RAM 1.05, SSD 1.10); or compare with another checkout."""
+    from script import begin, machine, write
+
+    begin()
+    if against is not None:
+        results: object = compare(ssd, against, model, rounds, speculate, clip)
+    else:
+        results = compare_with_plain(ssd, model, rounds, speculate, clip)
+    write(out, {**machine(), "model": model, "results": results})
 
 
 if __name__ == "__main__":

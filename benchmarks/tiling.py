@@ -9,7 +9,6 @@ fast. With `--ssd-rate` every transfer takes as long as it would at that rate in
 """
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,27 +19,19 @@ from typing import Any
 import torch
 import tyro
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
+from script import begin, machine, write
 from slow_ssd import slow_ssd
+from training import llama
 
 MIB = 1 << 20
 
 
 def build(layers: int, hidden: int) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 64 * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        use_cache=False,
-    )
     with pagoda.init():
-        model = LlamaForCausalLM(config)
+        model = llama(1024, hidden, hidden * 8 // 3 // 64 * 64, layers)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
@@ -113,8 +104,7 @@ def main(
 ) -> None:
     """Print both, and their ratios (targets: 12 times fewer bytes, 3 times faster). `ahead`: layers that the arena has
     room for. `ssd_rate`: bytes per second of a slower drive."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     with nullcontext() if ssd_rate is None else slow_ssd(parse_bytes(ssd_rate, "ssd_rate")):
         ordinary, tiled = (measure(layers, hidden, passes, seq_len, n, ssd, ahead, steps) for n in (None, passes))
     result = {
@@ -123,15 +113,14 @@ def main(
         "hidden": hidden,
         "passes": passes,
         "seq_len": seq_len,
-        "machine": {"processor": platform.processor(), "cores": torch.get_num_threads(), "torch": torch.__version__},
+        **machine(),
         "ordinary": ordinary,
         "tiled": tiled,
         "bytes_ratio": ordinary["weight_bytes_moved"] / tiled["weight_bytes_moved"],
         "time_ratio": ordinary["step_s"] / tiled["step_s"],
     }
     print(json.dumps(result, indent=1))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    write(out, result)
 
 
 if __name__ == "__main__":

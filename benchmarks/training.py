@@ -4,11 +4,10 @@ Both do the same arithmetic: bf16 weights and an fp32 master, or all in fp32; fu
 checkpointing and clipping.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +16,8 @@ import pagoda
 from pagoda.config.training import ActivationMode, Precision
 from pagoda.models import build_model
 from pagoda.models.lora import LoraConfig, add_adapters
-from pagoda.optimizer import PagedOptimizer
-from pagoda.train.data import Batches
 
 LR = 1e-4
-WINDOW = 20
-"""Steps that a smoothed point of a loss curve is the mean of."""
 CPU = torch.device("cpu")
 
 
@@ -64,28 +59,13 @@ class Workload:
             yield torch.randint(256, (self.batch_size, self.seq_len), generator=generator).to(device)
 
 
-def train_on_text(
-    model: nn.Module, optimizer: PagedOptimizer, batches: Batches, lr_factor: Callable[[int], float], steps: int
-) -> tuple[list[float], float]:
-    """(loss of every step, seconds of a step) of a run, with the learning rate times `lr_factor(step)`; closes it."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
-    losses = []
-    start = time.perf_counter()
-    for step in range(steps):
-        loss = model(**batches.batch(step)).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        schedule.step()
-    optimizer.drain()
-    seconds = (time.perf_counter() - start) / steps
-    optimizer.close()
-    return losses, seconds
+def llama(vocab: int, hidden: int, ffn: int, layers: int, **more: Any) -> nn.Module:
+    """A Llama of these sizes, with heads of 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-
-def smoothed(losses: list[float]) -> list[float]:
-    """Means of the last `WINDOW` steps."""
-    return [statistics.fmean(losses[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(losses))]
+    heads = hidden // 64
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=heads, use_cache=False, **more))
 
 
 class Trainer:

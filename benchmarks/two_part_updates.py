@@ -15,6 +15,7 @@ from pathlib import Path
 import tyro
 
 import pagoda
+from pagoda.config.decode import decoded
 from pagoda.construction.construct import describe
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.flops import forward_flops, weightless
@@ -24,9 +25,10 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.units import ModuleSpec
-from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, MatmulRate
+from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.machines import find_machine
 from pagoda.simulate.simulation import simulate
+from script import write
 
 MEASURED = Path(__file__).parent / "results" / "predict.json"
 SHARES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -54,28 +56,7 @@ class Row:
 def measured_cpu() -> Hardware:
     """The machine of the last run of `predict.py` with moments on SSD and 512 tokens."""
     runs = [run for run in json.loads(MEASURED.read_text()) if run["placement"] == "SSD state" and run["tokens"] == 512]
-    cpu, ssd = (runs[-1]["hardware"][part] for part in ("cpu", "ssd"))
-    rate = {
-        name: Figure(**value) for name, value in {**cpu, **ssd}.items() if isinstance(value, dict) and "value" in value
-    }
-    return Hardware(
-        "two CPU cores",
-        Cpu(
-            cpu["cores"],
-            *(rate[name] for name in ("memory_bytes", "memory_bytes_per_s", "update_params_per_s")),
-            bf16=MatmulRate(*(Figure(**cpu["bf16"][name]) for name in ("peak_flop_per_s", "reached_flop_per_s"))),
-            copy_bytes_per_s=rate["copy_bytes_per_s"],
-            gradient_bytes_per_s=rate["gradient_bytes_per_s"],
-            task_switch_s=rate["handover_s"],
-            parameter_s=rate["parameter_s"],
-        ),
-        ssd=Drive(
-            *(rate[name] for name in ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")),
-            endurance_bytes=rate["endurance_bytes"],
-            cpu_share=rate["cpu_share"],
-            beside_bytes_per_s=rate["beside_bytes_per_s"],
-        ),
-    )
+    return decoded(Hardware, runs[-1]["hardware"], of=str(MEASURED))
 
 
 def budgets(root: ModuleSpec, hardware: Hardware, options: Options) -> Budgets:
@@ -125,8 +106,7 @@ def main(
         seconds = " | ".join(f"{value:.2f} s" for value in (row.compute_s, row.step_s, row.best_s))
         gain = 1 - row.best_s / row.step_s
         print(f"| {row.machine} | `{row.model}` | {row.tokens:,} | {seconds} | {row.share:.0%} | {gain:.0%} |")
-    if out is not None:
-        out.write_text(json.dumps([asdict(row) for row in result], indent=1) + "\n")
+    write(out, [asdict(row) for row in result])
 
 
 if __name__ == "__main__":

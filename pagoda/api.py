@@ -49,17 +49,11 @@ from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import MANIFEST
 from pagoda.memory.ram import free_ram
 from pagoda.models.build import build_from_directory
-from pagoda.optim.param_groups import (
-    ParamGroups,
-    Reserve,
-    check_placed,
-    named_groups,
-    reserved_names,
-)
+from pagoda.optim.param_groups import ParamGroups, Reserve, check_placed, named_groups, reserved_names
 from pagoda.optim.rule import Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
-from pagoda.plan.combinations import check_experts_of_stages, check_features, features
+from pagoda.plan.combinations import check_experts_of_stages, check_features
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.plan.options import Options
@@ -176,8 +170,7 @@ class _Wrapping:
                 "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
             )
         self._states = rule.states(training.precision)
-        options, tiled = Options.of(training, memory), training.tile_bytes is not None
-        check_features(features(options, self._states, mesh.ranks, tiled))
+        check_features(Options.of(training, memory), self._states, training.tile_bytes is not None)
         _check_activations(training, memory, model, mesh)
         self._links = Links.open(mesh)
         self._memory = memory if mesh.everyone.size == 1 else memory_of_rank(memory, mesh.everyone)

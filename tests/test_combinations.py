@@ -12,41 +12,37 @@ import pytest
 from torch import nn
 
 import pagoda
-from pagoda.distributed.world import World
 from pagoda.plan.combinations import REFUSED, Feature
-from pagoda.plan.ranks import Ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"
 BEGIN, END = "<!-- tests/test_combinations.py writes from here -->", "<!-- to here -->"
-ALWAYS: dict[str, frozenset[Feature]] = {
-    "weights and moments on SSD": frozenset(),
-    "activations recomputed or offloaded": frozenset(),
-    "`batch_tiles`": frozenset(),
-    "ZeRO stages 1 and 2": frozenset({Feature.RANKS}),
-    "replicas": frozenset({Feature.RANKS}),
-    "`partition_activations`": frozenset({Feature.TENSOR, Feature.RANKS}),
-}
-"""Features that nothing refuses, apart from what goes with them."""
-
-
-def mesh(count: int, **divided: int) -> pagoda.Mesh:
-    return pagoda.Mesh(World(0, 2, 0, 2), Ranks(count, 2, **divided))  # type: ignore[arg-type]
-
-
+ROWS: tuple[str, ...] = (
+    Feature.WHOLE,
+    "moments='8bit'",
+    "gradients in another dtype than weights (MixedPrecision.gradients)",
+    Feature.ASYNC,
+    Feature.SPECULATE,
+    "activations='auto'",
+    Feature.TILES,
+    "split.device_update_share",
+    "split.device_home_share",
+    "several ranks",
+    "tensor_parallel",
+    "expert_parallel",
+    "pipeline_parallel",
+    "weights and moments on SSD",
+    "activations recomputed or offloaded",
+    "`batch_tiles`",
+    "ZeRO stages 1 and 2",
+    "replicas",
+    "`partition_activations`",
+)
+"""The features on the page."""
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.WHOLE: {"optimizer": pagoda.Muon(lr=1e-2)},
-    Feature.EIGHT_BIT: {"optimizer": pagoda.AdamW(moments="8bit")},
-    Feature.GRADIENTS: {"precision": pagoda.MixedPrecision("bf16", "fp32")},
     Feature.ASYNC: {"update": pagoda.Updates("async")},
     Feature.SPECULATE: {"update": pagoda.Updates(speculate=True), "clip_grad_norm": 1.0, "accumulation_steps": 1},
-    Feature.AUTO: {"activations": "auto"},
     Feature.TILES: {"tiles": pagoda.Tiles(tile_limit="4KiB")},
-    Feature.DEVICE_UPDATES: {"memory": pagoda.Memory(device="cpu:1MiB", split=pagoda.Split(device_update_share=0.5))},
-    Feature.DEVICE_HOMES: {"memory": pagoda.Memory(device="cpu:1MiB", split=pagoda.Split(device_home_share=0.5))},
-    Feature.RANKS: {"mesh": mesh(2)},
-    Feature.TENSOR: {"mesh": mesh(1, tensor_parallel=2)},
-    Feature.EXPERTS: {"mesh": mesh(2, expert_parallel=2)},
-    Feature.PIPELINE: {"mesh": mesh(1, pipeline_parallel=2)},
 }
 
 
@@ -62,21 +58,17 @@ def test_wrap_refuses_what_does_not_work_together_with_the_reason(pair: frozense
 
 def written() -> str:
     """The table and its reasons."""
-    on_ranks = {Feature.TENSOR, Feature.EXPERTS}
-    used = {str(each): {each, *([Feature.RANKS] if each in on_ranks else [])} for each in Feature} | ALWAYS
     reasons = [*dict.fromkeys(REFUSED.values())]
 
     def cell(one: str, other: str) -> str:
         """A tick, or the letter of the reason."""
-        of_both = (pair for pair in REFUSED if pair <= used[one] | used[other] and not pair <= used[one])
-        pair = next((pair for pair in of_both if not pair <= used[other]), None)
-        return "✓" if pair is None else f"**{ascii_lowercase[reasons.index(REFUSED[pair])]}**"
+        why = next((why for pair, why in REFUSED.items() if pair == {one, other}), None)
+        return "✓" if why is None else f"**{ascii_lowercase[reasons.index(why)]}**"
 
-    names = [*used]
-    lines = [["", *map(str, range(1, len(names)))], ["---"] * len(names)]
-    for row, name in enumerate(names, 1):
-        cells = [cell(name, other) for other in names[: row - 1]]
-        lines.append([f"{row}. {name}", *cells, *[""] * (len(names) - row)])
+    lines = [["", *map(str, range(1, len(ROWS)))], ["---"] * len(ROWS)]
+    for row, name in enumerate(ROWS, 1):
+        cells = [cell(name, other) for other in ROWS[: row - 1]]
+        lines.append([f"{row}. {name}", *cells, *[""] * (len(ROWS) - row)])
     table = ["".join(f"| {text} " for text in line) + "|" for line in lines]
     said = [f"- **{letter}**: {why}." for letter, why in zip(ascii_lowercase, reasons, strict=False)]
     return "\n".join([*table, "", *said])

@@ -100,17 +100,12 @@ arenas do all that a plain one does."""
 
 
 def features_of(case: Case) -> set[Feature]:
-    """The features in some settings; those left out do not matter."""
+    """The features in some settings that do not work with all others; settings left out do not matter."""
     used = {
         Feature.WHOLE: case.get("rule") in WHOLE,
-        Feature.EIGHT_BIT: case.get("rule") == "adamw-8bit",
-        Feature.GRADIENTS: "+" in case.get("numbers", ""),
         Feature.ASYNC: case.get("update") == "async",
         Feature.SPECULATE: case.get("update") == "speculate",
-        Feature.AUTO: case.get("activations") == "auto",
         Feature.TILES: case.get("tiles") == "layers",
-        Feature.DEVICE_UPDATES: case.get("place") in (UPDATED, UPDATED_FROM_SSD, BOTH),
-        Feature.DEVICE_HOMES: case.get("place") in (HOME, BOTH),
     }
     return {feature for feature, is_used in used.items() if is_used}
 

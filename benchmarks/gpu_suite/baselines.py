@@ -5,12 +5,11 @@ import os
 import socket
 import statistics
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 from torch import nn
 
-from gpu_suite.common import WARM_UP, Figures, Machine, drawn_quickly, paged_figures, release, throughput
+from gpu_suite.common import Figures, Machine, drawn_quickly, paged_figures, release, throughput, timed
 from training import LR, Workload
 
 Step = Callable[[torch.Tensor], None]
@@ -38,17 +37,12 @@ def _measured(machine: Machine, load: Workload, build: Callable[[Machine, Worklo
     try:
         with drawn_quickly():
             step = build(machine, load)
-        seconds = []
-        for ids in islice(load.batches(machine.device), WARM_UP + machine.sizes.steps):
-            start = machine.now()
-            step(ids)
-            seconds.append(machine.now() - start)
+        step_s = statistics.median(timed(machine, step, load))
     except Exception as error:  # out of memory, a version that does not go with this torch: the table says so
         return {"failed": f"{type(error).__name__}: {error}"[:500]}
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    step_s = statistics.median(seconds[WARM_UP:])
     return throughput(load, step_s) | {"pagoda_times_faster": step_s / ours_s}
 
 

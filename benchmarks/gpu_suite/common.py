@@ -3,9 +3,9 @@
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from torch import nn
 
 import pagoda
 from pagoda.calibrate import Effort
-from pagoda.optim.codecs import Moments
-from training import LR, Paged, Plain, Workload
+from training import Paged, Plain, Workload
 
 Figures = dict[str, object]
 _ACTIVATIONS = 12 << 30
@@ -74,8 +73,6 @@ class Machine:
     device: torch.device
     host: str | None
     ssd: Path | None
-    already: Mapping[str, Figures] = field(default_factory=dict)
-    """Figures of the sections before."""
 
     @property
     def gpu(self) -> bool:
@@ -152,12 +149,12 @@ def drawn_quickly() -> Iterator[None]:
         torch.Tensor.normal_ = draw  # type: ignore[method-assign]
 
 
-def timed(machine: Machine, trainer: Plain | Paged, workload: Workload) -> list[float]:
+def timed(machine: Machine, step: Callable[[torch.Tensor], object], workload: Workload) -> list[float]:
     """Seconds of each step after those that warm up."""
     seconds = []
     for ids in islice(workload.batches(machine.device), WARM_UP + machine.sizes.steps):
         start = machine.now()
-        trainer.step(ids)
+        step(ids)
         seconds.append(machine.now() - start)
     return seconds[WARM_UP:]
 
@@ -166,7 +163,7 @@ def plain_step_s(machine: Machine, workload: Workload) -> float:
     """Median step of plain PyTorch with everything in the device's memory."""
     with drawn_quickly():
         plain = Plain(workload, machine.device)
-    seconds = timed(machine, plain, workload)
+    seconds = timed(machine, plain.step, workload)
     del plain
     release(machine)
     return statistics.median(seconds)
@@ -177,7 +174,7 @@ def paged_figures(machine: Machine, workload: Workload, memory: pagoda.Memory) -
     with drawn_quickly():
         paged = Paged(workload, memory)
     try:
-        seconds = timed(machine, paged, workload)
+        seconds = timed(machine, paged.step, workload)
         stats, plan = paged.optimizer.stats, pagoda.plan_of(paged.model)
         figures = throughput(workload, statistics.median(seconds)) | {
             "stall_s": dict(stats.stall_s),
@@ -208,7 +205,3 @@ def release(machine: Machine) -> None:
     gc.collect()
     if machine.gpu:
         torch.cuda.empty_cache()
-
-
-def rule(moments: Moments = "fp32") -> pagoda.AdamW:
-    return pagoda.AdamW(lr=LR, moments=moments)

@@ -37,7 +37,7 @@ def predict(machine: Machine) -> Figures:
                 with drawn_quickly():
                     paged = Paged(load, memory)
                 try:
-                    measured = statistics.median(timed(machine, paged, load))
+                    measured = statistics.median(timed(machine, paged.step, load))
                 finally:
                     paged.close()
                     del paged

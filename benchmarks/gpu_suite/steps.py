@@ -3,20 +3,11 @@
 import math
 from dataclasses import replace
 
-from gpu_suite.common import (
-    Figures,
-    Machine,
-    drawn_quickly,
-    paged_figures,
-    plain_step_s,
-    release,
-    rule,
-    throughput,
-)
-from pagoda import Split, plan_of
+from gpu_suite.common import Figures, Machine, drawn_quickly, paged_figures, plain_step_s, release, throughput
+from pagoda import AdamW, Split, plan_of
 from pagoda.errors import BudgetError
 from pagoda.optim.codecs import Moments
-from training import Paged
+from training import LR, Paged
 
 _LARGEST_STEPS = 5
 
@@ -62,7 +53,8 @@ def _trained(machine: Machine, parameters: float, moments: Moments) -> Figures:
     ssd = None if machine.ssd is None else str(machine.ssd)
     try:
         with drawn_quickly():
-            paged = Paged(load, machine.memory(machine.most_of_the_device(), ssd=ssd), rule=rule(moments))
+            memory = machine.memory(machine.most_of_the_device(), ssd=ssd)
+            paged = Paged(load, memory, rule=AdamW(lr=LR, moments=moments))
     except BudgetError as refused:
         release(machine)
         return {"refused": str(refused)}

@@ -216,7 +216,7 @@ def zero() -> Experiment:
     first = 0.0
     for nodes, batch in ((4, 1), (8, 3), (16, 3), (25, 4)):
         one = run(sixty, Setup(machine="v100-32g", nodes=nodes, batch=batch, gpu_alone=True))
-        gpus = one.setup.count
+        gpus = one.setup.ranks.count
         total = gpus * one.flop_per_s / 1e15
         points.append((float(gpus), total))
         first = first or total

@@ -12,7 +12,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import exchanged_elements
 from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_of_step
-from pagoda.plan.collective import reduce_pages
+from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.layout import Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -142,7 +142,7 @@ def plan_of(shape: PaperShape, setting: Setting) -> tuple[Plan, PaperShape, int,
 def budgets_of_part(layout: Layout, budgets: Budgets, times: float) -> Budgets:
     """What a part of the layers may use, of which there are so many. What passes the GPU is the same for a part; what
     lives there is a part, as in RAM and on SSD."""
-    passing = (layout.lease_pages(DEFAULT_SPLIT.leases_ahead) + reduce_pages(layout)) * layout.page_bytes
+    passing = (layout.lease_pages(DEFAULT_SPLIT.leases_ahead) + reduce_buffers(layout).pages) * layout.page_bytes
     assert budgets.device is not None
     device = passing + int(max(0, budgets.device - passing) / times)
     ssd = None if budgets.ssd is None else int(budgets.ssd / times)

@@ -17,7 +17,6 @@ from pagoda.forecast.problem import Problem, problem_of
 from pagoda.forecast.search import search
 from pagoda.models.papers import PaperShape
 from pagoda.plan.planner import Plan
-from pagoda.simulate.machines import find_machine
 from pagoda.simulate.timeline import COMPUTE, Timeline
 from paper_tables.common import UNIT_BYTES
 from paper_tables.largest import DRIVE_SHARE, HOST_SHARE, ROOMY, TILE_BYTES, Setting, budgets_of_part
@@ -43,11 +42,6 @@ class Setup(Setting):
 
     ram_gib: int | None = None
     """Of a node; None is what the machine has."""
-
-    @property
-    def count(self) -> int:
-        """GPUs."""
-        return self.nodes * (self.gpus or find_machine(self.machine).gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -121,8 +115,7 @@ def _simulated(problem: Problem, times: float, shape: PaperShape, setup: Setup, 
 def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Problem, float]:
     """What is planned: a part of the layers if they are many, with the same part of every tier, and the number of such
     parts. Activations are those of all layers."""
-    hardware = find_machine(setup.machine)
-    gpus = setup.gpus or hardware.gpus_per_node
+    hardware, gpus = setup.hardware, setup.hardware.gpus_per_node
     ram = hardware.cpu.memory_bytes.value if setup.ram_gib is None else setup.ram_gib << 30
     host = _GPU_ALONE_RAM if setup.gpu_alone else int(ram * HOST_SHARE / gpus)
     split = Split(device_home_share=1.0) if setup.gpu_alone else None

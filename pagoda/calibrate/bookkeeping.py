@@ -15,7 +15,7 @@ from pagoda.config.memory import Memory
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.world import World
 from pagoda.optim import AdamW
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE
 from pagoda.simulate.hardware import Figure
 
 _LAYERS, _LINEARS = 4, 8
@@ -54,7 +54,7 @@ def measure_bookkeeping(meter: Meter) -> Figure:
         for param in plain.parameters():
             param.register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
         x = torch.randn(_ROWS, _WIDTH)
-        alone = Mesh(World(), Ranks(1, 1))  # also where torchrun has started others
+        alone = Mesh(World(), ALONE)  # also where torchrun has started others
         paged, optimizer = wrap(
             net, AdamW(), memory=Memory(host=_HOST), precision="fp32", accumulation_steps=1, mesh=alone
         )

@@ -1,19 +1,24 @@
-"""Calibrates this machine. Everything is measured in turn, so that measurements do not disturb each other."""
+"""Calibrates this machine, and what ranks started by torchrun gather. Everything is measured in turn, so that
+measurements do not disturb each other."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pagoda.calibrate.cpu import measure_cpu
 from pagoda.calibrate.drive import check_directory, measure_drive
 from pagoda.calibrate.gpu import measure_gpu, measure_link
-from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name
-from pagoda.calibrate.ranks import measure_collectives, shared
+from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name, now
 from pagoda.distributed.world import World, joined, launched
-from pagoda.simulate.hardware import Hardware
+from pagoda.simulate.hardware import Figure, Hardware
+
+_GATHERS = 5
+_GPU_FACTOR = 16
 
 
 def calibrate(
@@ -42,9 +47,12 @@ def calibrate(
     name = torch.cuda.get_device_name(device) if gpu else cpu_name()
     with joined(world):
         host, compute = Meter(cpu_name(), effort, report), Meter(name, effort, report, device)
-        measured = _alone(host, compute, name, ssd, world) if world.rank == 0 else None
-        hardware = shared(measured, world)
-        intra, inter = measure_collectives(compute, world)
+        measured = [_alone(host, compute, name, ssd, world) if world.rank == 0 else None]
+        if world.size > 1:
+            dist.broadcast_object_list(measured)
+        (hardware,) = measured
+        assert hardware is not None, "rank 0 has measured"
+        intra, inter = _collectives(compute, world)
     return replace(
         hardware,
         gpus_per_node=world.local_size,
@@ -76,3 +84,39 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _collectives(meter: Meter, world: World) -> tuple[Figure | None, Figure | None]:
+    """Rates within a node and between nodes. A rate is None if there is no other process. Every rank must call this."""
+    intra = inter = None
+    if world.local_size > 1:
+        meter.report(f"all-gather of {world.local_size} ranks in this node")
+        node = world.rank // world.local_size
+        groups = [range(n * world.local_size, (n + 1) * world.local_size) for n in range(world.nodes)]
+        intra = meter.figure(_gathers(meter, groups, node), f"all-gather of {world.local_size} ranks")
+    if world.nodes > 1:
+        meter.report(f"all-gather of {world.nodes} nodes")
+        # Each rank gathers with the ranks of its number on other nodes, all at once. Together they use the whole
+        # network of a node.
+        groups = [range(local, world.size, world.local_size) for local in range(world.local_size)]
+        rates = _gathers(meter, groups, world.local_rank)
+        inter = meter.figure([rate * world.local_size for rate in rates], f"all-gather of {world.nodes} nodes")
+    return intra, inter
+
+
+def _gathers(meter: Meter, groups: list[range], mine: int) -> list[float]:
+    """Bytes per second that each rank sends in all-gathers of group number `mine`, while the other groups gather
+    too."""
+    device = meter.device
+    group = [dist.new_group(list(group)) for group in groups][mine]
+    count = len(groups[mine])
+    nbytes = meter.effort.gathered_bytes * (_GPU_FACTOR if device.type == "cuda" else 1) // count
+    part = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    whole = torch.empty(nbytes * count, dtype=torch.uint8, device=device)
+    rates = []
+    for _ in range(_GATHERS + 1):
+        dist.all_reduce(torch.zeros(1))
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(whole, part, group=group)
+        rates.append(nbytes * (count - 1) / (now(device) - start))
+    return rates[1:]

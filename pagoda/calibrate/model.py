@@ -23,25 +23,24 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _PATTERN = 1 << 20
 
 
+Times = tuple[float, float]
+"""Seconds of one forward and of one backward."""
+
+
 @dataclass(frozen=True, slots=True)
 class ComputeProfile:
-    """Seconds of forward and backward of one batch in plain PyTorch, with all weights in memory.
+    """The times of one batch in plain PyTorch, with all weights in memory.
 
     A layer is one block of the decoder. It counts as often as the model has layers. Backward includes what gradient
     checkpointing recomputes. The head is everything except layers and embedding: the last norm, the output projection
     and the loss.
     """
 
-    layer_forward_s: float
-    layer_backward_s: float
-    head_forward_s: float
-    head_backward_s: float
-    embedding_forward_s: float
-    embedding_backward_s: float
+    layer: Times
+    head: Times
+    embedding: Times
 
 
-Times = tuple[float, float]
-"""Seconds of one forward and of one backward."""
 Round = tuple[Times, Times, Times]
 """Times with few layers, with more layers, and of the embedding alone."""
 
@@ -103,7 +102,7 @@ def profile_of(rounds: Sequence[Round], layers: int) -> ComputeProfile:
 
     layer, alone = median((more - few) / (layers - _FEW)), median(embedding)
     head = np.maximum(0.0, median(few) - _FEW * layer - alone)
-    return ComputeProfile(*map(float, (*layer, *head, *alone)))
+    return ComputeProfile(*((float(forward), float(backward)) for forward, backward in (layer, head, alone)))
 
 
 def _layers_wanted(name_or_dir: str, few: nn.Module) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from pagoda.memory.sizes import format_bytes
 from pagoda.simulate.hardware import Figure, Hardware
@@ -42,15 +42,12 @@ _LABELS = {
 
 def figure_table(hardware: Hardware) -> Table:
     """A table with a row per figure."""
-    table = Table(title=f"{hardware.name}, {hardware.cpu.cores} cores")
-    table.add_column("figure")
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("spread", justify="right")
-    table.add_column("of")
+    value, spread = Column("value", justify="right", no_wrap=True), Column("spread", justify="right")
+    table = Table("figure", value, spread, "of", title=f"{hardware.name}, {hardware.cpu.cores} cores")
     for names, figure in _walk(hardware, ()):
         label = " ".join(_LABELS[name] for name in names)
-        spread = f"{figure.spread:.0%}" if figure.spread else "-"
-        table.add_row(label, _value(names[-1], figure.value), spread, _origin(figure.source))
+        varies = f"{figure.spread:.0%}" if figure.spread else "-"
+        table.add_row(label, _value(names[-1], figure.value), varies, _origin(figure.source))
     return table
 
 

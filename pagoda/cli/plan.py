@@ -58,7 +58,7 @@ def run(config: PlanConfig, console: Console) -> int:
         if pipeline is not None:
             console.print(pipeline_table(pipeline), highlight=False)
         show(made, advice, console)
-        if searched and made.fits and made.machine.ranks is None:
+        if searched and made.fits and made.machine.ranks.count == 1:
             say(console, f"Train it: {_train_command(made, config)}")
     if not made.fits:
         return DOES_NOT_FIT

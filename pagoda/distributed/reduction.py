@@ -48,7 +48,6 @@ class Buffers:
     def open(cls, tier: Region, layout: Layout, dtype: torch.dtype) -> "Buffers":
         """Take the planned buffers for gradients of `dtype` from the tier where compute leaves gradients."""
         planned, page = reduce_buffers(layout), layout.page_bytes
-        assert planned is not None
         sizes = (planned.whole_pages, planned.whole_pages, planned.landing_pages)
         first, second, landing = (tier.take(pages).tensor(torch.uint8, pages * page) for pages in sizes)
         rest, shape = tier.take(planned.pages - sum(sizes)), (planned.rows, planned.piece)

@@ -112,7 +112,7 @@ def in_common(plan: Plan) -> dict[str, object]:
         "ranks": layout.ranks,
         "trace": [(access.unit, access.phase.name) for access in trace.accesses],
     }
-    if plan.ranks is not None and plan.ranks.shards_weights:
+    if plan.ranks.shards_weights:
         common["leases"] = plan.placement.pages(plan.lease_tier or HOST, LEASES)
     if layout.slices.differ:
         places = {unit.index: range(layout.group(unit)) for unit in plan.units}

@@ -8,8 +8,9 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import (
     BUFFERED,
     LEAST_OFFLOADED_BYTES,
+    ActivationPlan,
     BlockSizes,
-    SavedBlocks,
+    Policy,
     StepSizes,
     Storages,
     recomputes,
@@ -54,7 +55,7 @@ class ActivationEstimate:
     at_once: int = 1
     """Number of forward passes whose activations exist at the same time."""
 
-    def with_policies(self, saved: SavedBlocks) -> "ActivationEstimate":
+    def with_policies(self, saved: ActivationPlan) -> "ActivationEstimate":
         """The same estimate if each layer has its own policy."""
         blocks = list(zip(saved.sizes.blocks, saved.policies, strict=True))
         kept = self.at_once * sum(block.kept(policy) for block, policy in blocks)
@@ -90,8 +91,8 @@ def estimate_activations(
     """
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
     again = recomputes(mode)
-    inputs = itemsize * tokens * described.hidden
-    saved = described.at_once * described.layers * (inputs if again else _layer(described, tokens, itemsize))
+    block, policy = _block(described, tokens, itemsize), Policy.RECOMPUTE if again else Policy.KEEP
+    saved = described.at_once * described.layers * block.kept(policy)
     offloads, ffn = mode in ("offload", "recompute+offload"), described.ffn // described.tensor_parallel
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, ffn))
     if chunked_loss is None:
@@ -101,25 +102,29 @@ def estimate_activations(
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
-        working=_layer(described, running, itemsize) if again else 0,
-        logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
+        working=_block(described, running, itemsize).kept(Policy.KEEP) if again else 0,
+        logits=2 * block.inputs.nbytes + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
         gradients=itemsize * max(2 * largest, tiled_layer),
         at_once=described.at_once,
     )
 
 
 def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> StepSizes:
-    """Sizes of what each layer keeps for backward in a micro-batch of `tokens` tokens, counted as in
-    `estimate_activations`, without the loss."""
+    """Sizes of what each layer keeps for backward in a micro-batch of `tokens` tokens, without the loss."""
+    blocks = (_block(described, tokens, itemsize),) * len(layers_of(described.root))
+    return StepSizes(blocks, (0,) * (len(blocks) + 1))
+
+
+def _block(described: ModelDescription, tokens: int, itemsize: int) -> BlockSizes:
+    """What one layer keeps for backward for `tokens` tokens."""
     hidden, ffn = (itemsize * tokens * width for width in (described.hidden, described.ffn))
+    parts, tensors = described.tensor_parallel, _HIDDEN_TENSORS + _CHOICE_TENSORS * described.top_k
+    whole = _WHOLE_TENSORS if parts > 1 else tensors
     inputs, inner = Storages().with_one(hidden, LEAST_OFFLOADED_BYTES), Storages()
-    divided, ffn = hidden // described.tensor_parallel, ffn // described.tensor_parallel
-    whole = _whole_tensors(described)
-    sizes = *[hidden] * (whole - 1), *[divided] * (_hidden_tensors(described) - whole), *[ffn] * _FFN_TENSORS
+    sizes = *[hidden] * (whole - 1), *[hidden // parts] * (tensors - whole), *[ffn // parts] * _FFN_TENSORS
     for nbytes in sizes:
         inner = inner.with_one(nbytes, LEAST_OFFLOADED_BYTES)
-    blocks = (BlockSizes(inputs, inputs, inner),) * len(layers_of(described.root))
-    return StepSizes(blocks, (0,) * (len(blocks) + 1))
+    return BlockSizes(inputs, inputs, inner)
 
 
 def chunking_helps(
@@ -129,19 +134,3 @@ def chunking_helps(
     logits, layer = _LOGIT_BYTES * tokens * model.vocab, _HIDDEN_TENSORS * model.hidden + _FFN_TENSORS * model.ffn
     working = itemsize * tile_tokens * layer if checkpointing else 0
     return logits > working and logits > 2 * (2 * itemsize * tokens * model.hidden + _CHUNK_BYTES)
-
-
-def _layer(described: ModelDescription, tokens: int, itemsize: int) -> int:
-    """Bytes that a layer keeps for backward for `tokens` tokens."""
-    whole = _whole_tensors(described)
-    divided = (_hidden_tensors(described) - whole) * described.hidden + _FFN_TENSORS * described.ffn
-    return itemsize * tokens * (whole * described.hidden + divided // described.tensor_parallel)
-
-
-def _hidden_tensors(described: ModelDescription) -> int:
-    return _HIDDEN_TENSORS + _CHOICE_TENSORS * described.top_k
-
-
-def _whole_tensors(described: ModelDescription) -> int:
-    """Number of tensors of hidden width that every tensor-parallel rank holds whole."""
-    return _WHOLE_TENSORS if described.tensor_parallel > 1 else _hidden_tensors(described)

@@ -47,15 +47,14 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
         for each in _changes(forecast, problem)
         if each.tokens * best.step_s / each.problem.bound_s - 1 > _WORTH  # otherwise compute alone takes too long
     ]
-    part, before_s = problem.to_compare(best.plan), None
+    part, before_s = problem.to_compare(best.plan), inf
     if changes and part is not problem:
         before_s, _ = _fastest(part, _kinds(problem, best))
-    estimates = [_estimate(change, best, before_s) for change in changes]
-    promising = sorted((each for each in estimates if each.gain > _WORTH), key=lambda each: -each.gain)
-    for each in promising[:_MOST_LINES]:
+    estimates = [(*_estimate(change, best, before_s), change) for change in changes]
+    promising = sorted((each for each in estimates if each[0] > _WORTH), key=lambda each: -each[0])
+    for _, kind, change in promising[:_MOST_LINES]:
         # The printed gain comes from a simulation of the step that the forecast shows, with the change.
-        change = each.change
-        seconds = each.step_s if each.whole else _fastest(change.problem, each.kinds)[0]
+        seconds, _ = _fastest(change.problem, (kind,))
         gain = change.tokens * best.step_s / seconds - 1
         if gain > _WORTH:
             gains.append((gain, f"{change.name}: {gain:+.0%}, {forecast.tokens_per_s * (1 + gain):,.0f} tokens/s."))
@@ -70,33 +69,20 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     return tuple(lines or [nothing])[:_MOST_LINES]
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """The estimated gain of a change."""
-
-    change: _Change
-    gain: float
-    step_s: float
-    whole: bool
-    """Whether all layers were simulated."""
-    kinds: tuple[Options, ...]
-    """The options of the fastest plan."""
-
-
-def _estimate(change: _Change, best: Candidate, before_s: float | None) -> _Estimate:
-    """Estimate the gain of a change.
+def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float, Options]:
+    """The estimated gain of a change, and the options of the fastest plan with it.
 
     If the plan has many units, some of the layers are simulated. Their step takes `before_s` without the change. If
-    there is no such part, or it does not fit its share of a tier, all layers are simulated.
+    there is no such part, or it does not fit its share of a tier (infinite seconds), all layers are simulated.
     """
     kinds = _kinds(change.problem, best)
     after = change.problem.to_compare(best.plan)
-    if before_s is not None and after is not change.problem and before_s < inf:
+    if before_s < inf and after is not change.problem:
         seconds, kind = _fastest(after, kinds)
         if seconds < inf:
-            return _Estimate(change, change.tokens * before_s / seconds - 1, seconds, False, (kind,))
+            return change.tokens * before_s / seconds - 1, kind
     seconds, kind = _fastest(change.problem, kinds)
-    return _Estimate(change, change.tokens * best.step_s / seconds - 1, seconds, True, (kind,))
+    return change.tokens * best.step_s / seconds - 1, kind
 
 
 def _kinds(problem: Problem, best: Candidate) -> tuple[Options, ...]:
@@ -134,7 +120,7 @@ def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
     if hardware.link is not None:
         link = _twice_as_fast(hardware.link, "h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s")
         yield faster("A link to the GPU twice as fast", link=link)
-    if problem.ranks is not None:
+    if problem.ranks.count > 1:
         network = _twice_as_fast(hardware, "intra_node_bytes_per_s", "inter_node_bytes_per_s")
         yield _Change("Collectives twice as fast", replace(problem, hardware=network))
     yield faster("Updates twice as fast", cpu=_twice_as_fast(hardware.cpu, "update_params_per_s"))
@@ -158,7 +144,7 @@ def _twice_the_batch(forecast: Forecast, problem: Problem) -> Problem | None:
     except BudgetError:
         return None
     exchanges = tuple(exchange.scaled(2) for exchange in problem.exchanges)
-    saved = problem.saved and replace(problem.saved, sizes=problem.saved.sizes.scaled(2.0))
+    saved = replace(problem.saved, sizes=problem.saved.sizes.scaled(2.0))
     return replace(problem, exchanges=exchanges, budgets=budgets, saved=saved, compute=problem.compute.scaled(2.0))
 
 

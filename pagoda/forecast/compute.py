@@ -42,17 +42,13 @@ class Compute:
         if not layers or not outside:
             raise ConfigError("a profile of layers needs a model that is made of layers, an embedding and a head")
         forward, backward = dict.fromkeys(outside, 0.0), dict.fromkeys(outside, 0.0)
-        for module, forward_s, backward_s in (
-            (outside[0], profile.embedding_forward_s, profile.embedding_backward_s),
-            (outside[-1], profile.head_forward_s, profile.head_backward_s),
-        ):
+        for module, (forward_s, backward_s) in ((outside[0], profile.embedding), (outside[-1], profile.head)):
             forward[module] += forward_s
             backward[module] += backward_s
         for layer in layers:
             for leaf in (module for module in layer.modules() if not module.children):
                 share = leaf.numel / layer.numel
-                forward[leaf.name] = share * profile.layer_forward_s
-                backward[leaf.name] = share * profile.layer_backward_s
+                forward[leaf.name], backward[leaf.name] = (share * seconds for seconds in profile.layer)
         return cls(forward, backward)
 
     def scaled(self, factor: float) -> "Compute":

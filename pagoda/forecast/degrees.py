@@ -11,7 +11,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import check_configured
 from pagoda.forecast.machine import Machine, find_machine_for
-from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.pipeline import stages_of
 from pagoda.forecast.problem import pass_bound_s, work_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem
@@ -35,10 +35,11 @@ class Way:
     """One way to divide the ranks, and how long a step takes with it."""
 
     config: PlanConfig
+    machine: Machine
     bound_s: float
     """Seconds for compute and the communication within it. No step is shorter."""
-    kinds: tuple[tuple[ModelDescription, Machine], ...] = ()
-    """For each kind of pipeline stage, its part of the model, and the machine as seen by one of its ranks."""
+    kinds: tuple[ModelDescription, ...] = ()
+    """For each kind of pipeline stage, its part of the model."""
     numbers: tuple[int, ...] = ()
     """The kind of each stage."""
     step_s: float = inf
@@ -90,9 +91,9 @@ def _ways(config: PlanConfig) -> tuple[list[Way], list[tuple[PlanConfig, ConfigE
     for asked in _candidates(config):
         try:
             machine, experts = find_machine_for(asked), asked.expert_parallel
-            check_configured(asked, machine)
+            check_configured(asked)
             if experts not in described:
-                described[experts] = describe_configured(asked)
+                described[experts] = describe_model(asked)
             found.append(_way(asked, machine, described[experts]))
         except ConfigError as refusal:
             refused.append((asked, refusal))
@@ -142,26 +143,33 @@ def _left_at_one(
 
 def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> Way:
     """Describe one candidate. Raises ConfigError if it cannot be used."""
-    kinds, numbers = [(described, machine)], [0]
+    kinds, numbers = [described], [0]
     if config.pipeline_parallel > 1:
-        kinds, numbers = stages_of(config, machine, described)
+        kinds, numbers = stages_of(config, machine.ranks, described)
     whole = config.states[0].whole
-    kinds = [(tensor_part_of(part, config.tensor_parallel, whole), alone) for part, alone in kinds]
+    kinds = [tensor_part_of(part, config.tensor_parallel, whole) for part in kinds]
     again = config.activations in ("recompute", "recompute+offload")
     passes = [
-        pass_bound_s(alone.hardware, alone.ranks, *work_of(config, alone, part, again), again) for part, alone in kinds
+        pass_bound_s(machine.hardware, machine.ranks, *work_of(config, machine, part, again), again) for part in kinds
     ]
     of_stages = [passes[number] for number in numbers]
     bound = sum(of_stages) + (config.accumulation_steps - 1) * max(of_stages)
-    return Way(config, bound, tuple(kinds), tuple(numbers))
+    return Way(config, machine, bound, tuple(kinds), tuple(numbers))
 
 
 def _step_s(way: Way, whole: bool = False) -> float:
-    """Seconds per step of the default plan. `whole` means the same as in `_times`."""
+    """Seconds per step of the default plan, infinite if none fits. Unless `whole` is set, they are estimated."""
     steps, passes = [], []
-    for part, alone in way.kinds:
+    for part in way.kinds:
         try:
-            step_s, pass_s = _times(way.config, alone, part, whole)
+            closed, _ = resolve_auto(way.config, way.machine, part, timed=whole)
+            problem, _ = resolved_problem(closed, way.machine, part)
+            plan = problem.plan()
+            if whole:
+                timeline = problem.simulated(plan)
+                step_s, pass_s = timeline.step_s, timeline.pass_s
+            else:
+                step_s, pass_s = problem.estimated(plan)
         except BudgetError:
             return inf
         steps.append(step_s)
@@ -169,20 +177,6 @@ def _step_s(way: Way, whole: bool = False) -> float:
     slowest = max(way.numbers, key=lambda number: steps[number])
     others = sum(passes[number] for number in way.numbers) - passes[slowest]
     return steps[slowest] + others
-
-
-def _times(config: PlanConfig, machine: Machine, described: ModelDescription, whole: bool) -> tuple[float, float]:
-    """Seconds of a step and of a micro-batch on a rank of one stage.
-
-    Unless `whole` is set, the times are estimated. Raises BudgetError if the stage does not fit.
-    """
-    closed, _ = resolve_auto(config, machine, described, timed=whole)
-    problem, _ = resolved_problem(closed, machine, described)
-    plan = problem.plan()
-    if whole:
-        timeline = problem.simulated(plan)
-        return timeline.step_s, timeline.pass_s
-    return problem.estimated(plan)
 
 
 def _divisors(number: int) -> list[int]:

@@ -8,13 +8,13 @@ from pagoda.forecast.activations import ActivationEstimate
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.problem import Problem, activations_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
 from pagoda.forecast.search import Choice, search
 from pagoda.forecast.tensor_parallel import tensor_part_of
 from pagoda.plan.activations import recomputes
-from pagoda.plan.combinations import check_features, features
+from pagoda.plan.combinations import check_features
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
@@ -59,7 +59,7 @@ class Forecast:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step of all GPUs."""
-        return self.machine.batches * self.config.tokens * self.config.accumulation_steps
+        return self.machine.ranks.data_parallel * self.config.tokens * self.config.accumulation_steps
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,17 +99,14 @@ def forecast(
 
     Raises ConfigError for an unknown model or a setting that cannot be used.
     """
-    check_configured(config, machine)
-    whole = described or describe_configured(config)
+    check_configured(config)
+    whole = described or describe_model(config)
     described = tensor_part_of(whole, config.tensor_parallel, config.states[0].whole)
     config, chosen = resolve_auto(config, machine, described)
     made = Forecast(config, machine, described, activations_of(config, described), (), chosen)
     try:
         problem, notes = resolved_problem(config, machine, described)
-    except BudgetError as refusal:
-        return replace(made, refusal=refusal)
-    made = replace(made, notes=notes, problem=problem)
-    try:
+        made = replace(made, notes=notes, problem=problem)
         choice = search(problem)
     except BudgetError as refusal:
         return replace(made, refusal=refusal)
@@ -122,16 +119,15 @@ def forecast(
         choice = choice.with_times(problem)
         how = f"a layer and the head, measured here just now; what chose the plan is {how}"
     activations = made.activations
-    if config.activations == "auto" and problem.saved is not None:
+    if config.activations == "auto":
         activations = activations.with_policies(problem.saved)
     notes = (*notes, f"compute: {how}.")
     return replace(made, activations=activations, notes=notes, problem=problem, choice=choice)
 
 
-def check_configured(config: PlanConfig, machine: Machine) -> None:
+def check_configured(config: PlanConfig) -> None:
     """Raises ConfigError if settings do not work together."""
-    options = Options.of(config, config.memory)
-    check_features(features(options, config.states, machine.ranks, config.tile_limit is not None))
+    check_features(Options.of(config, config.memory), config.states, config.tile_limit is not None)
 
 
 def _measured(config: PlanConfig, problem: Problem) -> Compute:
@@ -147,6 +143,6 @@ def _measured(config: PlanConfig, problem: Problem) -> Compute:
         gradient_checkpointing=recomputes(config.activations),
     )
     times = Compute.from_profile(profiler.measure(), problem.root)
-    if config.activations != "auto" or problem.saved is None:
+    if config.activations != "auto":
         return times
     return without_recomputing(times, problem.root, problem.saved.policies)

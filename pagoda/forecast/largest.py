@@ -6,7 +6,7 @@ from dataclasses import replace
 from pagoda.errors import BudgetError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.model_description import describe_configured
+from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.problem import Problem, problem_of
 from pagoda.forecast.resolve_auto import alternatives
 from pagoda.memory.sizes import format_bytes
@@ -24,7 +24,7 @@ def largest_model(config: PlanConfig, machine: Machine) -> str:
     def refusal(step: int) -> BudgetError | None:
         """Why number `step` of the family does not fit. None if it fits."""
         asked = replace(config, model=gpt_of_step(step).name, max_model=False)
-        described = describe_configured(asked, count_flops=False)
+        described = describe_model(asked, count_flops=False)
         refusals: list[BudgetError] = []
         for closed in alternatives(asked, machine, described):
             try:
@@ -57,7 +57,7 @@ def _check_in_all(problem: Problem) -> None:
     budgets, options = problem.budgets, problem.options
     if budgets.ssd is not None or not options.update_during_backward:  # gradients have homes
         least += params * (options.gradients or problem.states[0].dtype).itemsize
-    least //= problem.ranks.data_parallel if problem.ranks else 1
+    least //= problem.ranks.data_parallel
     there = sum(filter(None, (budgets.device, budgets.host, budgets.ssd)))
     if least > there:
         raise BudgetError(

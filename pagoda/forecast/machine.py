@@ -11,7 +11,7 @@ from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.placement import Budgets
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware
 from pagoda.simulate.machines import MACHINES, find_machine
 from pagoda.tiers import HOST_SHARE, ssd_budget
@@ -28,13 +28,8 @@ class Machine:
     hardware: Hardware
     here: bool
     """Whether this process runs on that machine."""
-    ranks: Ranks | None = None
-    """The ranks that divide the state. None for a single rank."""
-
-    @property
-    def batches(self) -> int:
-        """Number of ranks, or groups of tensor-parallel ranks, that each have their own batch."""
-        return 1 if self.ranks is None else self.ranks.data_parallel
+    ranks: Ranks = ALONE
+    """The ranks that divide the state."""
 
     @property
     def ram(self) -> int:
@@ -74,11 +69,8 @@ def find_machine_for(config: PlanConfig) -> Machine:
     ):
         if among % groups:
             raise ConfigError(f"{flag} is {groups}, which does not divide the ranks, of which there are {among}")
-    ranks = None
-    if count > 1:
-        degrees = (config.zero_stage, config.expert_parallel, config.replicas, parts, stages)
-        ranks = Ranks(data_parallel, per_node, *degrees)
-    return Machine(hardware, config.hardware == AUTO, ranks)
+    degrees = (config.zero_stage, config.expert_parallel, config.replicas, parts, stages)
+    return Machine(hardware, config.hardware == AUTO, Ranks(data_parallel, per_node, *degrees))
 
 
 def _hardware(name: str) -> Hardware:
@@ -103,7 +95,7 @@ def budgets_for(machine: Machine, memory: Memory, activations: ActivationEstimat
     Raises ConfigError for a setting that cannot be used, and BudgetError if activations alone do not fit.
     """
     notes = []
-    if (ranks := machine.ranks) is not None:
+    if (ranks := machine.ranks).count > 1:
         notes.append(
             f"ranks: {ranks.data_parallel} share out the state as in ZeRO stage {ranks.stage}; bytes and budgets are "
             "one rank's."

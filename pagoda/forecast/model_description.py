@@ -59,56 +59,33 @@ class ModelDescription:
     """What a pipeline stage exchanges with its neighbours."""
 
 
-def describe_configured(config: PlanConfig, count_flops: bool = True) -> ModelDescription:
-    """The model that a configuration names. Raises ConfigError as `describe_model` does."""
-    assert config.model is not None
-    return describe_model(
-        config.model,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        count_flops=count_flops,
-        expert_parallel=config.expert_parallel,
-        tile_elements=config.tile_elements,
-        cuts_stacks=not isinstance(config.rule, TensorRule),
-    )
+def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescription:
+    """Describe the model that a configuration names: a paper's shape, or one that `pagoda.models.build_model` builds.
 
-
-def describe_model(
-    name: str,
-    *,
-    batch_size: int,
-    seq_len: int,
-    count_flops: bool = True,
-    expert_parallel: int = 1,
-    tile_elements: int | None = None,
-    cuts_stacks: bool = True,
-) -> ModelDescription:
-    """Describe the model called `name`: a paper's shape, or a model that `pagoda.models.build_model` builds.
-
-    In an encoder-decoder, the encoder and the decoder each read `seq_len` tokens. With `tile_elements`, layers with
-    more weights are cut into tiles, as `wrap(tiles=Tiles(tile_limit=...))` does. Without `cuts_stacks`, stacks of
-    experts stay whole, as with an optimizer that takes whole parameters.
+    In an encoder-decoder, the encoder and the decoder each read `seq_len` tokens. With `tile_limit`, layers with more
+    weights are cut into tiles, as `wrap(tiles=Tiles(tile_limit=...))` does. With an optimizer that takes whole
+    parameters, stacks of experts stay whole.
 
     Raises ConfigError as `build_model` does, and if `expert_parallel` ranks cannot divide the experts.
     """
+    name, ranks = config.model, config.expert_parallel
+    assert name is not None
     shape = PAPER_SHAPES.get(name)
     if shape is not None:
-        if expert_parallel > 1:
-            _check_experts(shape, expert_parallel)
-        root = module_spec(shape, expert_parallel)
-        flops = forward_flops(shape, batch_size * seq_len, seq_len, expert_parallel)
-        if tile_elements is not None:
-            root, flops = tiled(root, flops, tile_elements)
+        if ranks > 1:
+            _check_experts(shape, ranks)
+        root = module_spec(shape, ranks)
+        flops = forward_flops(shape, config.tokens, config.seq_len, ranks)
+        if config.tile_elements is not None:
+            root, flops = tiled(root, flops, config.tile_elements)
         layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
         heads, divisions = shape.heads, OF_PAPERS
         hidden, ffn, vocab = shape.hidden, shape.ffn * max(1, top_k), shape.vocab
     else:
-        root, flops, config, layers = _tree_of_transformers(
-            name, batch_size, seq_len, count_flops, expert_parallel, tile_elements, cuts_stacks
-        )
-        top_k, heads, divisions = experts_per_token(config), heads_of(config), divisions_of(config)
-        hidden, ffn, vocab = widths(config)
-    elsewhere = (expert_parallel - 1) * sum(module.numel for module in root.modules() if module.routed)
+        root, flops, built, layers = _tree_of_transformers(config, name, count_flops)
+        top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
+        hidden, ffn, vocab = widths(built)
+    elsewhere = (ranks - 1) * sum(module.numel for module in root.modules() if module.routed)
     return ModelDescription(
         name=name,
         params=root.numel + elsewhere,
@@ -120,7 +97,7 @@ def describe_model(
         vocab=vocab,
         measurable=shape is None and not top_k,
         top_k=top_k,
-        exchanged=exchanged_elements(root, batch_size * seq_len * top_k * hidden, expert_parallel),
+        exchanged=exchanged_elements(root, config.tokens * top_k * hidden, ranks),
         heads=heads,
         divisions=divisions,
     )
@@ -135,13 +112,7 @@ def _check_experts(shape: PaperShape, ranks: int) -> None:
 
 
 def _tree_of_transformers(
-    name: str,
-    batch_size: int,
-    seq_len: int,
-    count_flops: bool,
-    ranks: int,
-    tile_elements: int | None,
-    cuts_stacks: bool,
+    config: PlanConfig, name: str, count_flops: bool
 ) -> tuple[ModuleSpec, dict[str, float], Any, int]:
     """Module tree, FLOPs per module, text configuration and number of layers. The layers of a built-in decoder are
     alike, so two of them are built, without values, and stand for all."""
@@ -151,14 +122,16 @@ def _tree_of_transformers(
     from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
     from pagoda.transforms.operator_tiles import Tiling
 
+    ranks, most_elements = config.expert_parallel, config.tile_elements
+    cuts_stacks = not isinstance(config.rule, TensorRule)
+    first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
     try:
         layers = layer_count(name)
         alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
         with counting.weightless():
-            model: Any = build_model(name, seq_len=seq_len, layers=_DESCRIBED if alike else None)
-            first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
-            Tiling(model, tile_elements, cuts_stacks=cuts_stacks, exchange=first)
-            counted = counting.forward_flops(model, batch_size, seq_len) if count_flops else {}
+            model: Any = build_model(name, seq_len=config.seq_len, layers=_DESCRIBED if alike else None)
+            Tiling(model, most_elements, cuts_stacks=cuts_stacks, exchange=first)
+            counted = counting.forward_flops(model, config.batch_size, config.seq_len) if count_flops else {}
             root = describe(model)
     except ConfigError as error:
         if name not in str(error) or "unknown model" not in str(error):

@@ -13,9 +13,10 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, check_configured, forecast
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.plan.combinations import check_experts_of_stages
 from pagoda.plan.exchanges import of_stage
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 
 
@@ -72,29 +73,26 @@ class PipelineForecast:
 
 def forecast_pipeline(config: PlanConfig, machine: Machine) -> PipelineForecast:
     """Plan every stage of `config.model`. Raises ConfigError as `forecast` does, and for a model without stages."""
-    check_configured(config, machine)
-    kinds, numbers = stages_of(config, machine, describe_configured(config))
-    made = [forecast(config, alone, described=part) for part, alone in kinds]
+    check_configured(config)
+    kinds, numbers = stages_of(config, machine.ranks, describe_model(config))
+    made = [forecast(config, machine, described=part) for part in kinds]
     return PipelineForecast(tuple(made[number] for number in numbers))
 
 
 def stages_of(
-    config: PlanConfig, machine: Machine, described: ModelDescription
-) -> tuple[list[tuple[ModelDescription, Machine]], list[int]]:
-    """The kinds of stages, each with its part of the model and the machine as seen by one of its ranks; and the kind of
-    each stage.
+    config: PlanConfig, ranks: Ranks, described: ModelDescription
+) -> tuple[list[ModelDescription], list[int]]:
+    """The part of the model that each kind of stage has, and the kind of each stage.
 
     Stages between the first and the last with equally many layers are of one kind. They are described as the first of
     them, which keeps the most activations. Raises ConfigError for a model without stages.
     """
-    count, ranks = config.pipeline_parallel, machine.ranks
-    assert ranks is not None, "a pipeline has several ranks"
+    count = config.pipeline_parallel
     if described.top_k:
         check_experts_of_stages(ranks)
-    alone = machine if ranks.count > 1 else replace(machine, ranks=None)
     handed_on = config.tokens * described.hidden * config.itemsize
     kinds: dict[tuple[int, bool, bool], int] = {}
-    found: list[tuple[ModelDescription, Machine]] = []
+    found: list[ModelDescription] = []
     numbers = []
     for stage in range(count):
         kind = len(_layers(described, stage, count)), stage == 0, stage == count - 1
@@ -102,7 +100,7 @@ def stages_of(
             kinds[kind] = len(found)
             at_once = min(count - stage, config.accumulation_steps)
             handed = tuple(of_stage(handed_on, ranks, stage))
-            found.append((replace(stage_of(described, stage, count), at_once=at_once, handed_on=handed), alone))
+            found.append(replace(stage_of(described, stage, count), at_once=at_once, handed_on=handed))
         numbers.append(kinds[kind])
     return found, numbers
 

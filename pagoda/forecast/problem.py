@@ -12,14 +12,14 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.model_description import ModelDescription
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import Policy, SavedBlocks, recomputes
+from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, Policy, StepSizes, recomputes
 from pagoda.plan.exchanges import Exchange, of_gradients, of_sums, of_tokens
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.passes import first_passes, pass_begins
@@ -46,9 +46,9 @@ class Problem:
     hardware: Hardware
     compute: Compute
     options: Options
-    ranks: Ranks | None = None
+    ranks: Ranks = ALONE
     exchanges: tuple[Exchange, ...] = ()
-    saved: SavedBlocks | None = None
+    saved: ActivationPlan = NO_BLOCKS
 
     def plan(self) -> Plan:
         """The plan that the planner chooses without a search. Raises BudgetError if no plan fits."""
@@ -73,12 +73,10 @@ class Problem:
         part = self.to_compare(plan)
         longer = 1.0 if part is self else self.bound_s / part.bound_s
         plan = plan if part is self else part.plan()
-        count, few = len(pass_begins(plan.trace)), _FEW_PASSES
-        if count <= few or (trace := first_passes(plan.trace, part.compute.of_step(part.root, plan), few)) is None:
-            timeline = part.simulated(plan)
-            return timeline.step_s * longer, timeline.pass_s * longer
+        trace = first_passes(plan.trace, part.compute.of_step(part.root, plan), _FEW_PASSES) or plan.trace
         timeline = part.simulated(plan.retraced(trace))
-        return (timeline.step_s + (count - few) * timeline.pass_s) * longer, timeline.pass_s * longer
+        left_out = len(pass_begins(plan.trace)) - len(pass_begins(trace))
+        return (timeline.step_s + left_out * timeline.pass_s) * longer, timeline.pass_s * longer
 
     def to_compare(self, plan: Plan) -> Self:
         """The problem on which such plans are compared. If there are many units, it has only the first layers of the
@@ -121,12 +119,12 @@ class Problem:
             return {module: number for module, number in by_module.items() if not is_within(module, left_out)}
 
         saved = self.saved
-        if saved is not None:
+        if saved.policies:
             here = [index for index, layer in enumerate(layers_of(self.root)) if layer.name not in left_out]
             blocks = tuple(saved.sizes.blocks[index] for index in here)
             outside = (*saved.sizes.outside[: len(blocks)], saved.sizes.outside[-1])
             policies = tuple(saved.policies[index] for index in here)
-            saved = SavedBlocks(replace(saved.sizes, blocks=blocks, outside=outside), policies)
+            saved = replace(saved, policies=policies, sizes=StepSizes(blocks, outside))
         return replace(
             self,
             root=visit(self.root),
@@ -156,10 +154,10 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
             f"--activations is {config.activations}, but there is nowhere to offload to: compute is the CPU, and "
             "activations are in its RAM. Give --memory.ssd, or use recompute."
         )
-    saved = None
+    saved = NO_BLOCKS
     if one_policy:
         sizes = estimate_sizes(described, config.tokens, config.itemsize)
-        saved = SavedBlocks(sizes, (Policy(config.activations),) * len(sizes.blocks))
+        saved = ActivationPlan((Policy(config.activations),) * len(sizes.blocks), sizes=sizes)
     compute, exchanges = work_of(config, machine, described, recomputes(config.activations))
     problem = Problem(
         described.root, config.states, budgets, machine.hardware, compute, options, machine.ranks, exchanges, saved
@@ -168,7 +166,7 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
 
 
 def pass_bound_s(
-    hardware: Hardware, ranks: Ranks | None, compute: Compute, exchanges: Sequence[Exchange], again: bool
+    hardware: Hardware, ranks: Ranks, compute: Compute, exchanges: Sequence[Exchange], again: bool
 ) -> float:
     """Seconds of a micro-batch that never waits for weights or updates. `again`: layers are recomputed."""
     rates = Rates(hardware, ranks)

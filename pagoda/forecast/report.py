@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pagoda.forecast.forecast import Forecast
@@ -26,17 +26,11 @@ def plan_table(plan: Plan) -> RenderableType:
         f"Plan: {plan.parameters / 1e6:,.1f} M parameters in {len(plan.units)} units,"
         f" pages of {format_bytes(plan.page_bytes)}"
     )
-    table = Table()
-    table.add_column("state")
-    for tier in tiers:
-        table.add_column(tier, justify="right")
-    for i, state in enumerate(states):
+    table = Table("state", *(Column(tier, justify="right") for tier in tiers))
+    for state in states:
         cells = (plan.bytes[tier].get(state) for tier in tiers)
-        table.add_row(
-            state,
-            *(format_bytes(cell) if cell else "-" for cell in cells),
-            end_section=i == len(states) - 1,
-        )
+        table.add_row(state, *(format_bytes(cell) if cell else "-" for cell in cells))
+    table.add_section()
     table.add_row("in all", *(format_bytes(sum(plan.bytes[tier].values())) for tier in tiers), style="bold")
     budgets = (getattr(plan.budgets, tier) for tier in tiers)
     table.add_row("budget", *("-" if budget is None else format_bytes(budget) for budget in budgets))
@@ -81,10 +75,9 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
 
 def pipeline_table(pipeline: PipelineForecast) -> RenderableType:
     """A table with a row per stage, and the sums of the pipeline. `show` prints the slowest stage."""
-    said, table = pipeline.as_json(), Table()
+    said = pipeline.as_json()
     tiers = list(dict.fromkeys(tier for stage in said["stages"] for tier in stage["bytes"]))
-    for name in ("stage", "parameters", *tiers, "step"):
-        table.add_column(name, justify="right")
+    table = Table(*(Column(name, justify="right") for name in ("stage", "parameters", *tiers, "step")))
     for number, stage in enumerate(said["stages"]):
         cells = (format_bytes(stage["bytes"][tier]) if tier in stage["bytes"] else "-" for tier in tiers)
         step = format_seconds(stage["step_s"]) if stage["fits"] else "does not fit"
@@ -106,7 +99,7 @@ def show(forecast: Forecast, advice: Sequence[str], console: Console) -> None:
 
 def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType]:
     described, config = forecast.described, forecast.config
-    ranks = f", {forecast.machine.ranks.count} ranks" if forecast.machine.ranks else ""
+    ranks = f", {forecast.machine.ranks.count} ranks" if forecast.machine.ranks.count > 1 else ""
     passes = f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else ""
     yield Text(
         f"{described.name}, {described.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "
@@ -148,9 +141,8 @@ def _figures(forecast: Forecast) -> RenderableType:
 
 
 def _lane_table(forecast: Forecast) -> RenderableType:
-    table = Table()
-    for name in ("lane", "busy", "of the step", "compute waits", "bytes"):
-        table.add_column(name, justify="left" if name == "lane" else "right")
+    names = ("busy", "of the step", "compute waits", "bytes")
+    table = Table("lane", *(Column(name, justify="right") for name in names))
     timeline = forecast.timeline
     for lane, figures in _lanes(forecast).items():
         table.add_row(

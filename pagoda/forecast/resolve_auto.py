@@ -19,7 +19,6 @@ from pagoda.plan.activations import (
     SHARE_OF_MEMORY,
     Policy,
     Room,
-    SavedBlocks,
     StepSizes,
     choose,
     offload_room,
@@ -74,9 +73,9 @@ def resolved_problem(
     if config.activations == "auto":
         plan = problem.plan()
         sizes = _timed(estimate_sizes(described, config.tokens, config.itemsize), problem)
-        policies = choose(sizes, _room(config, machine, problem, plan, sizes)).policies
-        compute = without_recomputing(problem.compute, problem.root, policies)
-        problem = replace(problem, saved=SavedBlocks(sizes, policies), compute=compute)
+        saved = choose(sizes, _room(config, machine, problem, plan, sizes))
+        compute = without_recomputing(problem.compute, problem.root, saved.policies)
+        problem = replace(problem, saved=saved, compute=compute)
     return problem, notes
 
 

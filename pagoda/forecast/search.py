@@ -9,7 +9,6 @@ from pagoda.errors import BudgetError
 from pagoda.forecast.problem import Problem
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.combinations import ON_DEVICE, Feature
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -190,8 +189,7 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     """Shares of the updates that run on a separate device: the share that it completes while the CPU does the rest, and
     smaller shares, because compute needs the link too."""
     plan, fixed = fastest.plan, problem.options
-    able = [each for each in ON_DEVICE if why_not_on_device(each, plan.layout, fixed, plan.budgets.device) is None]
-    if fixed.split is not None or not able:
+    if fixed.split is not None or why_not_on_device(plan.layout, fixed, plan.budgets.device) is not None:
         return
     rates, n = Rates(problem.hardware), 1 << 20
     passing = int(n * sum(plan.layout.bytes_per_parameter.values()))
@@ -202,14 +200,12 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     )
     on_cpu = rates.update_seconds(n)
     even = on_cpu / (on_cpu + on_device)
-    if Feature.DEVICE_HOMES in able:
-        yield "what the device has left is home to whole units", _with_split(fastest, device_home_share=1.0)
-    for share in filter(None, (round(even, 2), round(even / 2, 2))) if Feature.DEVICE_UPDATES in able else ():
+    yield "what the device has left is home to whole units", _with_split(fastest, device_home_share=1.0)
+    for share in filter(None, (round(even, 2), round(even / 2, 2))):
         yield f"{share:.0%} of the updates on the device", _with_split(fastest, device_update_share=share)
-    if len(able) == len(ON_DEVICE):
-        for share in sorted({round(even, 2), _MOST_UPDATES, 1.0} - {0.0}):
-            name = f"{share:.0%} of the updates on the device, which is home to what moves most of their states"
-            yield name, _with_split(fastest, device_update_share=share, device_home_share=1.0)
+    for share in sorted({round(even, 2), _MOST_UPDATES, 1.0} - {0.0}):
+        name = f"{share:.0%} of the updates on the device, which is home to what moves most of their states"
+        yield name, _with_split(fastest, device_update_share=share, device_home_share=1.0)
 
 
 def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:

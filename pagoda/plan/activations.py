@@ -179,14 +179,6 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedBlocks:
-    """The sizes and the policies of all blocks of a forward. A plan is made with them."""
-
-    sizes: StepSizes
-    policies: tuple[Policy, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Move:
     """Bytes of activations that leave during one use of a unit in forward, and come back in its backward."""
 
@@ -199,16 +191,20 @@ class Move:
 class ActivationPlan:
     """The policy of every block, and the peak bytes."""
 
-    policies: tuple[Policy, ...]
-    peak: ActivationBytes
-    sizes: StepSizes | None = None
-    """The sizes that it was made for. None before a step has shown them."""
+    policies: tuple[Policy, ...] = ()
+    peak: ActivationBytes = ActivationBytes()
+    sizes: StepSizes = StepSizes((), (0,))
+    """The sizes that it was made for. Without blocks before a step or an estimate has shown them."""
     moves: tuple[Move, ...] = ()
     """What is offloaded when, in a forecast. A run offloads each storage when it is saved."""
 
     def __str__(self) -> str:
         counts = {policy: self.policies.count(policy) for policy in Policy if policy in self.policies}
         return ", ".join(f"{count} {policy}" for policy, count in counts.items()) or "no blocks"
+
+
+NO_BLOCKS = ActivationPlan()
+"""Nothing is known of activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,12 +333,15 @@ def offload_room(layout: Layout, placement: Placement, budgets: Budgets) -> dict
 
 
 def plan_activations(
-    root: ModuleSpec, uses: Sequence[Use], saved: SavedBlocks, room: Mapping[str, int]
+    root: ModuleSpec, uses: Sequence[Use], saved: ActivationPlan, room: Mapping[str, int]
 ) -> ActivationPlan:
-    """The bytes that policies take, and the moves of offloaded activations in a forward with these uses of units.
+    """`saved`, with the bytes that its policies take, and the moves of offloaded activations in a forward with these
+    uses of units.
 
     Raises BudgetError if there is no room.
     """
+    if not saved.policies:
+        return saved
     peak = peak_of(saved.sizes, saved.policies, room[HOST])
     if peak.ssd > room[SSD]:
         tier = SSD if room[SSD] else HOST
@@ -364,7 +363,7 @@ def plan_activations(
                 nbytes = total * (index + 1) // len(at) - total * index // len(at)  # as evenly as can be
                 if nbytes:
                     moves.append(Move(use, tier, nbytes))
-    return ActivationPlan(saved.policies, peak, saved.sizes, tuple(moves))
+    return replace(saved, peak=peak, moves=tuple(moves))
 
 
 def _uses_of_blocks(root: ModuleSpec, uses: Sequence[Use]) -> list[tuple[int, ...]]:

@@ -22,25 +22,25 @@ class ReduceBuffers:
     this rank does not need arrive there too.
     """
 
-    whole_pages: int
+    whole_pages: int = 0
     """Pages of each of the first two buffers, sized for the widest unit."""
-    landing_pages: int
+    landing_pages: int = 0
     """Pages of the third buffer."""
-    header_bytes: int
+    header_bytes: int = 0
     """Bytes of the header in front of a gradient sent to another rank. It says which parameters have a gradient."""
-    piece: int
+    piece: int = 0
     """Number of elements that are added up at a time."""
-    rows: int
+    rows: int = 0
     """Number of fp32 sums of a piece at once: one, or with replicas one more per replica."""
-    pages: int
+    pages: int = 0
     """Pages of all buffers."""
 
 
-def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
-    """The buffers of one rank. None if no other rank shares its gradients."""
+def reduce_buffers(layout: Layout) -> ReduceBuffers:
+    """The buffers of one rank. They have no pages if no other rank shares its gradients."""
     ranks, itemsize = layout.ranks, layout.offloaded_itemsize
-    if ranks is None or ranks.data_parallel == 1:
-        return None
+    if ranks.data_parallel == 1:
+        return ReduceBuffers()
     most_slots = max(len(unit.slots) for unit in layout.units)
     header = -(-most_slots // _HEADER_BYTES) * _HEADER_BYTES
     widest = 0
@@ -61,15 +61,9 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
     return ReduceBuffers(whole, landing, header, piece, rows, pages)
 
 
-def reduce_pages(layout: Layout) -> int:
-    """Pages of the buffers for adding up gradients."""
-    buffers = reduce_buffers(layout)
-    return 0 if buffers is None else buffers.pages
-
-
 def serving_pages(layout: Layout) -> int:
     """Pages of the buffer for a slice on SSD that another rank asks for: one message, wherever it begins in a page."""
-    if layout.ranks is None or not layout.ranks.shards_weights:
+    if not layout.ranks.shards_weights:
         return 0
     widest = max(layout.pages(unit, WEIGHT) for unit in layout.units)
     return min(widest, pages_for(MESSAGE_BYTES, layout.page_bytes)) + 1

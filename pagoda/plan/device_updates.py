@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from pagoda.memory.page import pages_for
-from pagoda.plan.combinations import Feature, features, why_not
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.units import UnitSpec
@@ -25,7 +24,7 @@ WORK = "work"
 """fp32 copies of gradient and master, for a rule that computes on them."""
 
 
-def why_not_on_device(feature: Feature, layout: Layout, options: Options, device: int | None) -> str | None:
+def why_not_on_device(layout: Layout, options: Options, device: int | None) -> str | None:
     """Why the device, with the budget `device`, cannot update units or be home to any. None if it can."""
     if device is None:
         return "compute has no memory of its own: give memory.device"
@@ -35,7 +34,7 @@ def why_not_on_device(feature: Feature, layout: Layout, options: Options, device
             "Muon, or a class of torch, adds up in another order on a GPU. So all of its updates run there, or none: "
             "set split.device_update_share to 1"
         )
-    return why_not(features(options, layout.states, layout.ranks) | {feature})
+    return None
 
 
 def slot_count(layout: Layout) -> int:

@@ -39,35 +39,33 @@ class Exchange:
         return replace(self, sent=factor * self.sent, leaving=factor * self.leaving)
 
 
-def of_tokens(sent: Mapping[str, int], ranks: Ranks | None) -> list[Exchange]:
+def of_tokens(sent: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     """Tokens go to the ranks with other experts, equally many to each, and come back.
 
     `sent`: module whose children are experts -> bytes that a rank sends.
     """
-    if ranks is None:
-        return []
     group = ranks.expert_parallel
     elsewhere = (group - min(group, ranks.per_node)) / max(1, group - 1)
     sharing = min(ranks.per_node, ranks.data_parallel)
     return [Exchange(TOKENS, row, n, int(n * elsewhere), sharing, forward=2, backward=2) for row, n in sent.items()]
 
 
-def of_sums(modules: Sequence[str], nbytes: int, ranks: Ranks | None) -> list[Exchange]:
+def of_sums(modules: Sequence[str], nbytes: int, ranks: Ranks) -> list[Exchange]:
     """Tensor-parallel ranks add up the outputs of these modules, and in backward the input gradients of their layers.
 
     A ring reduces and gathers `nbytes`. Each of the two crosses every network once.
     """
-    if ranks is None or ranks.tensor_parallel == 1:
+    if ranks.tensor_parallel == 1:
         return []
     return [_around_ring(SUM, module, 2 * nbytes, ranks) for module in modules]
 
 
-def of_gradients(nbytes: Mapping[str, int], ranks: Ranks | None) -> list[Exchange]:
+def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     """Tensor-parallel ranks gather the gradients of parameters that each of them stores whole.
 
     `nbytes`: module -> bytes of these gradients.
     """
-    if ranks is None or ranks.tensor_parallel == 1:
+    if ranks.tensor_parallel == 1:
         return []
     found = [_around_ring(GRADIENTS, module, n, ranks) for module, n in nbytes.items()]
     return [replace(exchange, forward=0, repeated=False) for exchange in found]

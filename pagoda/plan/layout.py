@@ -9,7 +9,7 @@ import torch
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.packed import Packed, ShapedSpan
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.slices import Slices, slice_elements
 from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align, enclosing
 
@@ -63,8 +63,7 @@ class Layout:
     page_bytes: int
     block_limit: int = BLOCK_ELEMENTS
     """Most elements of a streamed block."""
-    ranks: Ranks | None = None
-    """None if one rank has everything."""
+    ranks: Ranks = ALONE
     rank: int = 0
     """The rank that these extents belong to. 0 if all ranks have equally many elements."""
     expert_units: frozenset[int] = frozenset()
@@ -129,13 +128,13 @@ class Layout:
         """The part that each rank holds. If every rank has all weights, equal slices are whole pages of them, so that
         an update never shares a page with data from other ranks. Slices of whole parameters may share pages."""
         whole = ALIGN_ELEMENTS
-        if self.ranks is not None and not self.ranks.shards_weights:
+        if not self.ranks.shards_weights:
             whole = self.page_bytes // self.weight.dtype.itemsize
         return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, whole)
 
     def is_cut(self, unit: UnitSpec, state: str) -> bool:
         """Whether ranks have slices of a state of a unit, and not all of it."""
-        if self.ranks is None or self.group(unit) == 1:
+        if self.group(unit) == 1:
             return False
         whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
         return not whole.get(WEIGHT if state == WEIGHT_BACK else state, False)
@@ -226,7 +225,7 @@ class Layout:
     @property
     def shares_experts(self) -> bool:
         """Whether ranks add up gradients of units that each of them uses in its own order, or not at all."""
-        return bool(self.expert_units) and self.ranks is not None and self.ranks.shares_experts
+        return bool(self.expert_units) and self.ranks.shares_experts
 
     def elements(self, unit: UnitSpec, state: str) -> int:
         """Elements of an extent on this rank: all, or a slice."""
@@ -282,7 +281,6 @@ class Layout:
         """This layout on every rank if ranks hold different numbers of elements, otherwise only itself."""
         if not self.slices.differ:
             return [self]
-        assert self.ranks is not None
         layouts = [replace(self, rank=rank) for rank in range(self.ranks.count)]
         for layout in layouts:
             layout.__dict__.update(slices=self.slices, _packed=self._packed)
@@ -317,7 +315,7 @@ class Layout:
 
     def gathers_after_update(self, unit: UnitSpec) -> bool:
         """Whether every rank has all of a unit's weights and updates a slice of them."""
-        return self.ranks is not None and not self.ranks.shards_weights and self.group(unit) > 1
+        return not self.ranks.shards_weights and self.group(unit) > 1
 
     @property
     def sharing_pages(self) -> int:

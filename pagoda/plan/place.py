@@ -8,7 +8,7 @@ from typing import NoReturn
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_at_least, format_bytes
-from pagoda.plan.collective import reduce_pages, serving_pages
+from pagoda.plan.collective import reduce_buffers, serving_pages
 from pagoda.plan.device_updates import UPDATE_RING, WORK, on_device, slot_count, slot_pages
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
@@ -95,7 +95,7 @@ class _Placer:
         self.asynchronous = options.max_staleness is not None
         self.transient = options.update_during_backward
         self.speculates = options.may_speculate
-        self.in_two = layout.in_two and layout.ranks is None and not (self.asynchronous or self.transient)
+        self.in_two = layout.in_two and layout.ranks.count == 1 and not (self.asynchronous or self.transient)
         """Whether updates of states on SSD may have two parts."""
         self.update_ring = 0
         """Pages of the device for slots through which states pass for their update."""
@@ -256,12 +256,12 @@ class _Placer:
             widest = min(BOUNCE_ELEMENTS, max(unit.trainable_numel for unit in layout.units))
             lines[BOUNCE] = 2 * pages_for(widest * layout.offloaded_itemsize, layout.page_bytes)
         else:
-            lines[COLLECTIVE_BUFFERS] = reduce_pages(layout)
+            lines[COLLECTIVE_BUFFERS] = reduce_buffers(layout).pages
         if self.ssd is not None:
             lines[SERVING] = serving_pages(layout)
             if self.options.may_offload:
                 lines[ACTIVATIONS] = ACTIVATION_BUFFERS * layout.activation_buffer_pages
-        if self.device is None and layout.ranks is not None and layout.ranks.shards_weights:
+        if self.device is None and layout.ranks.shards_weights:
             lines[LEASES] = layout.lease_pages(ahead=1)
             if self.ssd is not None:  # a slice does not begin where a page of its lease does
                 lines[FETCH_RING] = FETCH_SLOTS * layout.fetch_piece_pages
@@ -379,7 +379,7 @@ class _Placer:
         layout = self.layout
         leased = [u for u in layout.units if (u.index, WEIGHT) not in self.at_home or layout.is_cut(u, WEIGHT)]
         total = sum(map(layout.lease_of, leased))
-        lines = {COLLECTIVE_BUFFERS: reduce_pages(layout), UPDATE_RING: self.update_ring}
+        lines = {COLLECTIVE_BUFFERS: reduce_buffers(layout).pages, UPDATE_RING: self.update_ring}
         beside = sum(lines.values())
         for unit in layout.units:
             states = [state for state in self.may_be_at_home if (unit.index, state) in self.at_home]
@@ -419,7 +419,7 @@ class _Placer:
             gradients = everything.index(GRAD)
             weights, moments = everything[:gradients], everything[gradients + 1 :]
             groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
-        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_pages(layout)
+        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_buffers(layout).pages
         room = int(share * (self.device - needed))
         at_home: set[tuple[int, str]] = set()
         for of_units, states in groups:

@@ -9,9 +9,8 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks, offload_room, plan_activations
+from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, offload_room, plan_activations
 from pagoda.plan.collective import reduce_buffers
-from pagoda.plan.combinations import ON_DEVICE, Feature
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
@@ -19,7 +18,7 @@ from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANS
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within
@@ -49,7 +48,7 @@ class Plan:
     options: Options
     trace: Trace
     reasons: tuple[str, ...]
-    activations: ActivationPlan | None = None
+    activations: ActivationPlan = NO_BLOCKS
     """The policies for activations, once their sizes are known from a step or an estimate."""
     exchanges: tuple[Exchange, ...] = ()
     """What compute sends to other ranks."""
@@ -76,8 +75,7 @@ class Plan:
             for tier in (DEVICE, HOST, SSD)
             if (pages := self.placement.lines.get(tier))
         }
-        peak = self.activations.peak if self.activations is not None else ActivationBytes()
-        for tier, nbytes in ((HOST, peak.host), (SSD, peak.ssd)):
+        for tier, nbytes in ((HOST, self.activations.peak.host), (SSD, self.activations.peak.ssd)):
             if nbytes:
                 lines = account.setdefault(tier, {})
                 lines[ACTIVATIONS] = lines.get(ACTIVATIONS, 0) + nbytes
@@ -89,7 +87,7 @@ class Plan:
         return {tier: sum(lines.values()) for tier, lines in self.bytes.items()}
 
     @property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> Ranks:
         return self.layout.ranks
 
     @property
@@ -107,8 +105,8 @@ class Plan:
         A larger single gradient from a separate device need not be waited for, because the estimate of activations
         includes two of the largest. With several ranks, gradients have buffers.
         """
-        if (buffers := reduce_buffers(self.layout)) is not None:
-            return buffers.whole_pages * self.page_bytes
+        if whole_pages := reduce_buffers(self.layout).whole_pages:
+            return whole_pages * self.page_bytes
         if self.budgets.device is None:
             return GRADIENTS_IN_FLIGHT_BYTES
         trainable = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
@@ -130,7 +128,7 @@ class Plan:
 
     def leased_pages(self) -> dict[int, int]:
         """unit -> frames of its lease, for units whose weights are not used in their home."""
-        everywhere = self.budgets.device is not None or (self.ranks is not None and self.ranks.shards_weights)
+        everywhere = self.budgets.device is not None or self.ranks.shards_weights
         return {
             unit.index: self.layout.lease_of(unit)
             for unit in self.units
@@ -161,14 +159,15 @@ def make_plan(
     states: tuple[StateSpec, ...],
     budgets: Budgets,
     options: Options,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     exchanges: Sequence[Exchange] = (),
     rank: int | None = None,
-    saved: SavedBlocks | None = None,
+    saved: ActivationPlan = NO_BLOCKS,
 ) -> Plan:
     """Choose units, page size and placement for an assumed step.
 
-    `saved`: an estimate of activations. The plan then includes the bytes that policies offload, and their moves.
+    `saved`: estimated sizes of activations, with policies. The plan then includes the bytes that these offload, and
+    their moves.
 
     `ranks`: the plan and its budgets are those of one rank, and `exchanges` is what compute sends to other ranks. If
     ranks divide experts, `root` has the experts of one rank. If ranks hold different numbers of elements (`Slices`),
@@ -179,7 +178,7 @@ def make_plan(
     updates or homes on the device is impossible.
     """
     passes = options.accumulation_steps or 1
-    if ranks is not None and ranks.shares_experts and any(root.experts()) and options.update_during_backward:
+    if ranks.shares_experts and any(root.experts()) and options.update_during_backward:
         options = replace(options, accumulation_steps=None)  # a rank knows only at `step()` which experts others use
     limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
     if rank is not None and layout.slices.differ:
@@ -187,14 +186,12 @@ def make_plan(
     reasons = reasons_for(layout, placement, options, limit)
     uses = forward_uses(root, layout.units)
     trace = assumed_trace([use.unit for use in uses], passes)
-    activations = None
-    if saved is not None:
-        activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
+    activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
     return Plan(layout, budgets, placement, options, trace, reasons, activations, tuple(exchanges))
 
 
 def _units_that_fit(
-    root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options, ranks: Ranks | None
+    root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options, ranks: Ranks
 ) -> tuple[int, Layout, Placement]:
     """A placement with the largest units that fit, and the limit in bytes with which they were made."""
     itemsize = states[0].dtype.itemsize
@@ -221,15 +218,16 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     """A placement, with smaller streaming buffers if the budget is tight."""
     refusals: list[BudgetError] = []
     split = options.split or DEFAULT_SPLIT
-    refused = {feature: why_not_on_device(feature, layout, options, budgets.device) for feature in ON_DEVICE}
-    for feature, share in zip(ON_DEVICE, (split.device_update_share, split.device_home_share), strict=True):
-        if refused[feature] is not None and share:
-            raise ConfigError(f"{feature} is {share}, but {refused[feature]}. memory.split=None chooses it.")
+    refused = why_not_on_device(layout, options, budgets.device)
+    for name in ("device_update_share", "device_home_share"):
+        share = getattr(split, name)
+        if refused is not None and share:
+            raise ConfigError(f"split.{name} is {share}, but {refused}. memory.split=None chooses it.")
     if options.speculate:
         split = replace(split, undo_first=True, undo_in_ram=True)
     splits = [split]
     # If RAM and SSD cannot hold everything, the device may.
-    if options.split is None and refused[Feature.DEVICE_HOMES] is None:
+    if options.split is None and refused is None:
         splits.append(replace(split, device_home_share=1.0))
     for split, (block_limit, staging_buffers) in product(splits, _BUFFERS):
         candidate = layout.with_block_limit(block_limit)
@@ -267,8 +265,8 @@ def _paged(layout: Layout, asked: int | None) -> Layout:
         return replace(layout, page_bytes=asked)
     page = PAGE_BYTES
     states = [state.name for state in layout.states]
-    sliced = layout.ranks is not None and layout.ranks.data_parallel > 1
-    if sliced or layout.gradient is not None:  # else gradients are as large as weights, and need not be looked at
+    # Otherwise gradients are as large as weights, and need not be looked at.
+    if layout.ranks.data_parallel > 1 or layout.gradient is not None:
         states.append(GRAD)
     least = replace(layout, page_bytes=_MIN_PAGE_BYTES)  # slices may be whole pages
     exact = sum(least.elements(unit, state) * layout.itemsize(state) for unit in layout.units for state in states)

@@ -96,6 +96,10 @@ class Ranks:
         return max(1, min(self.replicas, self.per_node * self.replicas // self.count))
 
 
+ALONE = Ranks(1, 1)
+"""One rank, which has everything."""
+
+
 def ring_bytes(nbytes: int, group: int) -> int:
     """Bytes that each of `group` ranks sends in an all-gather or a reduce-scatter of `nbytes`."""
     return nbytes * (group - 1) // group

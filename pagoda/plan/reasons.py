@@ -28,7 +28,7 @@ def reasons_for(layout: Layout, placement: Placement, options: Options, unit_lim
     if options.split is not None and len(placement.lines) > 1:
         reasons.append(str(options.split))
     reasons.append(_when_updated(options, layout))
-    if layout.ranks is not None:
+    if layout.ranks.count > 1:
         reasons.append(_shared(layout.ranks))
     return tuple(reasons)
 

@@ -42,7 +42,7 @@ class Slices:
         units: Sequence[UnitSpec],
         states: Sequence[StateSpec],
         packed: Mapping[str, Packed],
-        ranks: Ranks | None,
+        ranks: Ranks,
         expert_units: frozenset[int],
         whole: int = ALIGN_ELEMENTS,
     ) -> None:
@@ -58,15 +58,15 @@ class Slices:
     @property
     def differ(self) -> bool:
         """Whether ranks may hold different numbers of elements."""
-        return self._takes_whole is not None and self._ranks is not None and self._ranks.data_parallel > 1
+        return self._takes_whole is not None and self._ranks.data_parallel > 1
 
     def group(self, unit: UnitSpec) -> int:
         """Number of ranks that share the state of a unit."""
-        return 1 if self._ranks is None else self._ranks.sharers(unit.index in self._experts)
+        return self._ranks.sharers(unit.index in self._experts)
 
     def place(self, unit: UnitSpec, rank: int) -> int:
         """A rank's place among the ranks that share a unit."""
-        return 0 if self._ranks is None else self._ranks.place(rank, unit.index in self._experts)
+        return self._ranks.place(rank, unit.index in self._experts)
 
     def trained(self, unit: UnitSpec, place: int) -> Span:
         """The trainable elements of a unit that the rank at a place updates."""
@@ -119,7 +119,6 @@ class Slices:
         if not self.differ:
             return 0
         ranks = self._ranks
-        assert ranks is not None
         _, dense, experts = self._of_wholes
         return max(
             range(ranks.count), key=lambda rank: dense[ranks.place(rank, False)] + experts[ranks.place(rank, True)]
@@ -133,9 +132,8 @@ class Slices:
         totals: list[list[int]] = []
         for experts in (False, True):
             alike = [unit for unit in self._units if (unit.index in self._experts) is experts]
-            places = self._ranks.sharers(experts) if self._ranks is not None else 1
             sizes = [[self._nbytes(unit, Span(*ends)) for ends in by_unit[unit.index]] for unit in alike]
-            chosen, total = balanced(sizes, places)
+            chosen, total = balanced(sizes, self._ranks.sharers(experts))
             for unit, numbers in zip(alike, chosen, strict=True):
                 by_unit[unit.index] = [by_unit[unit.index][number] for number in numbers]
             totals.append(total)

@@ -62,15 +62,14 @@ def traffic_of(plan: Plan) -> tuple[Traffic, ...]:
 def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     layout, placement, page = plan.layout, plan.placement, plan.page_bytes
     ranks, group, index = plan.ranks, layout.group(unit), unit.index
-    fetched, gathered, reduced, merged = lease * page, 0, 0, 0
-    if lease and ranks is not None and ranks.shards_weights:
+    fetched, gathered = lease * page, 0
+    if lease and ranks.shards_weights:
         gathered = ring_bytes(fetched, group)
         moves = placement.home(index, WEIGHT) != plan.lease_tier
         fetched = layout.pages(unit, WEIGHT) * page if moves else 0
-    if ranks is not None:
-        passes = 1 if ranks.shards_gradients else 2
-        reduced = passes * ring_bytes(unit.trainable_numel * layout.itemsize(GRAD), group)
-        merged = (ranks.replicas - 1) * slice_elements(unit.trainable_numel, group) * _SUM_BYTES
+    passes = 1 if ranks.shards_gradients else 2
+    reduced = passes * ring_bytes(unit.trainable_numel * layout.itemsize(GRAD), group)
+    merged = (ranks.replicas - 1) * slice_elements(unit.trainable_numel, group) * _SUM_BYTES
     published = unit.trainable_numel * layout.weight.dtype.itemsize if layout.gathers_after_update(unit) else 0
     elements = layout.updated_elements(unit)
     through_ssd = published if placement.home(index, WEIGHT) == SSD else 0
@@ -101,7 +100,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
 def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
     """tick -> (lane, bytes) of the activations that leave during an access of forward, or must be back for an access of
     backward; in the order of ticks."""
-    moves = () if plan.activations is None else plan.activations.moves
+    moves = plan.activations.moves
     at: dict[int, list[tuple[str, int]]] = {}
     accesses = enumerate(plan.trace.accesses[:-1])
     passes = (

@@ -22,7 +22,7 @@ from pagoda.memory.page import Run
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.kernels import warm_up
 from pagoda.optim.rule import Rule
-from pagoda.plan.collective import reduce_pages
+from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
@@ -321,7 +321,7 @@ class Engine:
 
     def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
         """Connect leases, accesses and gradients to the other ranks."""
-        reduces = reduce_pages(self.plan.layout) > 0
+        reduces = reduce_buffers(self.plan.layout).pages > 0
         rank_group = RankGroup(
             mesh,
             transport,

@@ -39,7 +39,7 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
         reserve_pages=placement.pages(HOST, CHECKPOINT) - plan.layout.piece_pages,
         during_backward=plan.options.update_during_backward,
         max_staleness=plan.options.max_staleness,
-        ranks_fetch_alike=plan.ranks is not None,
+        ranks_fetch_alike=plan.ranks.count > 1,
     )
 
 

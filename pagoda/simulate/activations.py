@@ -21,8 +21,7 @@ class SimulatedActivations:
         self._returns = {tick for tick in self._at if plan.trace.accesses[tick].phase is Phase.BACKWARD}
         self._following = {tick: later for tick, later in pairwise(self._at) if {tick, later} <= self._returns}
         """tick of returns -> the next such tick of the same pass"""
-        activations = plan.activations
-        blocks = activations.sizes.blocks if activations is not None and activations.sizes is not None else ()
+        blocks = plan.activations.sizes.blocks
         self._window = BUFFERED * max((part.largest for b in blocks for part in (b.inputs, b.inner)), default=0)
         """Bytes by which compute may be ahead of the transfers."""
         self._leaving: list[Task] = []

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pagoda.errors import ConfigError
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ops import COLLECTIVE, LARGE_TRANSFER_BYTES
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.simulate.hardware import Figure, Hardware
 from pagoda.simulate.timeline import COMPUTE
 
@@ -18,7 +18,7 @@ class Rates:
     """One rank's share of a node. All ranks of a node work at the same time and share its CPU, RAM, SSDs and links."""
 
     def __init__(
-        self, hardware: Hardware, shared_by: Ranks | None = None, transfer_bytes: int = LARGE_TRANSFER_BYTES
+        self, hardware: Hardware, shared_by: Ranks = ALONE, transfer_bytes: int = LARGE_TRANSFER_BYTES
     ) -> None:
         """`transfer_bytes` is the size of the SSD's transfers.
 
@@ -29,7 +29,7 @@ class Rates:
             hardware = replace(hardware, ssd=hardware.ssd.in_transfers_of(transfer_bytes))
         self._hardware = hardware
         self._shared_by = shared_by
-        if shared_by is not None and shared_by.per_node != hardware.gpus_per_node:
+        if shared_by.count > 1 and shared_by.per_node != hardware.gpus_per_node:
             raise ConfigError(
                 f"a plan for {shared_by.per_node} ranks per node and hardware {hardware.name!r} with "
                 f"{hardware.gpus_per_node}: take Hardware.with_gpus"
@@ -88,16 +88,16 @@ class Rates:
         starting at another rank. So a node sends S (m - 1) / m at the rate of all its adapters, while its ranks pass on
         what arrives. The slower of the two sets the time, as in NCCL's rings. Latency is not counted.
         """
-        return self._ring_seconds(sent, group, self._ranks().members_per_node(group)) if group > 1 else 0.0
+        return self._ring_seconds(sent, group, self._shared_by.members_per_node(group)) if group > 1 else 0.0
 
     def merge_seconds(self, sent: int) -> float:
         """Seconds that ranks with the same slices, one per replica, take to gather what each of them sends."""
-        ranks = self._ranks()
+        ranks = self._shared_by
         return self._ring_seconds(sent, ranks.replicas, ranks.copies_per_node)
 
     def _ring_seconds(self, sent: int, group: int, inside: int) -> float:
         """`inside`: number of ranks of the group on one node."""
-        ranks, nodes = self._ranks(), group // inside
+        ranks, nodes = self._shared_by, group // inside
         whole = sent * group / (group - 1)
         seconds = [sent / self._inside()] if inside > 1 else []
         if nodes > 1:
@@ -113,10 +113,6 @@ class Rates:
         if exchange.leaving:
             seconds.append(exchange.leaving * exchange.sharing / self._across())
         return max(seconds)
-
-    def _ranks(self) -> Ranks:
-        assert self._shared_by is not None, "only a plan of several ranks has collectives"
-        return self._shared_by
 
     def _inside(self) -> float:
         return _known(self._hardware.intra_node_bytes_per_s, self._hardware, "collectives inside a node")

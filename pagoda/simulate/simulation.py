@@ -92,7 +92,7 @@ class Simulation:
         accesses = plan.trace.accesses[:-1]
         self._compute_at = [self._computing(access, tick_s[tick]) for tick, access in enumerate(accesses)]
         self._compute_in_step = [Work(COMPUTE, "step", 0, seconds) for seconds in tick_s[len(accesses) :]]
-        self._stalling = (*LANES, COLLECTIVE) if plan.ranks is not None or plan.exchanges else LANES
+        self._stalling = (*LANES, COLLECTIVE) if plan.ranks.count > 1 or plan.exchanges else LANES
         self._stall_s = dict.fromkeys(self._stalling, 0.0)
         scheduled = schedule_plan(plan)
         # All simulated steps use the same experts, so the trace shows when each is used.

@@ -13,6 +13,7 @@ from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.world import may_be_restarted, was_restarted
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes
@@ -153,7 +154,7 @@ def _sequence(asked: TrainRequest, tokens: Tokens) -> tuple[int, list[str]]:
 def _batch(asked: TrainRequest, seq_len: int, ranks: int) -> tuple[int, int, list[str]]:
     """Sequences of a forward pass, and passes of a step."""
     target = max(1, round(asked.tokens_per_step / seq_len / ranks))
-    described = describe_model(asked.model, batch_size=1, seq_len=seq_len, count_flops=False)
+    described = describe_model(PlanConfig(model=asked.model, seq_len=seq_len, accumulation_steps=1), count_flops=False)
     itemsize = 4 if asked.precision == "fp32" else 2
     room, of = _room(asked)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from pairwise import Case, covering
-from test_matrix import features_of as features_on_one_rank
+from test_matrix import features_of
 
-from pagoda.plan.combinations import Feature, why_not
+from pagoda.plan.combinations import why_not
 from tests.tiny import write_mixture
 
 from .ranks import RankServer
@@ -38,16 +38,6 @@ DIVISION = ("stage", "replicas", "tensor", "experts")
 PLAIN = {"place": "ram", "update": "at step", "activations": "keep", "partition": False}
 """What changes no bit."""
 MOST_RANKS = 4
-
-
-def features_of(case: Case) -> set[Feature]:
-    """The features in some settings; those left out do not matter."""
-    used = {
-        Feature.TENSOR: case.get("tensor") == 2 or case.get("partition", False),
-        Feature.EXPERTS: case.get("experts") == 2,
-        Feature.RANKS: True,
-    }
-    return features_on_one_rank(case) | {feature for feature, is_used in used.items() if is_used}
 
 
 def ranks_of(case: Case) -> int:

@@ -84,9 +84,7 @@ def layout_of(stage: int, ranks: int, frozen: int) -> tuple[Layout, UnitSpec]:
 @pytest.mark.parametrize("frozen", [0, 4])
 def test_slices_hold_every_element_once_and_fit_their_extents(stage: int, count: int, frozen: int) -> None:
     layout, unit = layout_of(stage, count, frozen)
-    shards = [
-        Shards(layout, Mesh(World(rank, count, rank, count), layout.ranks or Ranks(1, 1))) for rank in range(count)
-    ]
+    shards = [Shards(layout, Mesh(World(rank, count, rank, count), layout.ranks)) for rank in range(count)]
     for state, numel in ((WEIGHT, unit.numel), ("exp_avg", unit.trainable_numel), (GRAD, unit.trainable_numel)):
         cut = shards[0].is_cut(unit, state)
         assert cut == ((state, stage) not in ((WEIGHT, 1), (WEIGHT, 2), (GRAD, 1)))
@@ -108,7 +106,7 @@ def test_slices_hold_every_element_once_and_fit_their_extents(stage: int, count:
 def test_whoever_updates_an_element_has_all_states_of_it(stage: int) -> None:
     layout, unit = layout_of(stage, 4, frozen=3)
     for rank in range(4):
-        shards = Shards(layout, Mesh(World(rank, 4, rank, 4), layout.ranks or Ranks(1, 1)))
+        shards = Shards(layout, Mesh(World(rank, 4, rank, 4), layout.ranks))
         updated = shards.updated(unit)
         for state in (WEIGHT, "weight_low", "exp_avg", GRAD):
             begins = shards.origin(unit, state)

@@ -33,7 +33,7 @@ def named(**settings: Any) -> PlanConfig:
 
 @pytest.mark.parametrize(("name", "ranks"), [("gpt-1b", 4), ("llama-8b", 8), ("llama-15m", 2)])
 def test_ranks_together_have_every_matrix_once_and_do_its_flops(name: str, ranks: int) -> None:
-    whole = describe_model(name, batch_size=1, seq_len=64)
+    whole = describe_model(named(model=name, seq_len=64))
     part = tensor_part_of(whole, ranks)
     divided = 0
     for before, after in zip(whole.root.walk(), part.root.walk(), strict=True):
@@ -63,7 +63,7 @@ def test_ranks_together_have_every_matrix_once_and_do_its_flops(name: str, ranks
 )
 def test_what_cannot_be_divided_is_refused(name: str, ranks: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        tensor_part_of(describe_model(name, batch_size=1, seq_len=64), ranks)
+        tensor_part_of(describe_model(named(model=name, seq_len=64)), ranks)
 
 
 def test_each_layer_adds_up_twice_in_each_of_three_passes() -> None:
@@ -80,7 +80,7 @@ def test_each_layer_adds_up_twice_in_each_of_three_passes() -> None:
 
 
 def test_parameters_that_an_optimizer_takes_whole_are_stored_whole_and_their_gradients_gathered() -> None:
-    whole, config = describe_model("gpt-1b", batch_size=1, seq_len=1024), named(tensor_parallel=4, optimizer="muon")
+    whole, config = describe_model(named()), named(tensor_parallel=4, optimizer="muon")
     made, parts = (forecast(each, find_machine_for(each)) for each in (config, replace(config, optimizer="adamw")))
     assert made.described.params == whole.params
     assert made.described.forward_flops == parts.described.forward_flops
@@ -139,7 +139,7 @@ def test_a_stage_takes_no_less_than_its_compute_and_what_it_hands_on(micro_batch
 def test_stages_of_one_rank_hand_on_too() -> None:
     config = named(pipeline_parallel=8, accumulation_steps=2)
     made = forecast_pipeline(config, find_machine_for(config))
-    assert all(stage.machine.ranks is None for stage in made.stages)
+    assert all(stage.machine.ranks.count == 1 for stage in made.stages)
     assert all(any(span.name.startswith("send") for span in stage.timeline.spans) for stage in made.stages)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from pagoda.construction.construct import describe
 from pagoda.forecast import flops as counting
+from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import HEAD, exchanged_elements, forward_flops, module_spec, tiled
 from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
@@ -115,7 +116,8 @@ def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, 
         whole = build_model(name, seq_len=32)
         Tiling(whole, most)
         flops, root = counting.forward_flops(whole, 2, 32), describe(whole)
-    described = describe_model(name, batch_size=2, seq_len=32, tile_elements=most)
+    limit = None if most is None else 2 * most
+    described = describe_model(PlanConfig(model=name, batch_size=2, seq_len=32, tile_limit=limit))
     assert described.root == root
     assert list(described.forward_flops.items()) == list(flops.items())
     assert described.layers == len(layers_of(root))

@@ -41,7 +41,7 @@ def made(machine: Machine = HERE_NOT, **settings: Any) -> Forecast:
 def test_a_model_that_fits_has_every_figure() -> None:
     one = made()
     assert one.fits
-    assert one.described.params == describe_model("gpt-4x256", batch_size=1, seq_len=128).params
+    assert one.described.params == describe_model(one.config).params
     assert one.tokens_per_s == pytest.approx(128 / one.timeline.step_s)
     # 6 FLOPs a parameter and token, and attention; look-ups of the position table are none.
     assert one.flop_per_s * one.timeline.step_s == pytest.approx(6 * 128 * one.described.params, rel=0.05)
@@ -191,7 +191,7 @@ def test_more_processes_share_ram_and_ssd() -> None:
     machine = replace(SMALL, intra_node_bytes_per_s=figure(1e9))
     config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2)
     shared = Machine(machine.with_gpus(2), False, Ranks(2, 2))
-    described = describe_model("gpt-2x192", batch_size=1, seq_len=16)
+    described = describe_model(config)
     none = estimate_activations(described, 16, 2, "recompute")
     one, _ = budgets_for(HERE_NOT, config.memory, none)
     two, _ = budgets_for(shared, config.memory, none)
@@ -205,7 +205,7 @@ def test_several_nodes_share_out_the_state_and_gather_it() -> None:
         forecast(config, find_machine_for(config))
         for config in (PlanConfig(nodes=nodes, **settings) for nodes in (1, 2))
     )
-    assert [made.machine.ranks.count for made in (one, two) if made.machine.ranks] == [8, 16]
+    assert [made.machine.ranks.count for made in (one, two)] == [8, 16]
     assert two.tokens_per_step == 2 * one.tokens_per_step
     moments = [forecast_.plan.bytes["host"]["exp_avg"] for forecast_ in (one, two)]
     assert moments[1] == pytest.approx(moments[0] / 2, rel=0.02)
@@ -247,7 +247,7 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
 )
 def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        describe_model(model, batch_size=1, seq_len=64, expert_parallel=parallel)
+        describe_model(PlanConfig(model=model, seq_len=64, expert_parallel=parallel))
 
 
 @pytest.mark.parametrize(

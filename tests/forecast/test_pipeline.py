@@ -17,7 +17,7 @@ from .machines import SMALL, figure
 
 
 def described(name: str) -> ModelDescription:
-    return describe_model(name, batch_size=1, seq_len=64)
+    return describe_model(PlanConfig(model=name, seq_len=64))
 
 
 @pytest.mark.parametrize(("name", "tied"), [("gpt-6x64", True), ("llama-8b", False)])

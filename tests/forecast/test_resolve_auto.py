@@ -17,7 +17,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.model_description import describe_configured
+from pagoda.forecast.model_description import describe_model
 from pagoda.plan.placement import ACTIVATIONS
 from pagoda.plan.traffic import activations_at
 from pagoda.simulate.hardware import Device, Figure, Hardware, Link, MatmulRate
@@ -110,7 +110,7 @@ def test_each_layer_has_a_policy_of_its_own_where_that_is_fastest(
 ) -> None:
     monkeypatch.setattr(resolve_auto, "_step_s", lambda config, *_: 1.0 + (config.activations != "auto"))
     config = PlanConfig(model="mixtral-15m", seq_len=64, activations="auto", expert_parallel=expert_parallel)
-    resolved, _ = resolve_auto.resolve_auto(config, gpu(4 * GIB, 1e10, 1e12), describe_configured(config))
+    resolved, _ = resolve_auto.resolve_auto(config, gpu(4 * GIB, 1e10, 1e12), describe_model(config))
     assert resolved.activations == "auto"
 
 
@@ -197,6 +197,6 @@ def test_a_model_larger_than_all_tiers_is_refused_by_the_planner_too() -> None:
     """What the search for the largest leaves out fast has no plan."""
     machine = gpu(1.5 * GIB, 1e10, 1e12)
     config = PlanConfig(model="gpt-24x2048", seq_len=64, memory=Memory(host="2GiB", ssd="1GiB"))
-    problem, _ = problems.problem_of(config, machine, describe_configured(config, count_flops=False))
+    problem, _ = problems.problem_of(config, machine, describe_model(config, count_flops=False))
     with pytest.raises(BudgetError):
         problem.plan()

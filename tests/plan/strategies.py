@@ -13,7 +13,7 @@ from pagoda.plan.ops import DEVICE
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
 from pagoda.simulate.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers
@@ -82,7 +82,7 @@ def traces(draw: Draw, units: int) -> Trace:
 
 
 @st.composite
-def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks | None = None) -> Plan:
+def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks = ALONE) -> Plan:
     """Plans of random models under random budgets that fit, with a device of its own or not.
 
     With `shares`, some updates are on the device, it is home to some states, and old states are copied in RAM; of
@@ -104,7 +104,7 @@ def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks | None 
     )
     root = draw(large_trees)
     states = STATES[draw(st.sampled_from(["bf16", "fp32"]))]
-    budgets = Budgets(0, 0 if separate else None, LARGE if ranks is None or draw(st.booleans()) else None)
+    budgets = Budgets(0, 0 if separate else None, LARGE if ranks is ALONE or draw(st.booleans()) else None)
     while True:
         try:
             return make_plan(root, states, budgets, options, ranks)

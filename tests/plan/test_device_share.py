@@ -71,7 +71,7 @@ def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(
     def plan(split: Split | None) -> Plan:
         options = Options(page_bytes=4096, split=split, **asked.get("options", {}))
         states, budgets = asked.get("states", STATES["bf16"]), asked.get("budgets", Budgets(LARGE, LARGE))
-        return make_plan(tower(8, 128), states, budgets, options, asked.get("ranks"))
+        return make_plan(tower(8, 128), states, budgets, options)
 
     with pytest.raises(ConfigError, match=rf"split\.{share} is 0\.5, but .*{reason}"):
         plan(split)

@@ -7,7 +7,7 @@ from pairwise import each_once
 
 from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError
-from pagoda.plan.activations import BlockSizes, Policy, SavedBlocks, StepSizes, Storages
+from pagoda.plan.activations import ActivationPlan, BlockSizes, Policy, StepSizes, Storages
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import ACTIVATIONS, Budgets
@@ -46,7 +46,7 @@ def planned(
     **options: object,
 ) -> Plan:
     asked = Options(page_bytes=4096, unit_limit=unit_limit, activations=mode, **options)  # type: ignore[arg-type]
-    saved = SavedBlocks(sizes, (Policy(mode),) * LAYERS)
+    saved = ActivationPlan((Policy(mode),) * LAYERS, sizes=sizes)
     return make_plan(tower(LAYERS, 256), STATES["bf16"], budgets or Budgets(LARGE, LARGE), asked, saved=saved)
 
 

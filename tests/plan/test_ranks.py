@@ -9,14 +9,14 @@ from hypothesis import given, settings, strategies as st
 from pagoda.errors import ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
-from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers, reduce_pages
+from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers
 from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST
 from pagoda.plan.options import Options
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.ranks import Ranks, ring_bytes
+from pagoda.plan.ranks import ALONE, Ranks, ring_bytes
 from pagoda.plan.trace import Phase, gradients_of
 from pagoda.plan.traffic import exchanges_at, traffic_of
 from pagoda.plan.units import ModuleSpec
@@ -75,7 +75,7 @@ def test_leases_are_whole_units_and_fit_the_device(plan: Plan) -> None:
     assert plan.peak_bytes[DEVICE] <= (plan.budgets.device or 0)
     least = min(plan.layout.lease_pages(ahead=1), sum(plan.leased_pages().values()))
     assert plan.placement.pages(DEVICE, LEASES) >= least
-    assert (plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) > 0) == (reduce_pages(plan.layout) > 0)
+    assert (plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) > 0) == (reduce_buffers(plan.layout).pages > 0)
 
 
 @given(large_trees, st.integers(1, 3))
@@ -146,7 +146,7 @@ def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(sett
 
 
 def test_a_step_of_several_passes_has_them_on_ranks_too() -> None:
-    for ranks in (None, shared(4)):
+    for ranks in (ALONE, shared(4)):
         plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE, LARGE), Options(accumulation_steps=3), ranks)
         assert [access.phase for access in plan.trace.accesses].count(Phase.FORWARD) == 3 * len(plan.units)
 

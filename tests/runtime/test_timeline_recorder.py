@@ -17,7 +17,7 @@ from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.optim.adamw import AdamW
 from pagoda.optimizer import PagedOptimizer
-from pagoda.plan.activations import Policy, SavedBlocks
+from pagoda.plan.activations import ActivationPlan, Policy
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.planner import make_plan
@@ -226,7 +226,7 @@ def test_what_is_moved_is_what_is_planned(place: str, mode: ActivationMode, tmp_
         spans = recorded(model, optimizer, before=2, count=1)
         live = pagoda.plan_of(model)
     sizes = live.activations.sizes
-    saved = SavedBlocks(sizes, (Policy(mode),) * len(sizes.blocks))
+    saved = ActivationPlan((Policy(mode),) * len(sizes.blocks), sizes=sizes)
     plan = make_plan(root, rule.states("bf16"), live.budgets, live.options, saved=saved)
     assert (plan.layout, plan.placement) == (live.layout, live.placement)
     assert plan.activations.peak == live.activations.peak

@@ -15,7 +15,7 @@ from pagoda.forecast.describe import forward_flops, module_spec
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import search
 from pagoda.models.papers import PAPER_SHAPES
-from pagoda.plan.collective import reduce_pages
+from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options
@@ -318,7 +318,7 @@ def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_one
         return make_plan(root, STATES["bf16"], Budgets(LARGE, device), options, ranks)
 
     roomy = planned(LARGE)
-    frames = slabs * max(roomy.leased_pages().values()) + reduce_pages(roomy.layout)
+    frames = slabs * max(roomy.leased_pages().values()) + reduce_buffers(roomy.layout).pages
     plan = planned(int(frames * 4096))
     machine = replace(
         GPU,

@@ -13,6 +13,7 @@ from pagoda.checkpoint.export import export
 from pagoda.config.memory import Memory
 from pagoda.construction.construct import describe
 from pagoda.experts.modules import RoutedExperts
+from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
 from pagoda.train import TrainConfig
@@ -79,7 +80,8 @@ def loss_in_transformers(exported: Path, config: TrainConfig, step: int, pairs: 
     ("model", "expert_parallel"), [("mixtral-15m", 1), ("mixtral-15m", 4), ("qwen3-moe-15m", 4), ("t5-moe-15m", 4)]
 )
 def test_what_is_planned_is_what_is_trained(model: str, expert_parallel: int) -> None:
-    described = describe_model(model, batch_size=2, seq_len=64, expert_parallel=expert_parallel)
+    config = PlanConfig(model=model, batch_size=2, seq_len=64, expert_parallel=expert_parallel)
+    described = describe_model(config)
     with torch.device("meta"):
         built = build_model(model, seq_len=64)
     assert described.params == sum(param.numel() for param in built.parameters())
@@ -87,7 +89,7 @@ def test_what_is_planned_is_what_is_trained(model: str, expert_parallel: int) ->
     Tiling(built, exchange=first)
     assert described.root == describe(built)
     if expert_parallel > 1:
-        whole = describe_model(model, batch_size=2, seq_len=64)
+        whole = describe_model(replace(config, expert_parallel=1))
         assert sum(described.forward_flops.values()) == pytest.approx(sum(whole.forward_flops.values()))
         assert described.params == whole.params
         assert len(described.exchanged) == sum(isinstance(module, RoutedExperts) for module in built.modules())

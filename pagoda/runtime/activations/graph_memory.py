@@ -106,7 +106,7 @@ class GraphMemory:
     def plan(self) -> ActivationPlan:
         """The policies of the last planned forward, and the most bytes that a forward was planned to take or graphs
         have taken."""
-        latest = self._plans.get(self._bucket, ActivationPlan((), ActivationBytes()))
+        latest = self._plans.get(self._bucket, ActivationPlan())
         return replace(latest, peak=self._peak.or_more(self._taken(kept=0)))
 
     @property
