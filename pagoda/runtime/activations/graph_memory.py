@@ -112,7 +112,7 @@ class GraphMemory:
     @property
     def peak_bytes(self) -> Mapping[str, int]:
         """tier -> most bytes of offloaded activations at once so far."""
-        return {place.tier: place.scratch.peak_bytes for place in self._places if place.scratch.peak_bytes}
+        return {place.tier: place.peak_bytes for place in self._places if place.peak_bytes}
 
     def begin_forward(self, inputs: Any) -> None:
         """A forward of the whole model starts. `inputs` are its arguments.
@@ -236,7 +236,7 @@ class GraphMemory:
             self._rates = {place.tier: place.rates() for place in self._places} if self._fixed is None else {}
         limit = self._options.activation_bytes
         kept = _NO_LIMIT if limit is None else limit
-        return Room.of_step(sizes, kept, {place.tier: place.scratch.room_bytes for place in self._places}, self._rates)
+        return Room.of_step(sizes, kept, {place.tier: place.room_bytes for place in self._places}, self._rates)
 
 
 def _in_backward() -> bool:

@@ -136,18 +136,18 @@ class Offloader:
         """Free all memory and forget all transfers. Lanes have ended, so what they did not bring back is lost."""
         self._closed = True
         for place in self.places:
-            place.scratch.close()
+            place.close()
 
     def _alloc(self, nbytes: int) -> tuple[Place | None, Pieces]:
         self._take_back()
         for place in self.places:
-            pieces = place.scratch.alloc(nbytes)
+            pieces = place.alloc(nbytes)
             if pieces is not None:
                 return place, pieces
         if self._required:
             last = self.places[-1].tier
             names = " and ".join(place.tier for place in self.places)
-            room = sum(place.scratch.room_bytes for place in self.places)
+            room = sum(place.room_bytes for place in self.places)
             raise BudgetError(
                 f"No room to offload activations: {names} has {format_bytes(room)} left for them, and "
                 f"{format_bytes(nbytes)} more are needed. Raise memory.{last}, or use "
@@ -191,7 +191,7 @@ class Offloader:
         """Make freed pages available again."""
         while self.freed:
             place, pieces = self.freed.popleft()
-            place.scratch.free(pieces)
+            place.free(pieces)
 
     def _hold_back(self, most: int) -> None:
         """Wait until at most `most` bytes are on their way out."""
