@@ -196,8 +196,8 @@ class Accesses:
 
     def _drop_ahead(self) -> None:
         """Wait until no state is being read ahead, because the caller may write states or borrow the ring."""
-        for feeder in self._executor.feeders:
-            feeder.drop_ahead()
+        for updater in self._executor.updaters:
+            updater.drop_ahead()
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures

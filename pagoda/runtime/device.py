@@ -4,7 +4,6 @@
 the same contract on the CPU. So everything above it runs, and is tested, without a GPU.
 """
 
-import ctypes
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.memory.arena import Arena
+from pagoda.memory.arena import Arena, copy_bytes
 from pagoda.memory.cuda import CudaArena, PinnedArena
 from pagoda.optim.gradient_kernels import LANES
 from pagoda.optim.kernels import update_kernel
@@ -163,13 +162,8 @@ class Device:
         return PAST
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in either direction, inside `pipe`.
-
-        On the CPU this is one memcpy, without the GIL, between contiguous tensors of the same bytes. torch's copy_
-        would start threads that then spin while compute runs.
-        """
-        assert target.nbytes == source.nbytes
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        """Copy in either direction, inside `pipe`, between contiguous tensors of the same bytes."""
+        copy_bytes(target, source)
 
 
 class CudaDevice(Device):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.runtime.streams import IN_PLACE, Block, Part, UpdatePath
+from pagoda.runtime.updates import IN_PLACE, Block, Part, Updater
 
 
 class Slot(NamedTuple):
@@ -32,7 +31,7 @@ class Slot(NamedTuple):
     """For fp32 copies, if the rule computes on them."""
 
 
-class DevicePath(UpdatePath):
+class DeviceUpdater(Updater):
     """Updates blocks on the device, by an element-wise rule.
 
     States that live on the device are updated in place, weights once compute has read them for the last time. Other
@@ -43,7 +42,8 @@ class DevicePath(UpdatePath):
     have no speculative updates of such units.
     """
 
-    def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane], device: Device) -> None:
+    def __init__(self, store: Store, lanes: dict[str, Lane], kernel: UpdateKernel | None, device: Device) -> None:
+        """`kernel`: of the element-wise rule."""
         super().__init__(store, lanes)
         self._kernel = kernel
         self._device = device
@@ -72,7 +72,7 @@ class DevicePath(UpdatePath):
     def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
         update, start, count, device = block.update, block.start, block.stop - block.start, self._device
         unit, weights = update.unit, update.weights
-        old, new = (self._tensors(unit.index, extent, parts, slot) for extent in (weights.read, weights.write))
+        old, new = (self._tensors(block, extent, parts, slot) for extent in (weights.read, weights.write))
         moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
         brings = not self._store.lives_on_device(unit.index, GRAD)
         at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
@@ -80,7 +80,6 @@ class DevicePath(UpdatePath):
         there = self._slots.take() if moving or brings or self._works_in_slots else None
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
-            """The block's part of a gradient, which is valid until the next call."""
             gradient = record.buffer[at : at + count]
             if there is not None and brings:
                 device.copy(there.gradient[:count], gradient)
@@ -95,10 +94,7 @@ class DevicePath(UpdatePath):
                 device.copy(new[WEIGHT], old[WEIGHT])
             for name in moving:
                 device.copy(states[name], old[name])
-            for record, segments in groupby(block.pieces, lambda piece: piece[0]):
-                gradient = gradient_of(record)
-                for _, segment in segments:
-                    self._apply(unit.spec, start, segment, gradient, states, there)
+            self._apply_all(block, gradient_of, states, None if there is None else there.work)
             for name in moving:
                 device.copy(new[name], states[name])
 
@@ -122,26 +118,9 @@ class DevicePath(UpdatePath):
         piece: Segment,
         gradient: torch.Tensor,
         states: Mapping[str, torch.Tensor],
-        slot: Slot | None,
+        work: torch.Tensor | None,
     ) -> None:
-        """Update a piece of the block that begins at `start`, with the block's gradient and states."""
         first, size = piece.start - self._store.shards.updated(unit).start - start, piece.stop - piece.start
         parts = [states[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
+        assert self._kernel is not None
         self._kernel(parts, gradient[first : first + size], piece.arguments)
-
-    def _tensors(
-        self, unit: int, weights: str, parts: Mapping[str, Part], slot: Region | None
-    ) -> dict[str, torch.Tensor]:
-        """A block's part of every state, at home or in the ring. `weights` names the extent of the weights."""
-        found = {}
-        for state in self._states:
-            if (part := parts.get(state.name)) is None:
-                continue
-            home = self._store.tensor(unit, weights if state.name == WEIGHT else state.name)
-            if home is not None:
-                found[state.name] = home[part.elements.start : part.elements.stop]
-            else:
-                assert slot is not None
-                at = self._in_ring(slot, part, state)
-                found[state.name] = self._store.at(at, state.dtype, len(part.elements))
-        return found

@@ -32,7 +32,7 @@ from pagoda.runtime.activations.graph_memory import GraphMemory, alone
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, open_feeders
+from pagoda.runtime.executor import Executor, open_updaters
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.hidden import as_plain
@@ -66,7 +66,7 @@ class Engine:
     """Executes a plan on a live model.
 
     The compute thread runs forward, backward and `step()`. It calls `accesses.begin` and `accesses.end` around every
-    use of a unit, and `stepper.on_gradient` for every gradient. Lanes and feeders do the rest. If the model departs
+    use of a unit, and `stepper.on_gradient` for every gradient. Lanes and updaters do the rest. If the model departs
     from the plan, accesses are served on demand, correctly, and counted as faults.
     """
 
@@ -116,13 +116,13 @@ class Engine:
             self._meter.stalled,
         )
         self.leases = Leases(self.store, units, device, Fetcher(self.store, self._lanes, device))
-        feeders = open_feeders(self.store, self._lanes, rule, precision, device)
+        updaters = open_updaters(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
         self.plan = plan
         """The current plan."""
         self._follow_trace()
         self._executor = Executor(
-            self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
+            self.scheduler, self.store, units, self.leases, self.gradients, updaters, self._lanes, device
         )
         self.damage = self._executor.damage
         self.accesses = Accesses(self.store, self._executor, self.leases, device, self._meter)
@@ -158,7 +158,7 @@ class Engine:
             links.stages,
         )
         self._forks = forks()
-        self._threads = Threads(self._lanes, feeders, self.saver, self.rank_group)
+        self._threads = Threads(self._lanes, updaters, self.saver, self.rank_group)
         self._dropped = weakref.finalize(self, end_dropped, self._threads, self._executor, self.store, self._forks)
         self._dropped.atexit = False  # `_close_all` is for that
         _OPEN.add(self)

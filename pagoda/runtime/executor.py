@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from pagoda.config.training import Precision
 from pagoda.errors import NonFiniteGradientError
@@ -13,32 +12,21 @@ from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
-from pagoda.runtime.device_updates import DevicePath
+from pagoda.runtime.device_updates import DeviceUpdater
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.host_updates import HostPath
+from pagoda.runtime.host_updates import HostUpdater
 from pagoda.runtime.lanes import Handle, Lane, Latch
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.store import Store
-from pagoda.runtime.streams import IN_PLACE, Update, UpdatePath, WeightExtents
-from pagoda.runtime.tensor_updates import DeviceTensorPath, TensorPath
-from pagoda.runtime.undo import Undo
+from pagoda.runtime.tensor_updates import DeviceParameterUpdater, HostParameterUpdater
+from pagoda.runtime.undo import Guess
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import Feeder
+from pagoda.runtime.updates import IN_PLACE, Update, Updater, WeightExtents
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 
 _EXTENTS = WEIGHT, WEIGHT_BACK
-
-
-class Guess(NamedTuple):
-    """An update that may have to be undone."""
-
-    record: UnitGradient
-    undo: Undo
-    updated: Handle
-    written: Handle
-    """`updated` and `written` belong to this update. Those of the record belong to the update that is kept."""
 
 
 class Executor:
@@ -52,14 +40,14 @@ class Executor:
         units: Sequence[LiveUnit],
         leases: Leases,
         gradients: Gradients,
-        feeders: Sequence[Feeder],
+        updaters: Sequence[Updater],
         lanes: dict[str, Lane],
         device: Device,
     ) -> None:
         self.driver = Driver(scheduler, self._execute)
         self.damage = Damage()
-        self.feeders = feeders
-        """The feeder of the CPU, and that of the device if it updates units."""
+        self.updaters = updaters
+        """The updater of the CPU, and that of the device if it updates units."""
         self._scheduler = scheduler
         self._store = store
         self._units = units
@@ -97,7 +85,7 @@ class Executor:
             Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
             Kind.UPDATE: self._update,
             Kind.PERSIST: self._persist,
-            Kind.READ_AHEAD: lambda op: self.feeders[op.unit in self._on_device].read_ahead(op.unit),
+            Kind.READ_AHEAD: lambda op: self.updaters[op.unit in self._on_device].read_ahead(op.unit),
             Kind.UNDO: self._undo,
             Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
             Kind.PUBLISH: self._publish,
@@ -131,14 +119,14 @@ class Executor:
         """Give up the old states of updates that are kept."""
         standing, self._standing = self._standing, []
         for guess in standing:
-            guess.written.then(guess.undo.close)
+            guess.written.then(guess.close)
 
     def lend(self, unit: LiveUnit) -> Handle | None:
         """Another rank is about to read a unit's weights in their home. Returns the handle that it must wait for, if
         any."""
         self.driver.tell(self._scheduler.others_read, unit.index)
         guess = self._guesses.get(unit.index)
-        return None if guess is None else guess.undo.over
+        return None if guess is None else guess.over
 
     def take_back(self, unit: LiveUnit) -> None:
         """The other rank has read the weights."""
@@ -219,7 +207,7 @@ class Executor:
         record = self._awaited(operation)
         after = (record.shown,) if record is not None and not record.shown.succeeded else ()
         if operation.after_undo:
-            after = (*after, self._guesses[operation.unit].undo.over)
+            after = (*after, self._guesses[operation.unit].over)
         handle = self._leases.fetch(operation, self._units[operation.unit], after)
         self._follow(operation, handle)
         handle.when_issued(lambda: self.driver.tell(self._issued, operation, handle))
@@ -255,11 +243,11 @@ class Executor:
     def _update(self, operation: Operation) -> None:
         records = self._gradients.of(operation)
         last = records[-1]
-        undo = None
+        guess = None
         if operation.undoable:
-            updated, written, undo = Handle(), Handle(), Undo(self._store, operation.unit)
-            seen = updated
-            self._guesses[operation.unit] = Guess(last, undo, updated, written)
+            guess = self._guesses[operation.unit] = Guess(self._store, last)
+            updated = seen = guess.updated
+            written = guess.written
         else:
             updated, written, seen = last.updated, last.written, last.shown
             last.begun = True
@@ -298,23 +286,23 @@ class Executor:
         kept = None if operation.run is None else self._keep(operation, operation.run)
         used = (lambda: None) if operation.in_two else partial(tell, scheduler.gradient_used, operation)
         parts = [(record, record.segments) for record in records]
-        self.feeders[on_device].submit(Update(parts, weights, undo, kept, updated, written, used, operation.writes))
+        self.updaters[on_device].submit(Update(parts, weights, guess, kept, updated, written, used, operation.writes))
 
     def _persist(self, operation: Operation) -> None:
         record = self._unpersisted.pop(operation.unit)
         record.written.then(partial(self._ended, operation))
         used = partial(self.driver.tell, self._scheduler.gradient_used, operation)
         parts = [(record, record.segments)]
-        self.feeders[0].submit(Update(parts, IN_PLACE, None, None, Handle(), record.written, used, operation.writes))
+        self.updaters[0].submit(Update(parts, IN_PLACE, None, None, Handle(), record.written, used, operation.writes))
 
     def _refused(self, operation: Operation) -> None:
         guess = self._guesses.pop(operation.unit, None)
         self._scheduler.refused(operation)
         if guess is not None:  # it has changed nothing
-            guess.undo.over.finish()
+            guess.over.finish()
 
     def _keep(self, operation: Operation, run: Run) -> Handle:
-        """Copy the old states for the checkpoint. The feeder would do this only after earlier updates, which may wait
+        """Copy the old states for the checkpoint. The updater would do this only after earlier updates, which may wait
         for space on SSD until the checkpoint is complete."""
 
         def told(error: BaseException | None) -> None:
@@ -328,9 +316,9 @@ class Executor:
         return handle
 
     def _undo(self, operation: Operation) -> None:
-        undo = self._guesses[operation.unit].undo
-        handle = self._update_lane.submit(undo.revert, (), 0, "undo")
-        handle.then(undo.over.finish)
+        guess = self._guesses[operation.unit]
+        handle = self._update_lane.submit(guess.revert, (), 0, "undo")
+        handle.then(guess.over.finish)
         handle.then(lambda error: self.driver.tell(self._undone, operation, error))
 
     def _undone(self, operation: Operation, error: BaseException | None) -> None:
@@ -358,21 +346,15 @@ class Executor:
                 self._leases.lease_home(unit)
 
 
-def open_feeders(
+def open_updaters(
     store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
-) -> list[Feeder]:
-    """The feeders for the updates of a plan: for the CPU, and for the device if it updates units."""
-    path: UpdatePath
-    if isinstance(rule, ElementwiseRule):
-        path = HostPath(store, update_kernel(rule, precision, store.plan.layout.gradient_dtype), lanes)
-    else:
-        path = TensorPath(store, lanes)
-    feeders = [Feeder(store, path)]
-    if store.plan.placement.on_device:
-        if isinstance(rule, ElementwiseRule):
-            kernel = device.update_kernel(rule, precision, store.plan.layout.gradient_dtype)
-            path = DevicePath(store, kernel, lanes, device)
-        else:
-            path = DeviceTensorPath(store, lanes, device)
-        feeders.append(Feeder(store, path))
-    return feeders
+) -> list[Updater]:
+    """The updaters of a plan: of the CPU, and of the device if it updates units."""
+    on_device, gradient = bool(store.plan.placement.on_device), store.plan.layout.gradient_dtype
+    if not isinstance(rule, ElementwiseRule):
+        on_host = HostParameterUpdater(store, lanes, None)
+        return [on_host, DeviceParameterUpdater(store, lanes, None, device)] if on_device else [on_host]
+    updaters: list[Updater] = [HostUpdater(store, lanes, update_kernel(rule, precision, gradient))]
+    if on_device:
+        updaters.append(DeviceUpdater(store, lanes, device.update_kernel(rule, precision, gradient), device))
+    return updaters

@@ -1,6 +1,5 @@
 """Reducing: gradients of a unit from autograd, over a buffer of the unit's size, to slices of their mean over ranks."""
 
-import ctypes
 import math
 import threading
 import time
@@ -14,6 +13,7 @@ from pagoda.distributed.order import CollectiveKind
 from pagoda.distributed.reduction import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import BudgetError, RankError
+from pagoda.memory.arena import copy_bytes
 from pagoda.optim.means import warm_up
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.slices import Span
@@ -109,8 +109,12 @@ class Reducer:
                 into.copy_(values)
             filling.filled = self._device.fence()
         else:
-            label = f"offload {unit.spec.name}"
-            filling.copies.append(self._copies.submit(lambda: _copy(copies), (), grad.nbytes, label))
+
+            def copy() -> None:
+                for into, values in copies:
+                    copy_bytes(into, values)
+
+            filling.copies.append(self._copies.submit(copy, (), grad.nbytes, f"offload {unit.spec.name}"))
         return record
 
     def flush(self, last: bool) -> None:
@@ -246,9 +250,3 @@ class Reducer:
             return mine
         found = self._collectives.transport.announce(mine)
         return min((slot for slot in found if slot is not None), default=None)
-
-
-def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """A memcpy each, without the GIL and without torch's threads."""
-    for into, values in copies:
-        ctypes.memmove(into.data_ptr(), values.data_ptr(), into.nbytes)

@@ -1,6 +1,5 @@
 """The store: the home of every extent, and slow access to its elements."""
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from pagoda.distributed.shards import Shards
 from pagoda.errors import StorageError
+from pagoda.memory.arena import copy_bytes
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
@@ -113,16 +113,12 @@ class Store:
         target = torch.frombuffer(into, dtype=source.dtype)
         if self.lives_on_device(unit, state):
             self._device.copy_out(target, source, PAST).synchronize()
-        else:  # one plain memcpy, without the GIL
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        else:
+            copy_bytes(target, source)
 
     def lives_on_device(self, unit: int, state: str) -> bool:
         """Whether the home of an extent is a separate device."""
         return self.plan.placement.home(unit, state) == DEVICE
-
-    def at(self, address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Elements of RAM from an address on, shape [numel]."""
-        return self.host.arena.tensor(address - self.host.arena.address, numel, dtype)
 
     def update_lane(self, unit: int) -> str:
         """The lane that most likely ends last before a unit's new weights can be used."""

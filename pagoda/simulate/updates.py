@@ -47,7 +47,7 @@ class _Feeding:
 
 
 class SimulatedUpdates:
-    """Carries out UPDATE, PERSIST and READ_AHEAD chunk by chunk, as one of the runtime's feeders does. A chunk of
+    """Carries out UPDATE, PERSIST and READ_AHEAD chunk by chunk, as one of the runtime's updaters does. A chunk of
     streamed states is read, updated and written, and holds a slot of the ring meanwhile. Updates take slots in the
     order in which they come."""
 
