@@ -30,7 +30,7 @@ from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.graph_memory import GraphMemory, alone
 from pagoda.runtime.active_forwards import ActiveForwards
-from pagoda.runtime.capture import Capture, Piece
+from pagoda.runtime.capture import Capture, Piece, Saver
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor, open_updaters
 from pagoda.runtime.fetch import Fetcher
@@ -40,7 +40,6 @@ from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.rank_group import RankGroup
-from pagoda.runtime.saver import Saver
 from pagoda.runtime.shutdown import Threads, end_dropped, give_back
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.stepper import Norms, Stepper

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import NoReturn
 
 from pagoda.config.training import Precision
-from pagoda.errors import NonFiniteGradientError
+from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import Run
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture
-from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
 from pagoda.runtime.device_updates import DeviceUpdater
 from pagoda.runtime.driver import Driver
@@ -344,6 +344,42 @@ class Executor:
             unit.version += 1
             if self._leases.in_place(unit):
                 self._leases.lease_home(unit)
+
+
+class Damage:
+    """The first error after which some states belong to one step and some to another, until a checkpoint has replaced
+    every state. Thread-safe, because it is set by one assignment."""
+
+    def __init__(self) -> None:
+        self.cause: BaseException | None = None
+        """The error, or None if states are not damaged."""
+        self.seen = False
+        """Whether the error has been raised."""
+
+    def note(self, error: BaseException | None) -> None:
+        """An operation that changes states has ended, perhaps with an error. A gradient that is not finite changes no
+        state."""
+        if error is None or isinstance(error, NonFiniteGradientError):
+            return
+        if self.cause is None:
+            self.cause, self.seen = error, False
+
+    def check(self) -> None:
+        """Raises StorageError if states are damaged."""
+        if self.cause is not None:
+            self.seen = True
+            raise StorageError(
+                f"The training state is damaged: a part of it was changed when this failed: {self.cause} -- Load a "
+                "checkpoint. Until then it can be neither used nor saved."
+            ) from self.cause
+
+    def raise_cause(self) -> NoReturn:
+        """Raises the error itself the first time, and later the StorageError of `check`."""
+        if self.seen:
+            self.check()
+        assert self.cause is not None
+        self.seen = True
+        raise self.cause
 
 
 def open_updaters(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from pagoda.errors import UsageError
 from pagoda.process import forks
+from pagoda.runtime.capture import Saver
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import THREAD_NAMES, Lane
 from pagoda.runtime.rank_group import RankGroup
-from pagoda.runtime.saver import Saver
 from pagoda.runtime.store import Store
 from pagoda.runtime.updates import Updater
 

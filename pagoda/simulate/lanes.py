@@ -95,11 +95,6 @@ class SimulatedLanes:
         else:
             task.then.append(then)
 
-    def run_out(self) -> None:
-        """Let time pass until no lane has work."""
-        while self._active or any(self._ready.values()):
-            self.advance()
-
     def _let_go(self, task: Task) -> None:
         task.waiting -= 1
         if not task.waiting:
