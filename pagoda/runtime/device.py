@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -49,15 +50,15 @@ class _Past:
 PAST: Event = _Past()
 
 
+@dataclass(eq=False, repr=False)
 class Arrival:
     """The event of a gradient on its way to its home. After it, the sum of the gradient's squares is known."""
 
-    def __init__(self, events: Sequence[Event], sums: Callable[[], Sequence[float]]) -> None:
-        """`sums` returns one sum per BOUNCE_ELEMENTS elements. It may be called once `events` have passed."""
-        self._events = events
-        self._sums = sums
-        self._lock = threading.Lock()
-        self._square_sum: float | None = None
+    _events: Sequence[Event]
+    _sums: Callable[[], Sequence[float]]
+    """Returns one sum per BOUNCE_ELEMENTS elements. It may be called once `_events` have passed."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _square_sum: float | None = None
 
     @property
     def is_there(self) -> bool:

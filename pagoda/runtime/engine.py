@@ -121,7 +121,7 @@ class Engine:
         """The current plan."""
         self._follow_trace()
         self._executor = Executor(
-            self.scheduler, self.store, units, self.leases, self.gradients, updaters, self._lanes, device
+            self.scheduler, self.store, units, self.leases, self.gradients, updaters, self._lanes["update"], device
         )
         self.damage = self._executor.damage
         self.accesses = Accesses(self.store, self._executor, self.leases, device, self._meter)

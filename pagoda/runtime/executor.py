@@ -1,6 +1,7 @@
 """The executor: carries out the scheduler's operations on real memory, and reports how each ended."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -29,54 +30,83 @@ from pagoda.schedule.scheduler import Scheduler
 _EXTENTS = WEIGHT, WEIGHT_BACK
 
 
+@dataclass(eq=False)
+class Damage:
+    """The first error after which some states belong to one step and some to another, until a checkpoint has replaced
+    every state. Thread-safe, because it is set by one assignment."""
+
+    cause: BaseException | None = None
+    """The error, or None if states are not damaged."""
+    seen: bool = False
+    """Whether the error has been raised."""
+
+    def note(self, error: BaseException | None) -> None:
+        """An operation that changes states has ended, perhaps with an error. A gradient that is not finite changes no
+        state."""
+        if error is None or isinstance(error, NonFiniteGradientError):
+            return
+        if self.cause is None:
+            self.cause, self.seen = error, False
+
+    def check(self) -> None:
+        """Raises StorageError if states are damaged."""
+        if self.cause is not None:
+            self.seen = True
+            raise StorageError(
+                f"The training state is damaged: a part of it was changed when this failed: {self.cause} -- Load a "
+                "checkpoint. Until then it can be neither used nor saved."
+            ) from self.cause
+
+    def raise_cause(self) -> NoReturn:
+        """Raises the error itself the first time, and later the StorageError of `check`."""
+        if self.seen:
+            self.check()
+        assert self.cause is not None
+        self.seen = True
+        raise self.cause
+
+
+@dataclass(eq=False, repr=False)
 class Executor:
     """Passes each operation to its lanes. Operations start under the driver's lock. Their ends are reported on the
     threads of lanes."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        store: Store,
-        units: Sequence[LiveUnit],
-        leases: Leases,
-        gradients: Gradients,
-        updaters: Sequence[Updater],
-        lanes: dict[str, Lane],
-        device: Device,
-    ) -> None:
-        self.driver = Driver(scheduler, self._execute)
-        self.damage = Damage()
-        self.updaters = updaters
-        """The updater of the CPU, and that of the device if it updates units."""
-        self._scheduler = scheduler
-        self._store = store
-        self._units = units
-        self._leases = leases
-        self._gradients = gradients
-        self._update_lane = lanes["update"]
-        self._device = device
-        self._on_device = store.plan.placement.on_device
-        self._asynchronous = store.plan.options.max_staleness is not None
-        self._held: list[Operation] = []
-        """RECLAIMs of weights to which something still referred."""
-        self._guesses: dict[int, Guess] = {}
-        """unit -> its speculative update, until it is kept or undone."""
-        self._standing: list[Guess] = []
-        """Speculative updates that are kept. Their old states must be given up."""
-        self._updating: dict[int, UnitGradient] = {}
-        """unit -> the gradient of its latest UPDATE that is kept."""
-        self._unpersisted: dict[int, UnitGradient] = {}
-        """unit -> the gradient of an update whose second part has not begun."""
-        self.latest: dict[int, UnitGradient] = {}
-        """unit -> the gradient of the latest update that was asked for."""
-        self.failures: dict[int, BaseException] = {}
-        """unit -> the error of its latest FETCH."""
-        self.spill_failure: BaseException | None = None
-        """The error of a SPILL since compute last asked."""
-        self.capture: Capture | None = None
-        """The checkpoint that is being written, if any."""
-        self.share: Callable[[UnitGradient], None] = lambda _: None
-        """With several ranks: gathers the updated slices of a unit's weights."""
+    _scheduler: Scheduler
+    _store: Store
+    _units: Sequence[LiveUnit]
+    _leases: Leases
+    _gradients: Gradients
+    updaters: Sequence[Updater]
+    """The updater of the CPU, and that of the device if it updates units."""
+    _update_lane: Lane
+    _device: Device
+    damage: Damage = field(default_factory=Damage)
+    _held: list[Operation] = field(default_factory=list)
+    """RECLAIMs of weights to which something still referred."""
+    _guesses: dict[int, Guess] = field(default_factory=dict)
+    """unit -> its speculative update, until it is kept or undone."""
+    _standing: list[Guess] = field(default_factory=list)
+    """Speculative updates that are kept. Their old states must be given up."""
+    _updating: dict[int, UnitGradient] = field(default_factory=dict)
+    """unit -> the gradient of its latest UPDATE that is kept."""
+    _unpersisted: dict[int, UnitGradient] = field(default_factory=dict)
+    """unit -> the gradient of an update whose second part has not begun."""
+    latest: dict[int, UnitGradient] = field(default_factory=dict)
+    """unit -> the gradient of the latest update that was asked for."""
+    failures: dict[int, BaseException] = field(default_factory=dict)
+    """unit -> the error of its latest FETCH."""
+    spill_failure: BaseException | None = None
+    """The error of a SPILL since compute last asked."""
+    capture: Capture | None = None
+    """The checkpoint that is being written, if any."""
+    share: Callable[[UnitGradient], None] = lambda _: None
+    """With several ranks: gathers the updated slices of a unit's weights."""
+
+    def __post_init__(self) -> None:
+        gradients = self._gradients
+        self.driver = Driver(self._scheduler, self._execute)
+        self._on_device = self._store.plan.placement.on_device
+        self._asynchronous = self._store.plan.options.max_staleness is not None
         self._do = {
             Kind.FETCH: self._fetch,
             Kind.RECLAIM: self._reclaim,
@@ -344,42 +374,6 @@ class Executor:
             unit.version += 1
             if self._leases.in_place(unit):
                 self._leases.lease_home(unit)
-
-
-class Damage:
-    """The first error after which some states belong to one step and some to another, until a checkpoint has replaced
-    every state. Thread-safe, because it is set by one assignment."""
-
-    def __init__(self) -> None:
-        self.cause: BaseException | None = None
-        """The error, or None if states are not damaged."""
-        self.seen = False
-        """Whether the error has been raised."""
-
-    def note(self, error: BaseException | None) -> None:
-        """An operation that changes states has ended, perhaps with an error. A gradient that is not finite changes no
-        state."""
-        if error is None or isinstance(error, NonFiniteGradientError):
-            return
-        if self.cause is None:
-            self.cause, self.seen = error, False
-
-    def check(self) -> None:
-        """Raises StorageError if states are damaged."""
-        if self.cause is not None:
-            self.seen = True
-            raise StorageError(
-                f"The training state is damaged: a part of it was changed when this failed: {self.cause} -- Load a "
-                "checkpoint. Until then it can be neither used nor saved."
-            ) from self.cause
-
-    def raise_cause(self) -> NoReturn:
-        """Raises the error itself the first time, and later the StorageError of `check`."""
-        if self.seen:
-            self.check()
-        assert self.cause is not None
-        self.seen = True
-        raise self.cause
 
 
 def open_updaters(

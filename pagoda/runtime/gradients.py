@@ -5,6 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -121,17 +122,18 @@ class UnitGradient:
         return min(((self.order[slot], slot) for slot in here), default=None)
 
 
-class _Taken:
+class _Taken(NamedTuple):
     """The event of arriving gradients. After it, the record has their sums of squares."""
 
-    def __init__(self, record: UnitGradient, arrivals: Sequence[tuple[int, Arrival]]) -> None:
-        self._record, self._arrivals = record, arrivals
+    record: UnitGradient
+    arrivals: Sequence[tuple[int, Arrival]]
 
     def synchronize(self) -> None:
-        for slot, arrival in self._arrivals:
-            self._record.square_sums[slot] = arrival.square_sum()
+        for slot, arrival in self.arrivals:
+            self.record.square_sums[slot] = arrival.square_sum()
 
 
+@dataclass(eq=False, repr=False)
 class Gradients:
     """All gradients of a process.
 
@@ -139,27 +141,21 @@ class Gradients:
     with others. The scheduler decides which gradient gets which pages, and which gradients are on SSD.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        staging: Region | None,
-        kernels: GradientKernels,
-        lanes: dict[str, Lane],
-        device: Device,
-        stalled: Callable[[str, float], None],
-    ) -> None:
-        self._store = store
-        self._staging = staging
-        self._kernels = kernels
-        self._lanes = lanes
-        self._device = device
+    _store: Store
+    _staging: Region | None
+    _kernels: GradientKernels
+    _lanes: dict[str, Lane]
+    _device: Device
+    _stalled: Callable[[str, float], None]
+
+    def __post_init__(self) -> None:
+        store = self._store
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """The dtype of a gradient on its way to its extent."""
         pages = store.plan.placement.pages(HOST, BOUNCE) // 2
         self._bounce = [store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
         """Two buffers of shape [BOUNCE_ELEMENTS] at most, in which gradients from a separate device land before they
         are added."""
-        self._stalled = stalled
         self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step that no update has taken."""

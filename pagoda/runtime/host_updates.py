@@ -31,11 +31,6 @@ class HostUpdater(Updater):
     def _is_small(self, unit: UnitSpec) -> bool:
         return self._touched[unit.index] <= self._lanes["update"].inline_bytes and not self._streamed[unit.index]
 
-    def _cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        if self._is_small(unit):  # threads need not share it
-            return [(0, len(self._store.shards.updated(unit)))]
-        return super()._cuts(unit)
-
     def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
         unit, guess, weights, store = block.update.unit, block.update.guess, block.update.weights, self._store
         states = self._tensors(block, weights.write, parts, slot)

@@ -1,6 +1,7 @@
 """Leases: weights in compute's memory, for as long as something uses them."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,7 @@ from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Operation
 
 
+@dataclass(eq=False, slots=True)
 class Lease:
     """A unit's weights in compute's memory, with a storage object of their own.
 
@@ -23,15 +25,12 @@ class Lease:
     `base`'s storage. So the storage's use count tells whether the frames may be reused.
     """
 
-    __slots__ = ("base", "ready", "run", "unit")
-
-    def __init__(self, unit: LiveUnit, base: torch.Tensor, run: Run | None, ready: Handle | None) -> None:
-        self.unit = unit
-        self.base = base
-        self.run = run
-        """Frames of the lease. None if the unit's home itself is leased."""
-        self.ready = ready
-        """Ends when the weights are there. None if they always are."""
+    unit: LiveUnit
+    base: torch.Tensor
+    run: Run | None
+    """Frames of the lease. None if the unit's home itself is leased."""
+    ready: Handle | None
+    """Ends when the weights are there. None if they always are."""
 
     @property
     def storage(self) -> int:

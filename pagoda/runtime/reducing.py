@@ -51,6 +51,7 @@ class _Filling:
         return found
 
 
+@dataclass(eq=False, repr=False)
 class Reducer:
     """Takes gradients from autograd, and gives each rank the mean of its slice (its extents in stage 1: of all).
 
@@ -59,36 +60,28 @@ class Reducer:
     zero; they take part all the same, in what others ask for too.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        gradients: Gradients,
-        buffers: Buffers,
-        device: Device,
-        copies: Lane,
-        driver: Driver,
-        stalled: Callable[[str, float], None],
-        early: bool,
-    ) -> None:
-        """`early` says that units are updated during backward."""
+    _collectives: Collectives
+    _gradients: Gradients
+    _buffers: Buffers
+    _device: Device
+    _copies: Lane
+    _driver: Driver
+    _stalled: Callable[[str, float], None]
+    _early: bool
+    """Whether units are updated during backward."""
+    _filling: _Filling | None = None
+    _next: int = 0
+    """The buffer to fill next."""
+
+    def __post_init__(self) -> None:
         self.bring: Callable[[UnitGradient, bool], None]
         """Has a gradient brought to its record's buffer; set by the stepper."""
-        self._collectives = collectives
-        self._shards = collectives.shards
-        ranks = collectives.mesh.ranks
+        collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
         self._tensor_parallel = ranks.tensor_parallel > 1
-        self._reduction = Reduction(self._shards, collectives.groups, buffers, ranks.data_parallel)
-        self._gradients = gradients
+        self._reduction = Reduction(collectives.shards, collectives.groups, buffers, ranks.data_parallel)
         self._dtype, self._fills = buffers.dtype, buffers.fills
-        self._device = device
-        self._copies = copies
-        self._driver = driver
-        self._stalled = stalled
-        self._early = early
-        self._filling: _Filling | None = None
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
-        self._next = 0
         warm_up(self._dtype)
         collectives.take_part[CollectiveKind.REDUCE] = self._take_part
 
@@ -185,9 +178,10 @@ class Reducer:
             self._reduce(unit.spec, None, nothing, None)
             return
         if unit.version != version:
+            mine = self._collectives.shards.rank
             raise RankError(
-                f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {self._shards.rank} has "
-                "updated it for already. Run the same number of backward passes on every rank, or leave out "
+                f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {mine} has updated it for "
+                "already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
         record = self._gradients.open(unit, self._driver.scheduler.steps)

@@ -1,6 +1,7 @@
 """Guesses: updates that may have to be undone, with the old states of their units."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pagoda.memory.arena import copy_bytes
 from pagoda.memory.ssd.tier import PageSnapshot
@@ -10,6 +11,7 @@ from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
 
 
+@dataclass(eq=False, repr=False)
 class Guess:
     """An update of one unit whose old states are kept next to the new ones, until it has ended and `close` or `revert`
     is called.
@@ -18,19 +20,21 @@ class Guess:
     block, just before they change. The update calls `begin` and `save` on its threads.
     """
 
-    def __init__(self, store: Store, record: UnitGradient) -> None:
-        self.record = record
-        self.updated = Handle()
-        """`updated` and `written` belong to this update. Those of the record belong to the update that is kept."""
-        self.written = Handle()
-        self._store = store
-        self._unit = record.unit.index
-        self.over = Handle()
-        """Ends when the unit has its old states back, or when they are given up."""
-        self._frozen: PageSnapshot | None = None
-        """The old pages of states on SSD."""
-        self._saved: list[tuple[str, range]] = []
-        """Each copied part: the state, and the elements of its extent."""
+    _store: Store
+    record: UnitGradient
+    updated: Handle = field(default_factory=Handle)
+    """`updated` and `written` belong to this update. Those of the record belong to the update that is kept."""
+    written: Handle = field(default_factory=Handle)
+    over: Handle = field(default_factory=Handle)
+    """Ends when the unit has its old states back, or when they are given up."""
+    _frozen: PageSnapshot | None = None
+    """The old pages of states on SSD."""
+    _saved: list[tuple[str, range]] = field(default_factory=list)
+    """Each copied part: the state, and the elements of its extent."""
+
+    @property
+    def _unit(self) -> int:
+        return self.record.unit.index
 
     def begin(self) -> None:
         """The update is about to begin. No state of the unit is being stored."""

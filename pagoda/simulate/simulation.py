@@ -246,8 +246,8 @@ class Simulation:
 
 
 class SimulatedActivations:
-    """Moves the activations that a plan offloads: they leave while forward computes them, and come back one access ahead
-    of backward. Compute makes and uses their bytes gradually during an access."""
+    """Moves the activations that a plan offloads. They leave while forward computes them, and come back one access
+    ahead of backward. Compute makes and uses their bytes gradually during an access."""
 
     def __init__(self, plan: Plan, lanes: SimulatedLanes, wait: Callable[[Task], None]) -> None:
         """`wait` makes compute wait for a task."""
