@@ -47,11 +47,11 @@ class ActiveForwards:
         Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
         to transform leases too.
         """
-        return self._run(False, units, call, args, kwargs)
+        return self._run(False, units, call, *args, **kwargs)
 
     def run_method(self, units: Iterable[LiveUnit], method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a method of a module other than its forward. Parameters that `gathered` shows are not leased again."""
-        return self._run(True, [u for u in units if not u.gathered], method, args, kwargs)
+        return self._run(True, [u for u in units if not u.gathered], method, *args, **kwargs)
 
     def use(self, unit: LiveUnit) -> bool:
         """Lease a unit until the innermost running forward ends. That forward reads a parameter of another module.
@@ -64,12 +64,7 @@ class ActiveForwards:
         return True
 
     def _run(
-        self,
-        is_method: bool,
-        units: Iterable[LiveUnit],
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, is_method: bool, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UsageError(

@@ -10,14 +10,13 @@ from pagoda.memory.region import Region
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, WORK, slot_count, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE
-from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.runtime.updates import IN_PLACE, Block, Part, Updater
+from pagoda.runtime.updates import IN_PLACE, Block, Part, Tensors, Updater
 
 
 class Slot(NamedTuple):
@@ -112,15 +111,10 @@ class DeviceUpdater(Updater):
         return handle
 
     def _apply(
-        self,
-        unit: UnitSpec,
-        start: int,
-        piece: Segment,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        work: torch.Tensor | None,
+        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
     ) -> None:
-        first, size = piece.start - self._store.shards.updated(unit).start - start, piece.stop - piece.start
+        first = piece.start - self._store.shards.updated(block.update.unit.spec).start - block.start
+        size = piece.stop - piece.start
         parts = [states[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
         assert self._kernel is not None
         self._kernel(parts, gradient[first : first + size], piece.arguments)

@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import NonFiniteGradientError
-from pagoda.memory.region import Region
 from pagoda.memory.sizes import format_bytes
-from pagoda.optim.gradient_kernels import GradientKernels, arriving_dtype
+from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.rule import Hyper
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import HOST
-from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS
+from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, STAGING
 from pagoda.runtime.device import PAST, Arrival, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.next_update import Segment
@@ -142,8 +141,6 @@ class Gradients:
     """
 
     _store: Store
-    _staging: Region | None
-    _kernels: GradientKernels
     _lanes: dict[str, Lane]
     _device: Device
     _stalled: Callable[[str, float], None]
@@ -152,6 +149,9 @@ class Gradients:
         store = self._store
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """The dtype of a gradient on its way to its extent."""
+        self._kernels = gradient_kernels(store.dtype(GRAD), self.arriving)
+        staging = store.plan.placement.pages(HOST, STAGING)
+        self._staging = store.host.take(staging) if staging else None
         pages = store.plan.placement.pages(HOST, BOUNCE) // 2
         self._bounce = [store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
         """Two buffers of shape [BOUNCE_ELEMENTS] at most, in which gradients from a separate device land before they

@@ -12,7 +12,7 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
-from pagoda.runtime.updates import IN_PLACE, Block, Part, Updater
+from pagoda.runtime.updates import IN_PLACE, Block, Part, Tensors, Updater
 
 
 class HostUpdater(Updater):
@@ -49,15 +49,9 @@ class HostUpdater(Updater):
         return self._lanes["update"].submit(compute, after, touched, f"update {unit.spec.name}")
 
     def _apply(
-        self,
-        unit: UnitSpec,
-        start: int,
-        piece: Segment,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        work: torch.Tensor | None,
+        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
     ) -> None:
-        first = piece.start - self._store.shards.updated(unit).start - start
+        first = piece.start - self._store.shards.updated(block.update.unit.spec).start - block.start
         addresses = [states[state.name].data_ptr() + state.nbytes(first) for state in self._states]
         at = gradient.data_ptr() + first * gradient.element_size()
         assert self._kernel is not None

@@ -148,20 +148,14 @@ def _refusal(name: str) -> UsageError:
 
 _ADVICE = (
     (("norm",), "Only the 2-norm of all of its elements is known: call clip_grad_norm_ with norm_type=2."),
-    (
-        ("clamp",),
-        "It cannot be clipped by value: use torch.nn.utils.clip_grad_norm_ or wrap(clip_grad_norm=...).",
-    ),
+    (("clamp",), "It cannot be clipped by value: use torch.nn.utils.clip_grad_norm_ or wrap(clip_grad_norm=...)."),
     (("zero_",), "Call zero_grad() with set_to_none=True, its default."),
     (
         ("unscale",),
         "Do without torch's GradScaler, or pass it enabled=False: with wrap(precision='fp16'), call "
         "optimizer.scale(loss).backward().",
     ),
-    (
-        ("copy__", "__reduce"),
-        "It cannot be copied or saved: call optimizer.step() or zero_grad() first.",
-    ),
+    (("copy__", "__reduce"), "It cannot be copied or saved: call optimizer.step() or zero_grad() first."),
 )
 """Parts of function names, and what to do instead."""
 _OTHERWISE = (

@@ -67,8 +67,6 @@ class Reducer:
     _copies: Lane
     _driver: Driver
     _stalled: Callable[[str, float], None]
-    _early: bool
-    """Whether units are updated during backward."""
     _filling: _Filling | None = None
     _next: int = 0
     """The buffer to fill next."""
@@ -77,6 +75,8 @@ class Reducer:
         self.bring: Callable[[UnitGradient, bool], None]
         """Has a gradient brought to its record's buffer; set by the stepper."""
         collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
+        self._early = self._driver.scheduler.plan.during_backward
+        """Whether units are updated during backward."""
         self._tensor_parallel = ranks.tensor_parallel > 1
         self._reduction = Reduction(collectives.shards, collectives.groups, buffers, ranks.data_parallel)
         self._dtype, self._fills = buffers.dtype, buffers.fills

@@ -35,14 +35,8 @@ class Threads:
         """Register calls with `stack` that finish the work of all threads and join them."""
         for lane in self.lanes.values():
             stack.callback(lane.clear)
-        for name in (
-            "ssd_write",
-            "d2h",
-            "update",
-            "device_update",
-            "h2d",
-            "ssd_read",
-        ):  # from the last: each feeds those
+        # From the last: each feeds those before it.
+        for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
             stack.callback(self.lanes[name].close)
         for updater in self.updaters:
             stack.callback(updater.close)

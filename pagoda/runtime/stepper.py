@@ -14,7 +14,6 @@ from pagoda.distributed.stages import Stages, StepTerms
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.plan.ops import HOST
-from pagoda.plan.options import Options
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_error
@@ -44,19 +43,17 @@ class Stepper:
     it."""
 
     _units: list[LiveUnit]
-    _options: Options
     _clip_grad_norm: float | None
     _rule: Rule
     _gradients: Gradients
     _executor: Executor
     _accesses: Accesses
-    _stalled: Callable[[str, float], None]
-    """Counts waiting time."""
     scaler: LossScaler
     _rank_group: RankGroup | None
     _stages: Stages | None
 
     def __post_init__(self) -> None:
+        self._options = self._accesses.plan.options
         self._scheduler = self._executor.driver.scheduler
         self._arrivals = self._gradients if self._rank_group is None else self._rank_group.arrivals
         """Receives gradients from autograd."""
@@ -379,7 +376,7 @@ class Stepper:
         start = time.perf_counter()
         for record in records:
             record.settle()
-        self._stalled("d2h", time.perf_counter() - start)
+        self._accesses.meter.stalled("d2h", time.perf_counter() - start)
 
     def _square_sums(
         self, records: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True

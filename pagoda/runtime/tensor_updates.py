@@ -1,6 +1,5 @@
 """Updates by rules that take whole parameters, as they are stored, or as fp32 copies in a work area."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from pagoda.runtime.device_updates import DeviceUpdater
 from pagoda.runtime.host_updates import HostUpdater
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import LOW, Store
-from pagoda.runtime.updates import Part, Updater
+from pagoda.runtime.updates import Block, Part, Tensors, Updater
 
 
 class ParameterUpdater(Updater):
@@ -56,17 +55,12 @@ class ParameterUpdater(Updater):
         return {state: span for state, span in spans.items() if span is not None}
 
     def _apply(
-        self,
-        unit: UnitSpec,
-        start: int,
-        piece: Segment,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        work: torch.Tensor | None,
+        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
     ) -> None:
-        cut, rule, kept = self._cuts_of[unit.index][start], piece.hyper.rule, gradient[: piece.stop - piece.start]
+        unit, rule, kept = block.update.unit.spec, piece.hyper.rule, gradient[: piece.stop - piece.start]
+        cut = self._cuts_of[unit.index][block.start]
         shape = unit.slots[cut.slot].param.shape if cut.whole else (cut.stop - cut.start,)
-        shapes = {state.name: span.shape for state, span in self._spans(unit, start).items()}
+        shapes = {state.name: span.shape for state, span in self._spans(unit, block.start).items()}
         shaped = {name: tensor.view(shapes[name]) for name, tensor in states.items() if name not in (WEIGHT, LOW)}
         step, scale, weight, low = piece.hyper.step, piece.hyper.grad_scale, states[WEIGHT], states.get(LOW)
         if work is None:

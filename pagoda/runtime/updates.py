@@ -21,6 +21,9 @@ from pagoda.runtime.undo import Guess
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Writes
 
+Tensors = Mapping[str, torch.Tensor]
+"""By state, its part of a block."""
+
 
 class WeightExtents(NamedTuple):
     """The extents from which an update reads a unit's weights, and to which it writes them."""
@@ -362,27 +365,21 @@ class Updater:
         self,
         block: Block,
         gradient_of: Callable[[UnitGradient], torch.Tensor],
-        states: Mapping[str, torch.Tensor],
+        states: Tensors,
         work: torch.Tensor | None,
     ) -> None:
-        """Apply all gradients of a block to its states. `gradient_of` returns its part of a gradient, which is valid
-        until the next call."""
+        """Apply all gradients of a block to its states. `gradient_of` returns the block's part of a gradient, which is
+        valid until the next call."""
         for record, pieces in groupby(block.pieces, lambda piece: piece[0]):
             gradient = gradient_of(record)
             for _, piece in pieces:
-                self._apply(block.update.unit.spec, block.start, piece, gradient, states, work)
+                self._apply(block, piece, gradient, states, work)
 
     def _apply(
-        self,
-        unit: UnitSpec,
-        start: int,
-        piece: Segment,
-        gradient: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        work: torch.Tensor | None,
+        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
     ) -> None:
-        """Update a piece of the block that begins at `start`, with the block's gradient and states, which are flat.
-        `work` is for fp32 copies, if the rule computes on them."""
+        """Update a piece of a block, with the block's gradient and states, which are flat. `work` is for fp32 copies,
+        if the rule computes on them."""
         raise NotImplementedError
 
 

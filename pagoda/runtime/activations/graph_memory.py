@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,11 +62,9 @@ class GraphMemory:
         leases: Leases,
         accesses: Accesses,
         store: Store,
-        directories: Mapping[Path, int | None],
         lanes: dict[str, Lane],
         device: Device,
         stalled: Callable[[str, float], None],
-        poison: bool,
         group: dist.ProcessGroup | None = None,
         agree: Callable[[str, Any], list[Any]] = alone,
     ) -> None:
@@ -78,7 +75,7 @@ class GraphMemory:
         self._options = options = store.plan.options
         self._device = device
         self._page_bytes = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
-        self._places = open_places(store, device, directories, self._page_bytes, poison) if options.may_offload else []
+        self._places = open_places(store, device, self._page_bytes) if options.may_offload else []
         self._fixed = None if options.activations == "auto" else Policy(options.activations)
         self._saved = SavedStorages()
         self.offloader = Offloader(

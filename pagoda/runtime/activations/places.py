@@ -248,20 +248,18 @@ class SsdPlace(Place):
         return buffer[: pages_for(part.stop - part.start, self.page_bytes) * self.page_bytes]
 
 
-def open_places(
-    store: Store, device: Device, directories: Mapping[Path, int | None], page: int, poison: bool
-) -> list[Place]:
+def open_places(store: Store, device: Device, page: int) -> list[Place]:
     """The places for which the plan has room, in pages of `page` bytes: RAM, unless compute uses it, then SSD."""
     plan = store.plan
     places: list[Place] = []
     if plan.budgets.device is not None:
         room = plan.budgets.host - plan.peak_bytes.get(HOST, 0)
         if room >= page:
-            places.append(RamPlace(room, page, device, poison))
+            places.append(RamPlace(room, page, device, store.host.poisoned))
     pages = plan.placement.pages(HOST, ACTIVATIONS)
     if pages and plan.budgets.ssd is not None:
         room = plan.budgets.ssd - plan.peak_bytes.get(SSD, 0)
         if room >= page:
             buffers = [store.host.take(pages // ACTIVATION_BUFFERS).view() for _ in range(ACTIVATION_BUFFERS)]
-            places.append(SsdPlace(room, page, device, store.left_on_drives(directories), buffers))
+            places.append(SsdPlace(room, page, device, store.left_on_drives(), buffers))
     return places
