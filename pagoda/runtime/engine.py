@@ -29,7 +29,7 @@ from pagoda.runtime.activations.graph_memory import GraphMemory, alone
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece, Saver
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, open_updaters
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.hidden import as_plain
@@ -43,6 +43,7 @@ from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updaters import open_updaters
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.simulate.timeline import Timeline
 

@@ -5,22 +5,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from pagoda.config.training import Precision
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import Run
-from pagoda.optim.kernels import update_kernel
-from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.device import Device
-from pagoda.runtime.device_updates import DeviceUpdater
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.host_updates import HostUpdater
 from pagoda.runtime.lanes import Handle, Lane, Latch
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.store import Store
-from pagoda.runtime.tensor_updates import DeviceParameterUpdater, HostParameterUpdater
 from pagoda.runtime.undo import Guess
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import IN_PLACE, Update, Updater, WeightExtents
@@ -374,17 +368,3 @@ class Executor:
             unit.version += 1
             if self._leases.in_place(unit):
                 self._leases.lease_home(unit)
-
-
-def open_updaters(
-    store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
-) -> list[Updater]:
-    """The updaters of a plan: of the CPU, and of the device if it updates units."""
-    on_device, gradient = bool(store.plan.placement.on_device), store.plan.layout.gradient_dtype
-    if not isinstance(rule, ElementwiseRule):
-        on_host = HostParameterUpdater(store, lanes, None)
-        return [on_host, DeviceParameterUpdater(store, lanes, None, device)] if on_device else [on_host]
-    updaters: list[Updater] = [HostUpdater(store, lanes, update_kernel(rule, precision, gradient))]
-    if on_device:
-        updaters.append(DeviceUpdater(store, lanes, device.update_kernel(rule, precision, gradient), device))
-    return updaters
