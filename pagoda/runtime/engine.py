@@ -30,7 +30,6 @@ from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece, Saver
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.lanes import open_lanes
@@ -104,7 +103,7 @@ class Engine:
         warm_up(rule, precision, kept)
         device.warm_up(rule, precision, kept)
         self.gradients = Gradients(self.store, self._lanes, device, self._meter.stalled)
-        self.leases = Leases(self.store, units, device, Fetcher(self.store, self._lanes, device))
+        self.leases = Leases(self.store, units, device, self._lanes)
         updaters = open_updaters(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
         self.plan = plan
