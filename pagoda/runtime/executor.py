@@ -98,7 +98,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         gradients = self._gradients
-        self.driver = Driver(self._scheduler, self._execute)
+        self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation))
         self._on_device = self._store.plan.placement.on_device
         self._asynchronous = self._store.plan.options.max_staleness is not None
         self._do = {
@@ -106,7 +106,7 @@ class Executor:
             Kind.RECLAIM: self._reclaim,
             Kind.OFFLOAD: lambda op: self._follow(op, gradients.offload(op)),
             Kind.SPILL: self._spill,
-            Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
+            Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.UPDATE: self._update,
             Kind.PERSIST: self._persist,
             Kind.READ_AHEAD: lambda op: self.updaters[op.unit in self._on_device].read_ahead(op.unit),
@@ -186,9 +186,6 @@ class Executor:
 
     # --- operations ---
 
-    def _execute(self, operation: Operation) -> None:
-        self._do[operation.kind](operation)
-
     def _follow(self, operation: Operation, handle: Handle) -> None:
         """Report the end of an operation."""
         handle.then(partial(self._ended, operation))
@@ -260,7 +257,7 @@ class Executor:
         def ended(error: BaseException | None) -> None:
             self.spill_failure = self.spill_failure or error
 
-        handle = self._gradients.spill(operation)
+        handle = self._gradients.transfer(operation)
         handle.then(ended)
         self._follow(operation, handle)
 

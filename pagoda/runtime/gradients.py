@@ -23,7 +23,7 @@ from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-from pagoda.schedule.operations import Operation
+from pagoda.schedule.operations import Kind, Operation
 
 _WORTH_BYTES = 256 << 10
 """From this many bytes on, gradients of a unit are copied to its buffer before all of them exist."""
@@ -259,15 +259,18 @@ class Gradients:
         record.pending.append(handle)
         return handle
 
-    def spill(self, operation: Operation) -> Handle:
-        """Start a SPILL."""
-        return self._transfer(operation, "ssd_write", "spill")
-
-    def reload(self, operation: Operation) -> Handle:
-        """Start a RELOAD."""
-        (record,) = self.of(operation)
-        self._place(record, operation)
-        return self._transfer(operation, "ssd_read", "gradient")
+    def transfer(self, operation: Operation) -> Handle:
+        """Start a SPILL or RELOAD: move the buffer that an operation names to SSD or back."""
+        assert self._staging is not None
+        assert operation.run is not None
+        lane, verb, move = "ssd_write", "spill", self._store.save
+        if operation.kind is Kind.RELOAD:
+            lane, verb, move = "ssd_read", "gradient", self._store.load
+            (record,) = self.of(operation)
+            self._place(record, operation)
+        view = self._staging.part(operation.run).view()
+        label = f"{verb} {self._store.plan.units[operation.unit].name}"
+        return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
 
     def deliver(self, record: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
         """Store or add elements of a unit's gradient, starting at element `start`. Returns the result's sum of squares.
@@ -303,15 +306,6 @@ class Gradients:
         assert self._staging is not None
         elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
         record.place = partial(self._staging.part(operation.run).tensor, self._store.dtype(GRAD), elements)
-
-    def _transfer(self, operation: Operation, lane: str, verb: str) -> Handle:
-        """Move the buffer that an operation names to SSD or back."""
-        assert self._staging is not None
-        assert operation.run is not None
-        view = self._staging.part(operation.run).view()
-        move = self._store.load if lane == "ssd_read" else self._store.save
-        label = f"{verb} {self._store.plan.units[operation.unit].name}"
-        return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
 
     def _submit(self, record: UnitGradient, made: list[_Made]) -> Handle:
         unit = record.unit

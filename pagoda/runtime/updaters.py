@@ -45,19 +45,21 @@ class HostUpdater(Updater):
 
     def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
         unit, guess, weights, store = block.update.unit, block.update.guess, block.update.weights, self._store
-        states = self._tensors(block, weights.write, parts, slot)
         old = store.tensor(unit.index, weights.read) if weights != IN_PLACE else None
         changing = {name: part.elements for name, part in parts.items()}
         at, count = store.shards.origin(unit.spec, GRAD) + block.start, block.stop - block.start
 
         def compute() -> None:
+            # Not earlier: small objects that live long fragment the memory that autograd's large tensors come from.
+            states = self._tensors(block, weights.write, parts, slot)
             if old is not None:
                 copy_bytes(states[WEIGHT], old[changing[WEIGHT].start : changing[WEIGHT].stop])
             if guess is not None:
                 guess.save(changing)
             self._apply_all(block, lambda record: record.buffer[at : at + count], states, self._work)
 
-        touched = 2 * sum(state.nbytes for state in states.values()) + count * store.dtype(GRAD).itemsize
+        states_bytes = sum(len(elements) * store.dtype(name).itemsize for name, elements in changing.items())
+        touched = 2 * states_bytes + count * store.dtype(GRAD).itemsize
         return self._lanes["update"].submit(compute, after, touched, f"update {unit.spec.name}")
 
     def _apply(

@@ -1,8 +1,5 @@
 """Updates: which update runs next, what it may overwrite, and which version of the weights it makes.
 
-A version is the number of steps whose gradients a unit's weights contain. `due` is the number of steps for which
-`step()` has requested an update.
-
     [ASKING ->] QUEUED -> LOADING -> RUNNING [-> UNDOING] -> over
 
 An update that starts before `step()` is early. It is either final, because nothing will be clipped, or speculative. It

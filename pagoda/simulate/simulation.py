@@ -19,7 +19,7 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
-from pagoda.schedule.from_plan import schedule_plan
+from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
