@@ -226,8 +226,7 @@ class Accesses:
 
     def _note(self, recorder: TimelineRecorder, unit: LiveUnit, phase: Phase) -> None:
         recorder.access(f"{phase.name.lower()} {unit.spec.name}")
-        if self._leases.region is not None:
-            recorder.leased(self._scheduler.leases.frames.in_use * self._leases.region.page_bytes)
+        recorder.leased(self._scheduler.leases.frames.in_use * self.plan.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:

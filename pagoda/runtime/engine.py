@@ -336,8 +336,7 @@ class Engine:
         """tier -> most bytes of pages in use at once, to compare with `Plan.peak_bytes`."""
         page, scheduler = self.plan.page_bytes, self.scheduler
         peaks = {HOST: self.store.host_bytes + scheduler.gradients.pages.peak * page}
-        if self.leases.region is not None:
-            tier = self.plan.lease_tier or HOST
+        if (tier := self.plan.lease_tier) is not None:
             peaks[tier] = peaks.get(tier, 0) + scheduler.leases.frames.peak * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)

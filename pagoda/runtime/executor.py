@@ -12,7 +12,7 @@ from pagoda.runtime.capture import Capture
 from pagoda.runtime.device import Device
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Guess
@@ -303,18 +303,18 @@ class Executor:
         if operation.in_two:
             self._unpersisted[operation.unit], written = last, Handle()
         seen.then(shown)
-        Latch([written, seen]).then(ended)
+        all_of([written, seen]).then(ended)
         kept = None if operation.run is None else self._keep(operation, operation.run)
         used = (lambda: None) if operation.in_two else partial(tell, scheduler.gradient_used, operation)
-        parts = [(record, record.segments) for record in records]
-        self.updaters[on_device].submit(Update(parts, weights, guess, kept, updated, written, used, operation.writes))
+        pieces = [(record, record.segments) for record in records]
+        self.updaters[on_device].submit(Update(pieces, weights, guess, kept, updated, written, used, operation.writes))
 
     def _persist(self, operation: Operation) -> None:
         record = self._unpersisted.pop(operation.unit)
         record.written.then(partial(self._ended, operation))
         used = partial(self.driver.tell, self._scheduler.gradient_used, operation)
-        parts = [(record, record.segments)]
-        self.updaters[0].submit(Update(parts, IN_PLACE, None, None, Handle(), record.written, used, operation.writes))
+        pieces = [(record, record.segments)]
+        self.updaters[0].submit(Update(pieces, IN_PLACE, None, None, Handle(), record.written, used, operation.writes))
 
     def _refused(self, operation: Operation) -> None:
         guess = self._guesses.pop(operation.unit, None)

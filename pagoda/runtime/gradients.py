@@ -150,8 +150,7 @@ class Gradients:
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """The dtype of a gradient on its way to its extent."""
         self._kernels = gradient_kernels(store.dtype(GRAD), self.arriving)
-        staging = store.plan.placement.pages(HOST, STAGING)
-        self._staging = store.host.take(staging) if staging else None
+        self._staging = store.host.take(store.plan.placement.pages(HOST, STAGING))
         pages = store.plan.placement.pages(HOST, BOUNCE) // 2
         self._bounce = [store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
         """Two buffers of shape [BOUNCE_ELEMENTS] at most, in which gradients from a separate device land before they
@@ -261,11 +260,11 @@ class Gradients:
 
     def transfer(self, operation: Operation) -> Handle:
         """Start a SPILL or RELOAD: move the buffer that an operation names to SSD or back."""
-        assert self._staging is not None
         assert operation.run is not None
-        lane, verb, move = "ssd_write", "spill", self._store.save
-        if operation.kind is Kind.RELOAD:
-            lane, verb, move = "ssd_read", "gradient", self._store.load
+        reading = operation.kind is Kind.RELOAD
+        lane, verb = ("ssd_read", "gradient") if reading else ("ssd_write", "spill")
+        move = self._store.load if reading else self._store.save
+        if reading:
             (record,) = self.of(operation)
             self._place(record, operation)
         view = self._staging.part(operation.run).view()
@@ -303,7 +302,6 @@ class Gradients:
             home = self._store.gradients[record.unit.index][operation.home]
             record.place = lambda: home
             return
-        assert self._staging is not None
         elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
         record.place = partial(self._staging.part(operation.run).tensor, self._store.dtype(GRAD), elements)
 

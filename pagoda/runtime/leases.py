@@ -61,16 +61,15 @@ class Leases:
     """The tensors of every lease that the scheduler has asked for.
 
     If compute can read a unit's home, the unit is leased in place, permanently. All other leases are frames of
-    `region`, which the scheduler chooses. The compute thread calls `find`. Everything else is called under the driver's
+    a region, which the scheduler chooses. The compute thread calls `find`. Everything else is called under the driver's
     lock.
     """
 
     def __init__(self, store: Store, units: Iterable[LiveUnit], device: Device, lanes: dict[str, Lane]) -> None:
         """Take the frames that the plan has for leases."""
         plan = store.plan
-        self.region = None
-        if plan.lease_tier is not None:
-            self.region = (store.device or store.host).take(plan.placement.pages(plan.lease_tier, LEASES))
+        frames = 0 if plan.lease_tier is None else plan.placement.pages(plan.lease_tier, LEASES)
+        self._region = (store.device or store.host).take(frames)
         self._store = store
         self._device = device
         self._lanes = lanes
@@ -121,14 +120,13 @@ class Leases:
     def fetch(self, operation: Operation, unit: LiveUnit, after: tuple[Handle, ...]) -> Handle:
         """Start a FETCH once `after` have ended."""
         run = operation.run
-        assert self.region is not None
         assert run is not None
-        dtype, page = self._store.dtype(WEIGHT), self.region.page_bytes
+        dtype, page = self._store.dtype(WEIGHT), self._region.page_bytes
         whole_pages = pages_for(unit.spec.numel * dtype.itemsize, page) * page
         self._filling = [(taken, handle) for taken, handle in self._filling if not handle.done]
         earlier = tuple(h for taken, h in self._filling if taken.start < run.stop and run.start < taken.stop)
         with torch.inference_mode(False):  # a lease may outlive the inference that asked for it
-            frames = self.region.part(run)
+            frames = self._region.part(run)
             base = frames.tensor(dtype, unit.spec.numel)
             target = frames.tensor(torch.uint8, whole_pages)
             ready = self._fill(unit, target, self._freed, (*after, *earlier))
@@ -156,8 +154,7 @@ class Leases:
             del self._latest[unit.index]
         assert lease.ready is not None
         if lease.ready.done:
-            assert self.region is not None
-            self.region.part(operation.run).poison()
+            self._region.part(operation.run).poison()
         elif not lease.ready.issued:
             self._filling.append((operation.run, lease.ready))
         self._freed = self._device.fence()

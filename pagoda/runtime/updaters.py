@@ -128,7 +128,7 @@ class DeviceUpdater(Updater):
         moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
         brings = not self._store.lives_on_device(unit.index, GRAD)
         at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
-        gradients = count * self._store.dtype(GRAD).itemsize * len({record for record, _ in block.pieces})
+        gradients = count * self._store.dtype(GRAD).itemsize * len(block.pieces)
         there = self._slots.take() if moving or brings or self._works_in_slots else None
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
@@ -154,7 +154,7 @@ class DeviceUpdater(Updater):
         self._lanes["h2d"].count(moved + gradients * brings)
         self._lanes["d2h"].count(moved)
         # Compute may still read weights that live there.
-        read = PAST if WEIGHT in moving else update.parts[-1][0].issued
+        read = PAST if WEIGHT in moving else update.pieces[-1][0].issued
         pipe = start // self._block % DEVICE_SLOTS if there is None else there.number
         label, touched = f"update {unit.spec.name}", 2 * nbytes + gradients
         queued = partial(device.pipe, pipe, work, read)

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,8 @@ from pagoda.runtime.undo import Guess
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Writes
 
+Pieces = Sequence[tuple[UnitGradient, Sequence[Segment]]]
+"""The gradients of one or several steps, applied one after another, each with the segments that it changes."""
 Tensors = Mapping[str, torch.Tensor]
 """By state, its part of a block."""
 
@@ -38,9 +39,7 @@ IN_PLACE = WeightExtents(WEIGHT, WEIGHT)
 class Update(NamedTuple):
     """One unit's update."""
 
-    parts: Sequence[tuple[UnitGradient, Sequence[Segment]]]
-    """The gradients of one or several steps, which are applied one after another, each with the segments that it
-    changes."""
+    pieces: Pieces
     weights: WeightExtents
     guess: Guess | None
     """Keeps the old states if the update may have to be undone."""
@@ -56,7 +55,7 @@ class Update(NamedTuple):
 
     @property
     def unit(self) -> LiveUnit:
-        return self.parts[-1][0].unit
+        return self.pieces[-1][0].unit
 
     def finish(self, error: BaseException | None) -> None:
         """Mark the update as ended before any of it was done."""
@@ -71,8 +70,8 @@ class Block(NamedTuple):
     start: int
     """First element, counted from the first element that this rank updates of the unit."""
     stop: int
-    pieces: Sequence[tuple[UnitGradient, Segment]]
-    """The gradients and segments applied to it, one after another. Empty if unchanged weights are only copied."""
+    pieces: Pieces
+    """What of the update lies in it. Empty if unchanged weights are only copied."""
 
 
 class Part(NamedTuple):
@@ -168,7 +167,7 @@ class Updater:
 
     def _feed(self, update: Update) -> None:
         try:
-            for record, _ in update.parts:
+            for record, _ in update.pieces:
                 if (bad := record.non_finite()) is not None:
                     raise non_finite_error(record.unit.name(bad[1]))
             self.feed(update)
@@ -197,7 +196,7 @@ class Updater:
         computed: list[Handle] = []
         written: list[Handle] = []
         for start, stop in self._cuts(unit.spec):
-            pieces = _within(update.parts, origin + start, origin + stop)
+            pieces = _within(update.pieces, origin + start, origin + stop)
             if not pieces and update.weights == IN_PLACE:
                 continue
             try:
@@ -370,10 +369,10 @@ class Updater:
     ) -> None:
         """Apply all gradients of a block to its states. `gradient_of` returns the block's part of a gradient, which is
         valid until the next call."""
-        for record, pieces in groupby(block.pieces, lambda piece: piece[0]):
+        for record, segments in block.pieces:
             gradient = gradient_of(record)
-            for _, piece in pieces:
-                self._apply(block, piece, gradient, states, work)
+            for segment in segments:
+                self._apply(block, segment, gradient, states, work)
 
     def _apply(
         self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
@@ -383,13 +382,10 @@ class Updater:
         raise NotImplementedError
 
 
-def _within(
-    parts: Sequence[tuple[UnitGradient, Sequence[Segment]]], first: int, last: int
-) -> list[tuple[UnitGradient, Segment]]:
-    """What of the parts of an update lies in elements [first, last) of its unit."""
-    return [
-        (record, segment.within(first, last))
-        for record, segments in parts
-        for segment in segments
-        if segment.start < last and segment.stop > first
+def _within(pieces: Pieces, first: int, last: int) -> Pieces:
+    """What of the pieces of an update lies in elements [first, last) of its unit."""
+    cut = [
+        (record, [each.within(first, last) for each in segments if each.start < last and each.stop > first])
+        for record, segments in pieces
     ]
+    return [(record, segments) for record, segments in cut if segments]

@@ -111,7 +111,7 @@ class Parts:
 
         def feed(update: Update) -> None:
             before(update.unit)
-            for record, _ in update.parts:
+            for record, _ in update.pieces:
                 for slot in range(update.unit.trainable):
                     placed = update.unit.spec.slots[slot]
                     of_slot = record.buffer[placed.offset : placed.offset + placed.param.numel]
