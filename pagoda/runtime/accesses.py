@@ -29,14 +29,14 @@ class Accesses:
     """
 
     def __init__(self, store: Store, executor: Executor, leases: Leases, device: Device, meter: Meter) -> None:
-        self._plan = store.plan
+        self.plan = store.plan
         self._store = store
         self._executor = executor
         self._driver = executor.driver
         self._scheduler: Scheduler = executor.driver.scheduler
         self._leases = leases
         self._device = device
-        self._meter = meter
+        self.meter = meter
         self._uses = {phase: [0] * len(store.plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         """Current uses of each unit, including an unfinished read."""
         self._reading: LiveUnit | None = None
@@ -122,7 +122,7 @@ class Accesses:
         self.tell(self._scheduler.access, access, recorded)
         if access != self._last:
             self._last = access
-            self._meter.accesses[self._found(unit)] += 1
+            self.meter.accesses[self._found(unit)] += 1
         try:
             if not self._scheduler.ready(unit.index):
                 self._wait(unit)
@@ -132,10 +132,10 @@ class Accesses:
         except BaseException:
             self.tell(self._scheduler.release, unit.index)
             raise
-        if self._plan.options.max_staleness is not None:
+        if self.plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
-        if self._meter.recorder is not None:
-            self._note(self._meter.recorder, unit, phase)
+        if self.meter.recorder is not None:
+            self._note(self.meter.recorder, unit, phase)
         return lease
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
@@ -150,7 +150,7 @@ class Accesses:
 
     def before_evaluation(self) -> None:
         """A forward without gradients begins. Between steps, it must see all asynchronous updates."""
-        if self._plan.options.max_staleness is not None and not self._used:
+        if self.plan.options.max_staleness is not None and not self._used:
             self.check_usable()
             self.drain()
 
@@ -171,7 +171,7 @@ class Accesses:
         start = time.perf_counter()
         with labelled(f"pagoda::wait_{lane}"):
             self._driver.wait(ended, lambda: self._find_way_out(ended, refuse))
-        self._meter.stalled(lane, time.perf_counter() - start)
+        self.meter.stalled(lane, time.perf_counter() - start)
         if not until():
             self._executor.damage.raise_cause()
 
@@ -196,8 +196,8 @@ class Accesses:
 
     def _drop_ahead(self) -> None:
         """Wait until no state is being read ahead, because the caller may write states or borrow the ring."""
-        for feeder in self._executor.feeders:
-            feeder.drop_ahead()
+        for updater in self._executor.updaters:
+            updater.drop_ahead()
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
@@ -212,7 +212,7 @@ class Accesses:
         lease = self._leases.latest(unit)
         if lease is not None and lease.ready is not None:
             return lease.ready.lane
-        return "h2d" if self._plan.budgets.device is not None else "ssd_read"
+        return "h2d" if self.plan.budgets.device is not None else "ssd_read"
 
     def _found(self, unit: LiveUnit) -> Found:
         """Where the latest access found the weights of a unit."""
@@ -226,8 +226,7 @@ class Accesses:
 
     def _note(self, recorder: TimelineRecorder, unit: LiveUnit, phase: Phase) -> None:
         recorder.access(f"{phase.name.lower()} {unit.spec.name}")
-        if self._leases.region is not None:
-            recorder.leased(self._scheduler.leases.frames.in_use * self._leases.region.page_bytes)
+        recorder.leased(self._scheduler.leases.frames.in_use * self.plan.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
@@ -252,8 +251,8 @@ class Accesses:
 
     def _refuse(self, unit: LiveUnit) -> None:
         """Raise the error for a unit that has no room."""
-        tier = self._plan.lease_tier
-        names = ", ".join(repr(self._plan.units[holder].name) for holder in self._scheduler.leases.holders())
+        tier = self.plan.lease_tier
+        names = ", ".join(repr(self.plan.units[holder].name) for holder in self._scheduler.leases.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
             f"memory.{tier}, or lower memory.unit_limit.",

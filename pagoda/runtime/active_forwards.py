@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,18 +14,17 @@ from pagoda.runtime.activations.packing import Packing
 from pagoda.runtime.unit import LiveUnit, written_in_forward
 
 
+@dataclass(eq=False, slots=True)
 class _Forward:
     """A running forward, or a running method of a module that reads parameters."""
 
-    __slots__ = ("entered", "is_method", "phase", "thread")
-
-    def __init__(self, is_method: bool) -> None:
-        self.is_method = is_method
-        self.phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
-        self.thread = threading.get_ident()
-        self.entered: list[LiveUnit] = []
+    is_method: bool
+    phase: Phase
+    thread: int = field(default_factory=threading.get_ident)
+    entered: list[LiveUnit] = field(default_factory=list)
 
 
+@dataclass(eq=False, repr=False)
 class ActiveForwards:
     """All running forwards of hooked modules, outermost first.
 
@@ -32,10 +32,9 @@ class ActiveForwards:
     a pinned lease.
     """
 
-    def __init__(self, packing: Packing, accesses: Accesses) -> None:
-        self._packing = packing
-        self._accesses = accesses
-        self._running: list[_Forward] = []
+    _packing: Packing
+    _accesses: Accesses
+    _running: list[_Forward] = field(default_factory=list)
 
     @property
     def in_forward(self) -> bool:
@@ -48,11 +47,11 @@ class ActiveForwards:
         Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
         to transform leases too.
         """
-        return self._run(_Forward(is_method=False), units, call, args, kwargs)
+        return self._run(False, units, call, *args, **kwargs)
 
     def run_method(self, units: Iterable[LiveUnit], method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a method of a module other than its forward. Parameters that `gathered` shows are not leased again."""
-        return self._run(_Forward(is_method=True), [u for u in units if not u.gathered], method, args, kwargs)
+        return self._run(True, [u for u in units if not u.gathered], method, *args, **kwargs)
 
     def use(self, unit: LiveUnit) -> bool:
         """Lease a unit until the innermost running forward ends. That forward reads a parameter of another module.
@@ -65,12 +64,7 @@ class ActiveForwards:
         return True
 
     def _run(
-        self,
-        forward: _Forward,
-        units: Iterable[LiveUnit],
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, is_method: bool, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UsageError(
@@ -80,6 +74,8 @@ class ActiveForwards:
         if not self._running and not torch.is_grad_enabled():
             self._accesses.before_evaluation()
         starts_packing = self._packing.enter()
+        in_backward = torch._C._current_graph_task_id() != -1
+        forward = _Forward(is_method, Phase.BACKWARD if in_backward else Phase.FORWARD)
         self._running.append(forward)
         try:
             for unit in units:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, TypeVar
 
 from pagoda.distributed.mesh import Mesh
@@ -26,6 +26,7 @@ with other parts of the unit take part). Once something has failed here, others 
 _BETWEEN, _STEP = range(2)
 
 
+@dataclass(eq=False, repr=False)
 class Collectives:
     """One thread that talks to the other ranks, in the order in which compute asks; see `Order` for what comes next.
 
@@ -34,23 +35,27 @@ class Collectives:
     updates need gradients that were reduced before.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        transport: Transport,
-        shards: Shards,
-        device: Device,
-        units: Sequence[LiveUnit],
-        scheduler: Scheduler,
-        listed: bool = True,
-    ) -> None:
-        """`listed` as `Order` has it."""
-        self.mesh = mesh
-        self.transport = transport
-        self.shards = shards
+    mesh: Mesh
+    transport: Transport
+    shards: Shards
+    _device: Device
+    _units: Sequence[LiveUnit]
+    _scheduler: Scheduler
+    listed: InitVar[bool] = True
+    """As `Order` has it."""
+    take_part: dict[CollectiveKind, TakePart] = field(default_factory=dict)
+    """How this rank takes part in collectives that only others want."""
+    awaited: bool = False
+    """Whether compute waits for a collective, so that it queues nothing until that has ended."""
+    _part: ProgramPart | None = None
+    """The part of compute's program that it is in."""
+    _part_is_new: bool = False
+    """Whether the part has had no collective yet."""
+    _left: bool = False
+
+    def __post_init__(self, listed: bool) -> None:
+        mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
         self.lane = Lane(COLLECTIVE)
-        self.take_part: dict[CollectiveKind, TakePart] = {}
-        """How this rank takes part in collectives that only others want."""
         self.order = Order(
             transport,
             lambda kind, unit, version: self.take_part[kind](units[unit], version),
@@ -58,16 +63,6 @@ class Collectives:
             lambda unit: shards.sharers(units[unit].spec),
             listed,
         )
-        self.awaited = False
-        """Whether compute waits for a collective, so that it queues nothing until that has ended."""
-        self._device = device
-        self._units = units
-        self._scheduler = scheduler
-        self._part: ProgramPart | None = None
-        """The part of compute's program that it is in."""
-        self._part_is_new = False
-        """Whether the part has had no collective yet."""
-        self._left = False
         members = [lambda rank: mesh.sharers(False, rank), mesh.copies]
         if mesh.ranks.expert_parallel > 1:
             members.append(lambda rank: mesh.sharers(True, rank))

@@ -4,18 +4,18 @@
 the same contract on the CPU. So everything above it runs, and is tested, without a GPU.
 """
 
-import ctypes
 import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.memory.arena import Arena
+from pagoda.memory.arena import Arena, copy_bytes
 from pagoda.memory.cuda import CudaArena, PinnedArena
 from pagoda.optim.gradient_kernels import LANES
 from pagoda.optim.kernels import update_kernel
@@ -50,15 +50,15 @@ class _Past:
 PAST: Event = _Past()
 
 
+@dataclass(eq=False, repr=False)
 class Arrival:
     """The event of a gradient on its way to its home. After it, the sum of the gradient's squares is known."""
 
-    def __init__(self, events: Sequence[Event], sums: Callable[[], Sequence[float]]) -> None:
-        """`sums` returns one sum per BOUNCE_ELEMENTS elements. It may be called once `events` have passed."""
-        self._events = events
-        self._sums = sums
-        self._lock = threading.Lock()
-        self._square_sum: float | None = None
+    _events: Sequence[Event]
+    _sums: Callable[[], Sequence[float]]
+    """Returns one sum per BOUNCE_ELEMENTS elements. It may be called once `_events` have passed."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _square_sum: float | None = None
 
     @property
     def is_there(self) -> bool:
@@ -163,13 +163,8 @@ class Device:
         return PAST
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in either direction, inside `pipe`.
-
-        On the CPU this is one memcpy, without the GIL, between contiguous tensors of the same bytes. torch's copy_
-        would start threads that then spin while compute runs.
-        """
-        assert target.nbytes == source.nbytes
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        """Copy in either direction, inside `pipe`, between contiguous tensors of the same bytes."""
+        copy_bytes(target, source)
 
 
 class CudaDevice(Device):

@@ -13,40 +13,36 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.distributed.mesh import Mesh
-from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.shards import Shards
 from pagoda.distributed.stages import Links
 from pagoda.distributed.transport import Transport
 from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.kernels import warm_up
 from pagoda.optim.rule import Rule
-from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
-from pagoda.plan.placement import LEASES, STAGING
+from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.graph_memory import GraphMemory, alone
 from pagoda.runtime.active_forwards import ActiveForwards
-from pagoda.runtime.capture import Capture, Piece
+from pagoda.runtime.capture import Capture, Piece, Saver
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, open_feeders
-from pagoda.runtime.fetch import Fetcher
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.rank_group import RankGroup
-from pagoda.runtime.saver import Saver
 from pagoda.runtime.shutdown import Threads, end_dropped, give_back
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updaters import open_updaters
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.simulate.timeline import Timeline
 
@@ -66,7 +62,7 @@ class Engine:
     """Executes a plan on a live model.
 
     The compute thread runs forward, backward and `step()`. It calls `accesses.begin` and `accesses.end` around every
-    use of a unit, and `stepper.on_gradient` for every gradient. Lanes and feeders do the rest. If the model departs
+    use of a unit, and `stepper.on_gradient` for every gradient. Lanes and updaters do the rest. If the model departs
     from the plan, accesses are served on demand, correctly, and counted as faults.
     """
 
@@ -106,60 +102,35 @@ class Engine:
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)
         device.warm_up(rule, precision, kept)
-        staging = plan.placement.pages(HOST, STAGING)
-        self.gradients = Gradients(
-            self.store,
-            self.store.host.take(staging) if staging else None,
-            gradient_kernels(kept, arriving_dtype(kept, plan.layout.weight.dtype)),
-            self._lanes,
-            device,
-            self._meter.stalled,
-        )
-        self.leases = Leases(self.store, units, device, Fetcher(self.store, self._lanes, device))
-        feeders = open_feeders(self.store, self._lanes, rule, precision, device)
+        self.gradients = Gradients(self.store, self._lanes, device, self._meter.stalled)
+        self.leases = Leases(self.store, units, device, self._lanes)
+        updaters = open_updaters(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
         self.plan = plan
         """The current plan."""
         self._follow_trace()
-        self._executor = Executor(
-            self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
+        executor = self._executor = Executor(
+            self.scheduler, self.store, units, self.leases, self.gradients, updaters, self._lanes["update"], device
         )
-        self.damage = self._executor.damage
-        self.accesses = Accesses(self.store, self._executor, self.leases, device, self._meter)
+        self.damage = executor.damage
+        self.accesses = Accesses(self.store, executor, self.leases, device, self._meter)
         self.accesses.owner = self
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
         """Communication with the other ranks of this stage, if there are any."""
+        group = mesh.tensor.get_group() if plan.options.partition_activations else None
+        agree = alone if self.rank_group is None else self.rank_group.of_each_forward
         self.graphs = GraphMemory(
-            self.leases,
-            self.accesses,
-            self.store,
-            directories,
-            self._lanes,
-            device,
-            self._meter.stalled,
-            poison,
-            mesh.tensor.get_group() if plan.options.partition_activations else None,
-            alone if self.rank_group is None else self.rank_group.of_each_forward,
+            self.leases, self.accesses, self.store, self._lanes, device, self._meter.stalled, group, agree
         )
         self.graphs.packing.register(units)
         self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
         self.saver = Saver()
         self.stepper = Stepper(
-            units,
-            plan.options,
-            clip_grad_norm,
-            rule,
-            self.gradients,
-            self._executor,
-            self.accesses,
-            self._meter.stalled,
-            scaler,
-            self.rank_group,
-            links.stages,
+            units, clip_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages
         )
         self._forks = forks()
-        self._threads = Threads(self._lanes, feeders, self.saver, self.rank_group)
-        self._dropped = weakref.finalize(self, end_dropped, self._threads, self._executor, self.store, self._forks)
+        self._threads = Threads(self._lanes, updaters, self.saver, self.rank_group)
+        self._dropped = weakref.finalize(self, end_dropped, self._threads, executor, self.store, self._forks)
         self._dropped.atexit = False  # `_close_all` is for that
         _OPEN.add(self)
 
@@ -321,20 +292,9 @@ class Engine:
 
     def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
         """Connect leases, accesses and gradients to the other ranks."""
-        reduces = reduce_buffers(self.plan.layout).pages > 0
+        stalled = self._meter.stalled
         rank_group = RankGroup(
-            mesh,
-            transport,
-            self.store,
-            self.units,
-            self.gradients,
-            Buffers.open(self.store.device or self.store.host, self.plan.layout, self.gradients.arriving)
-            if reduces
-            else None,
-            self.device,
-            self._lanes,
-            self._executor,
-            self._meter.stalled,
+            mesh, transport, self.store, self.units, self.gradients, self.device, self._lanes, self._executor, stalled
         )
         self._lanes[COLLECTIVE] = rank_group.collectives.lane
         self.leases.gather = rank_group.gather
@@ -376,8 +336,7 @@ class Engine:
         """tier -> most bytes of pages in use at once, to compare with `Plan.peak_bytes`."""
         page, scheduler = self.plan.page_bytes, self.scheduler
         peaks = {HOST: self.store.host_bytes + scheduler.gradients.pages.peak * page}
-        if self.leases.region is not None:
-            tier = self.plan.lease_tier or HOST
+        if (tier := self.plan.lease_tier) is not None:
             peaks[tier] = peaks.get(tier, 0) + scheduler.leases.frames.peak * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)

@@ -1,103 +1,115 @@
 """The executor: carries out the scheduler's operations on real memory, and reports how each ended."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NoReturn
 
-from pagoda.config.training import Precision
-from pagoda.errors import NonFiniteGradientError
+from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import Run
-from pagoda.optim.kernels import update_kernel
-from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture
-from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
-from pagoda.runtime.device_updates import DevicePath
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.host_updates import HostPath
-from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.store import Store
-from pagoda.runtime.streams import IN_PLACE, Update, UpdatePath, WeightExtents
-from pagoda.runtime.tensor_updates import DeviceTensorPath, TensorPath
-from pagoda.runtime.undo import Undo
+from pagoda.runtime.undo import Guess
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import Feeder
+from pagoda.runtime.updates import IN_PLACE, Update, Updater, WeightExtents
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 
 _EXTENTS = WEIGHT, WEIGHT_BACK
 
 
-class Guess(NamedTuple):
-    """An update that may have to be undone."""
+@dataclass(eq=False)
+class Damage:
+    """The first error after which some states belong to one step and some to another, until a checkpoint has replaced
+    every state. Thread-safe, because it is set by one assignment."""
 
-    record: UnitGradient
-    undo: Undo
-    updated: Handle
-    written: Handle
-    """`updated` and `written` belong to this update. Those of the record belong to the update that is kept."""
+    cause: BaseException | None = None
+    """The error, or None if states are not damaged."""
+    seen: bool = False
+    """Whether the error has been raised."""
+
+    def note(self, error: BaseException | None) -> None:
+        """An operation that changes states has ended, perhaps with an error. A gradient that is not finite changes no
+        state."""
+        if error is None or isinstance(error, NonFiniteGradientError):
+            return
+        if self.cause is None:
+            self.cause, self.seen = error, False
+
+    def check(self) -> None:
+        """Raises StorageError if states are damaged."""
+        if self.cause is not None:
+            self.seen = True
+            raise StorageError(
+                f"The training state is damaged: a part of it was changed when this failed: {self.cause} -- Load a "
+                "checkpoint. Until then it can be neither used nor saved."
+            ) from self.cause
+
+    def raise_cause(self) -> NoReturn:
+        """Raises the error itself the first time, and later the StorageError of `check`."""
+        if self.seen:
+            self.check()
+        assert self.cause is not None
+        self.seen = True
+        raise self.cause
 
 
+@dataclass(eq=False, repr=False)
 class Executor:
     """Passes each operation to its lanes. Operations start under the driver's lock. Their ends are reported on the
     threads of lanes."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        store: Store,
-        units: Sequence[LiveUnit],
-        leases: Leases,
-        gradients: Gradients,
-        feeders: Sequence[Feeder],
-        lanes: dict[str, Lane],
-        device: Device,
-    ) -> None:
-        self.driver = Driver(scheduler, self._execute)
-        self.damage = Damage()
-        self.feeders = feeders
-        """The feeder of the CPU, and that of the device if it updates units."""
-        self._scheduler = scheduler
-        self._store = store
-        self._units = units
-        self._leases = leases
-        self._gradients = gradients
-        self._update_lane = lanes["update"]
-        self._device = device
-        self._on_device = store.plan.placement.on_device
-        self._asynchronous = store.plan.options.max_staleness is not None
-        self._held: list[Operation] = []
-        """RECLAIMs of weights to which something still referred."""
-        self._guesses: dict[int, Guess] = {}
-        """unit -> its speculative update, until it is kept or undone."""
-        self._standing: list[Guess] = []
-        """Speculative updates that are kept. Their old states must be given up."""
-        self._updating: dict[int, UnitGradient] = {}
-        """unit -> the gradient of its latest UPDATE that is kept."""
-        self._unpersisted: dict[int, UnitGradient] = {}
-        """unit -> the gradient of an update whose second part has not begun."""
-        self.latest: dict[int, UnitGradient] = {}
-        """unit -> the gradient of the latest update that was asked for."""
-        self.failures: dict[int, BaseException] = {}
-        """unit -> the error of its latest FETCH."""
-        self.spill_failure: BaseException | None = None
-        """The error of a SPILL since compute last asked."""
-        self.capture: Capture | None = None
-        """The checkpoint that is being written, if any."""
-        self.share: Callable[[UnitGradient], None] = lambda _: None
-        """With several ranks: gathers the updated slices of a unit's weights."""
+    _scheduler: Scheduler
+    _store: Store
+    _units: Sequence[LiveUnit]
+    _leases: Leases
+    _gradients: Gradients
+    updaters: Sequence[Updater]
+    """The updater of the CPU, and that of the device if it updates units."""
+    _update_lane: Lane
+    _device: Device
+    damage: Damage = field(default_factory=Damage)
+    _held: list[Operation] = field(default_factory=list)
+    """RECLAIMs of weights to which something still referred."""
+    _guesses: dict[int, Guess] = field(default_factory=dict)
+    """unit -> its speculative update, until it is kept or undone."""
+    _standing: list[Guess] = field(default_factory=list)
+    """Speculative updates that are kept. Their old states must be given up."""
+    _updating: dict[int, UnitGradient] = field(default_factory=dict)
+    """unit -> the gradient of its latest UPDATE that is kept."""
+    _unpersisted: dict[int, UnitGradient] = field(default_factory=dict)
+    """unit -> the gradient of an update whose second part has not begun."""
+    latest: dict[int, UnitGradient] = field(default_factory=dict)
+    """unit -> the gradient of the latest update that was asked for."""
+    failures: dict[int, BaseException] = field(default_factory=dict)
+    """unit -> the error of its latest FETCH."""
+    spill_failure: BaseException | None = None
+    """The error of a SPILL since compute last asked."""
+    capture: Capture | None = None
+    """The checkpoint that is being written, if any."""
+    share: Callable[[UnitGradient], None] = lambda _: None
+    """With several ranks: gathers the updated slices of a unit's weights."""
+
+    def __post_init__(self) -> None:
+        gradients = self._gradients
+        self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation))
+        self._on_device = self._store.plan.placement.on_device
+        self._asynchronous = self._store.plan.options.max_staleness is not None
         self._do = {
             Kind.FETCH: self._fetch,
             Kind.RECLAIM: self._reclaim,
             Kind.OFFLOAD: lambda op: self._follow(op, gradients.offload(op)),
             Kind.SPILL: self._spill,
-            Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
+            Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.UPDATE: self._update,
             Kind.PERSIST: self._persist,
-            Kind.READ_AHEAD: lambda op: self.feeders[op.unit in self._on_device].read_ahead(op.unit),
+            Kind.READ_AHEAD: lambda op: self.updaters[op.unit in self._on_device].read_ahead(op.unit),
             Kind.UNDO: self._undo,
             Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
             Kind.PUBLISH: self._publish,
@@ -131,14 +143,14 @@ class Executor:
         """Give up the old states of updates that are kept."""
         standing, self._standing = self._standing, []
         for guess in standing:
-            guess.written.then(guess.undo.close)
+            guess.written.then(guess.close)
 
     def lend(self, unit: LiveUnit) -> Handle | None:
         """Another rank is about to read a unit's weights in their home. Returns the handle that it must wait for, if
         any."""
         self.driver.tell(self._scheduler.others_read, unit.index)
         guess = self._guesses.get(unit.index)
-        return None if guess is None else guess.undo.over
+        return None if guess is None else guess.over
 
     def take_back(self, unit: LiveUnit) -> None:
         """The other rank has read the weights."""
@@ -173,9 +185,6 @@ class Executor:
         return self._leases.close()
 
     # --- operations ---
-
-    def _execute(self, operation: Operation) -> None:
-        self._do[operation.kind](operation)
 
     def _follow(self, operation: Operation, handle: Handle) -> None:
         """Report the end of an operation."""
@@ -219,7 +228,7 @@ class Executor:
         record = self._awaited(operation)
         after = (record.shown,) if record is not None and not record.shown.succeeded else ()
         if operation.after_undo:
-            after = (*after, self._guesses[operation.unit].undo.over)
+            after = (*after, self._guesses[operation.unit].over)
         handle = self._leases.fetch(operation, self._units[operation.unit], after)
         self._follow(operation, handle)
         handle.when_issued(lambda: self.driver.tell(self._issued, operation, handle))
@@ -248,18 +257,18 @@ class Executor:
         def ended(error: BaseException | None) -> None:
             self.spill_failure = self.spill_failure or error
 
-        handle = self._gradients.spill(operation)
+        handle = self._gradients.transfer(operation)
         handle.then(ended)
         self._follow(operation, handle)
 
     def _update(self, operation: Operation) -> None:
         records = self._gradients.of(operation)
         last = records[-1]
-        undo = None
+        guess = None
         if operation.undoable:
-            updated, written, undo = Handle(), Handle(), Undo(self._store, operation.unit)
-            seen = updated
-            self._guesses[operation.unit] = Guess(last, undo, updated, written)
+            guess = self._guesses[operation.unit] = Guess(self._store, last)
+            updated = seen = guess.updated
+            written = guess.written
         else:
             updated, written, seen = last.updated, last.written, last.shown
             last.begun = True
@@ -294,27 +303,27 @@ class Executor:
         if operation.in_two:
             self._unpersisted[operation.unit], written = last, Handle()
         seen.then(shown)
-        Latch([written, seen]).then(ended)
+        all_of([written, seen]).then(ended)
         kept = None if operation.run is None else self._keep(operation, operation.run)
         used = (lambda: None) if operation.in_two else partial(tell, scheduler.gradient_used, operation)
-        parts = [(record, record.segments) for record in records]
-        self.feeders[on_device].submit(Update(parts, weights, undo, kept, updated, written, used, operation.writes))
+        pieces = [(record, record.segments) for record in records]
+        self.updaters[on_device].submit(Update(pieces, weights, guess, kept, updated, written, used, operation.writes))
 
     def _persist(self, operation: Operation) -> None:
         record = self._unpersisted.pop(operation.unit)
         record.written.then(partial(self._ended, operation))
         used = partial(self.driver.tell, self._scheduler.gradient_used, operation)
-        parts = [(record, record.segments)]
-        self.feeders[0].submit(Update(parts, IN_PLACE, None, None, Handle(), record.written, used, operation.writes))
+        pieces = [(record, record.segments)]
+        self.updaters[0].submit(Update(pieces, IN_PLACE, None, None, Handle(), record.written, used, operation.writes))
 
     def _refused(self, operation: Operation) -> None:
         guess = self._guesses.pop(operation.unit, None)
         self._scheduler.refused(operation)
         if guess is not None:  # it has changed nothing
-            guess.undo.over.finish()
+            guess.over.finish()
 
     def _keep(self, operation: Operation, run: Run) -> Handle:
-        """Copy the old states for the checkpoint. The feeder would do this only after earlier updates, which may wait
+        """Copy the old states for the checkpoint. The updater would do this only after earlier updates, which may wait
         for space on SSD until the checkpoint is complete."""
 
         def told(error: BaseException | None) -> None:
@@ -328,9 +337,9 @@ class Executor:
         return handle
 
     def _undo(self, operation: Operation) -> None:
-        undo = self._guesses[operation.unit].undo
-        handle = self._update_lane.submit(undo.revert, (), 0, "undo")
-        handle.then(undo.over.finish)
+        guess = self._guesses[operation.unit]
+        handle = self._update_lane.submit(guess.revert, (), 0, "undo")
+        handle.then(guess.over.finish)
         handle.then(lambda error: self.driver.tell(self._undone, operation, error))
 
     def _undone(self, operation: Operation, error: BaseException | None) -> None:
@@ -356,23 +365,3 @@ class Executor:
             unit.version += 1
             if self._leases.in_place(unit):
                 self._leases.lease_home(unit)
-
-
-def open_feeders(
-    store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
-) -> list[Feeder]:
-    """The feeders for the updates of a plan: for the CPU, and for the device if it updates units."""
-    path: UpdatePath
-    if isinstance(rule, ElementwiseRule):
-        path = HostPath(store, update_kernel(rule, precision, store.plan.layout.gradient_dtype), lanes)
-    else:
-        path = TensorPath(store, lanes)
-    feeders = [Feeder(store, path)]
-    if store.plan.placement.on_device:
-        if isinstance(rule, ElementwiseRule):
-            kernel = device.update_kernel(rule, precision, store.plan.layout.gradient_dtype)
-            path = DevicePath(store, kernel, lanes, device)
-        else:
-            path = DeviceTensorPath(store, lanes, device)
-        feeders.append(Feeder(store, path))
-    return feeders

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,42 +32,38 @@ _PIECE_BYTES = 8 << 20
 """Bytes that a thread of a lane reads or writes at a time."""
 
 
+@dataclass(eq=False, repr=False)
 class Gathering:
     """Gathers weights: into leases if ranks have slices of the weights (stage 3), into the homes if every rank has all
     weights and updates a slice of them (stages 1 and 2)."""
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        store: Store,
-        units: Sequence[LiveUnit],
-        executor: Executor,
-        landing: torch.Tensor | None,
-        lanes: dict[str, Lane],
-    ) -> None:
-        """Weights that only other ranks want arrive in `landing`, uint8."""
-        self._collectives = collectives
+    _collectives: Collectives
+    _store: Store
+    _units: Sequence[LiveUnit]
+    _executor: Executor
+    _landing: torch.Tensor | None
+    """Weights that only other ranks want arrive here, uint8."""
+    _lanes: dict[str, Lane]
+    _shared: "SharedWeights | None" = None
+    """If ranks have all weights: brings new weights to those that live on SSD."""
+    _window: memoryview | None = None
+    """RAM through which a slice on SSD is sent: each message is sent before the next is read."""
+    _reading: threading.Lock = field(default_factory=threading.Lock)
+    _updated: dict[int, Handle] = field(default_factory=dict)
+    """unit -> this rank's latest update of a slice that is shared."""
+
+    def __post_init__(self) -> None:
+        collectives, store = self._collectives, self._store
         self._shards = collectives.shards
-        self._store = store
-        self._units = units
-        self._executor = executor
-        self._landing = landing
         self._dtype = store.dtype(WEIGHT)
         self._most = MESSAGE_BYTES // self._dtype.itemsize
         """Elements of a message."""
-        self._shared: SharedWeights | None = None
-        """If ranks have all weights: brings new weights to those that live on SSD."""
-        self._window: memoryview | None = None
-        """RAM through which a slice on SSD is sent: each message is sent before the next is read."""
-        self._reading = threading.Lock()
-        self._updated: dict[int, Handle] = {}
-        """unit -> this rank's latest update of a slice that is shared."""
         collectives.take_part |= {CollectiveKind.GATHER: self._give, CollectiveKind.SHARE: self._share_unasked}
         shards_weights, pages = collectives.mesh.ranks.shards_weights, store.plan.placement.pages(HOST, SERVING)
         if pages and shards_weights:
             self._window = store.host.take(pages).view()
         elif pages:
-            self._shared = SharedWeights(store, lanes)
+            self._shared = SharedWeights(store, self._lanes)
         self._service = Service(collectives.transport, self._answer) if shards_weights else None
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:

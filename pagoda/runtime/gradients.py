@@ -5,25 +5,25 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from pagoda.errors import NonFiniteGradientError
-from pagoda.memory.region import Region
 from pagoda.memory.sizes import format_bytes
-from pagoda.optim.gradient_kernels import GradientKernels, arriving_dtype
+from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.rule import Hyper
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import HOST
-from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS
+from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, STAGING
 from pagoda.runtime.device import PAST, Arrival, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-from pagoda.schedule.operations import Operation
+from pagoda.schedule.operations import Kind, Operation
 
 _WORTH_BYTES = 256 << 10
 """From this many bytes on, gradients of a unit are copied to its buffer before all of them exist."""
@@ -121,17 +121,18 @@ class UnitGradient:
         return min(((self.order[slot], slot) for slot in here), default=None)
 
 
-class _Taken:
+class _Taken(NamedTuple):
     """The event of arriving gradients. After it, the record has their sums of squares."""
 
-    def __init__(self, record: UnitGradient, arrivals: Sequence[tuple[int, Arrival]]) -> None:
-        self._record, self._arrivals = record, arrivals
+    record: UnitGradient
+    arrivals: Sequence[tuple[int, Arrival]]
 
     def synchronize(self) -> None:
-        for slot, arrival in self._arrivals:
-            self._record.square_sums[slot] = arrival.square_sum()
+        for slot, arrival in self.arrivals:
+            self.record.square_sums[slot] = arrival.square_sum()
 
 
+@dataclass(eq=False, repr=False)
 class Gradients:
     """All gradients of a process.
 
@@ -139,27 +140,21 @@ class Gradients:
     with others. The scheduler decides which gradient gets which pages, and which gradients are on SSD.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        staging: Region | None,
-        kernels: GradientKernels,
-        lanes: dict[str, Lane],
-        device: Device,
-        stalled: Callable[[str, float], None],
-    ) -> None:
-        self._store = store
-        self._staging = staging
-        self._kernels = kernels
-        self._lanes = lanes
-        self._device = device
+    _store: Store
+    _lanes: dict[str, Lane]
+    _device: Device
+    _stalled: Callable[[str, float], None]
+
+    def __post_init__(self) -> None:
+        store = self._store
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """The dtype of a gradient on its way to its extent."""
+        self._kernels = gradient_kernels(store.dtype(GRAD), self.arriving)
+        self._staging = store.host.take(store.plan.placement.pages(HOST, STAGING))
         pages = store.plan.placement.pages(HOST, BOUNCE) // 2
         self._bounce = [store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
         """Two buffers of shape [BOUNCE_ELEMENTS] at most, in which gradients from a separate device land before they
         are added."""
-        self._stalled = stalled
         self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step that no update has taken."""
@@ -263,15 +258,18 @@ class Gradients:
         record.pending.append(handle)
         return handle
 
-    def spill(self, operation: Operation) -> Handle:
-        """Start a SPILL."""
-        return self._transfer(operation, "ssd_write", "spill")
-
-    def reload(self, operation: Operation) -> Handle:
-        """Start a RELOAD."""
-        (record,) = self.of(operation)
-        self._place(record, operation)
-        return self._transfer(operation, "ssd_read", "gradient")
+    def transfer(self, operation: Operation) -> Handle:
+        """Start a SPILL or RELOAD: move the buffer that an operation names to SSD or back."""
+        assert operation.run is not None
+        reading = operation.kind is Kind.RELOAD
+        lane, verb = ("ssd_read", "gradient") if reading else ("ssd_write", "spill")
+        move = self._store.load if reading else self._store.save
+        if reading:
+            (record,) = self.of(operation)
+            self._place(record, operation)
+        view = self._staging.part(operation.run).view()
+        label = f"{verb} {self._store.plan.units[operation.unit].name}"
+        return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
 
     def deliver(self, record: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
         """Store or add elements of a unit's gradient, starting at element `start`. Returns the result's sum of squares.
@@ -304,18 +302,8 @@ class Gradients:
             home = self._store.gradients[record.unit.index][operation.home]
             record.place = lambda: home
             return
-        assert self._staging is not None
         elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
         record.place = partial(self._staging.part(operation.run).tensor, self._store.dtype(GRAD), elements)
-
-    def _transfer(self, operation: Operation, lane: str, verb: str) -> Handle:
-        """Move the buffer that an operation names to SSD or back."""
-        assert self._staging is not None
-        assert operation.run is not None
-        view = self._staging.part(operation.run).view()
-        move = self._store.load if lane == "ssd_read" else self._store.save
-        label = f"{verb} {self._store.plan.units[operation.unit].name}"
-        return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
 
     def _submit(self, record: UnitGradient, made: list[_Made]) -> Handle:
         unit = record.unit

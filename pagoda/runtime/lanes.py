@@ -139,32 +139,27 @@ class Handle:
         callback(self._error)
 
 
-class Latch(Handle):
-    """A handle that ends when all the handles that it watches have ended. It keeps the first error."""
-
-    __slots__ = ("_count", "_first_error")
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        super().__init__(handles[-1].lane if handles else "")
-        self._count = len(handles)
-        self._first_error: BaseException | None = None
-        if not handles:
-            self.finish()
-        for handle in handles:
-            handle.then(self._part_ended)
-
-    def _part_ended(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._first_error = self._first_error or error
-            self._count -= 1
-            last = self._count == 0
-        if last:
-            self.finish(self._first_error)
-
-
 def all_of(handles: Sequence[Handle]) -> Handle:
-    """A handle that ends when all of these have ended."""
-    return handles[0] if len(handles) == 1 else Latch(handles)
+    """A handle that ends when all of these have ended. It keeps the first error."""
+    if len(handles) == 1:
+        return handles[0]
+    whole, lock, left = Handle(handles[-1].lane if handles else ""), threading.Lock(), len(handles)
+    first_error: BaseException | None = None
+
+    def ended(error: BaseException | None) -> None:
+        nonlocal left, first_error
+        with lock:
+            first_error = first_error or error
+            left -= 1
+            last = left == 0
+        if last:
+            whole.finish(first_error)
+
+    if not handles:
+        whole.finish()
+    for handle in handles:
+        handle.then(ended)
+    return whole
 
 
 Work = Callable[[], Event | None]

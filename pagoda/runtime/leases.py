@@ -1,21 +1,30 @@
-"""Leases: weights in compute's memory, for as long as something uses them."""
+"""Leases: weights in compute's memory, for as long as something uses them, and how they get there."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.page import Run, pages_for
+from pagoda.memory.region import Region
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.placement import LEASES
+from pagoda.plan.ops import HOST
+from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, LEASES
 from pagoda.runtime.device import PAST, Device, Event
-from pagoda.runtime.fetch import Fetcher
-from pagoda.runtime.lanes import Handle
+from pagoda.runtime.lanes import Handle, Lane, all_of
+from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Operation
 
+_PIECE_BYTES = 8 << 20
+"""Size of the pieces into which a fetch from SSD to RAM is cut, so that the lane's threads share it."""
 
+
+@dataclass(eq=False, slots=True)
 class Lease:
     """A unit's weights in compute's memory, with a storage object of their own.
 
@@ -23,15 +32,12 @@ class Lease:
     `base`'s storage. So the storage's use count tells whether the frames may be reused.
     """
 
-    __slots__ = ("base", "ready", "run", "unit")
-
-    def __init__(self, unit: LiveUnit, base: torch.Tensor, run: Run | None, ready: Handle | None) -> None:
-        self.unit = unit
-        self.base = base
-        self.run = run
-        """Frames of the lease. None if the unit's home itself is leased."""
-        self.ready = ready
-        """Ends when the weights are there. None if they always are."""
+    unit: LiveUnit
+    base: torch.Tensor
+    run: Run | None
+    """Frames of the lease. None if the unit's home itself is leased."""
+    ready: Handle | None
+    """Ends when the weights are there. None if they always are."""
 
     @property
     def storage(self) -> int:
@@ -44,23 +50,33 @@ class Lease:
         return storage_use_count(self.base) > FRESH_USE_COUNT
 
 
+class _Part(NamedTuple):
+    """Bytes of a lease, and their first byte in an extent or a piece of it."""
+
+    target: torch.Tensor
+    start: int
+
+
 class Leases:
     """The tensors of every lease that the scheduler has asked for.
 
     If compute can read a unit's home, the unit is leased in place, permanently. All other leases are frames of
-    `region`, which the scheduler chooses. The compute thread calls `find`. Everything else is called under the driver's
+    a region, which the scheduler chooses. The compute thread calls `find`. Everything else is called under the driver's
     lock.
     """
 
-    def __init__(self, store: Store, units: Iterable[LiveUnit], device: Device, fetcher: Fetcher) -> None:
+    def __init__(self, store: Store, units: Iterable[LiveUnit], device: Device, lanes: dict[str, Lane]) -> None:
         """Take the frames that the plan has for leases."""
         plan = store.plan
-        self.region = None
-        if plan.lease_tier is not None:
-            self.region = (store.device or store.host).take(plan.placement.pages(plan.lease_tier, LEASES))
+        frames = 0 if plan.lease_tier is None else plan.placement.pages(plan.lease_tier, LEASES)
+        self._region = (store.device or store.host).take(frames)
         self._store = store
         self._device = device
-        self._fetcher = fetcher
+        self._lanes = lanes
+        self._page_bytes = page = plan.page_bytes
+        pages = plan.placement.pages(HOST, FETCH_RING) // FETCH_SLOTS
+        self._piece_bytes = page * (pages or pages_for(_PIECE_BYTES, page))
+        self._ring = Ring(store.host.take(pages) for _ in range(FETCH_SLOTS if pages else 0))
         self.gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None = None
         """With several ranks: gathers the other ranks' slices of a lease next to this rank's."""
         self._freed = PAST
@@ -104,17 +120,16 @@ class Leases:
     def fetch(self, operation: Operation, unit: LiveUnit, after: tuple[Handle, ...]) -> Handle:
         """Start a FETCH once `after` have ended."""
         run = operation.run
-        assert self.region is not None
         assert run is not None
-        dtype, page = self._store.dtype(WEIGHT), self.region.page_bytes
+        dtype, page = self._store.dtype(WEIGHT), self._region.page_bytes
         whole_pages = pages_for(unit.spec.numel * dtype.itemsize, page) * page
         self._filling = [(taken, handle) for taken, handle in self._filling if not handle.done]
         earlier = tuple(h for taken, h in self._filling if taken.start < run.stop and run.start < taken.stop)
         with torch.inference_mode(False):  # a lease may outlive the inference that asked for it
-            frames = self.region.part(run)
+            frames = self._region.part(run)
             base = frames.tensor(dtype, unit.spec.numel)
             target = frames.tensor(torch.uint8, whole_pages)
-            ready = self._fetcher.fill(unit, target, self._freed, (*after, *earlier))
+            ready = self._fill(unit, target, self._freed, (*after, *earlier))
             if self.gather is not None:
                 ready = self.gather(unit, frames.tensor(dtype), ready, self._freed)
         self._by_run[run.start] = self._add(Lease(unit, base, run, ready))
@@ -139,8 +154,7 @@ class Leases:
             del self._latest[unit.index]
         assert lease.ready is not None
         if lease.ready.done:
-            assert self.region is not None
-            self.region.part(operation.run).poison()
+            self._region.part(operation.run).poison()
         elif not lease.ready.issued:
             self._filling.append((operation.run, lease.ready))
         self._freed = self._device.fence()
@@ -156,3 +170,93 @@ class Leases:
     def _add(self, lease: Lease) -> Lease:
         self._latest[lease.unit.index] = self._by_storage[lease.storage] = lease
         return lease
+
+    # --- how weights get there ---
+
+    def _fill(self, unit: LiveUnit, into: torch.Tensor, free: Event, after: tuple[Handle, ...]) -> Handle:
+        """Start to bring a unit's weights, or this rank's slice of them, to `into` (uint8, whole pages), once compute
+        has passed `free` and `after` have ended.
+
+        There are three ways: RAM to a separate device (h2d); SSD directly to frames in RAM (ssd_read); SSD to a
+        separate device through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
+        """
+        label = f"fetch {unit.spec.name}"
+        front = self._store.front[unit.index]
+        home = self._store.tensor(unit.index, front)
+        is_cut = self._store.shards.is_cut(unit.spec, WEIGHT)
+        parts = self._slices(unit, into) if is_cut else [_Part(into, 0)]
+        if home is not None:
+            extent = home.view(torch.uint8)
+            nbytes = sum(part.target.nbytes for part in parts)
+            return self._lanes["h2d"].submit(lambda: self._copy(parts, extent, free), after, nbytes, label)
+        straight = self._store.plan.budgets.device is None and not is_cut
+        fills = []
+        for start, held in self._pieces(parts):
+            load = partial(self._store.load, unit.index, front, start)
+            if straight:
+                (piece,) = held
+                view = memoryview(piece.target.numpy().data)
+                fills.append(self._lanes["ssd_read"].submit(partial(load, view), after, view.nbytes, label))
+            else:
+                fills.append(self._through_ring(load, held, after, free, label))
+        return all_of(fills)
+
+    def _slices(self, unit: LiveUnit, whole: torch.Tensor) -> list[_Part]:
+        """This rank's slice of a unit's weights, at its place in the whole."""
+        itemsize = self._store.dtype(WEIGHT).itemsize
+        return [
+            _Part(whole[span.start * itemsize : span.stop * itemsize], span.at * itemsize)
+            for span in self._store.shards.spans(unit.spec, WEIGHT)
+        ]
+
+    def _pieces(self, parts: Sequence[_Part]) -> Iterator[tuple[int, list[_Part]]]:
+        """The pieces of an extent that contain bytes of the parts: the first byte of each piece, and the parts in
+        it."""
+        end = max((start + target.numel() for target, start in parts), default=0)
+        for at in range(0, end, self._piece_bytes):
+            held = []
+            for target, start in parts:
+                first, last = max(at, start), min(at + self._piece_bytes, start + target.numel())
+                if first < last:
+                    held.append(_Part(target[first - start : last - start], first - at))
+            if held:
+                yield at, held
+
+    def _through_ring(
+        self,
+        load: Callable[[memoryview], None],
+        parts: Sequence[_Part],
+        after: tuple[Handle, ...],
+        free: Event,
+        label: str,
+    ) -> Handle:
+        """Bring a piece of an extent, whose first pages `load` reads, to the parts in that piece."""
+        taken: list[Region] = []
+        nbytes = sum(part.target.numel() for part in parts)
+        end = max(start + target.numel() for target, start in parts)
+        whole = pages_for(end, self._page_bytes) * self._page_bytes
+
+        def view() -> memoryview:
+            return taken[0].view(0, whole)
+
+        def read() -> None:
+            taken.append(self._ring.take())
+            load(view())
+
+        def copied(_: BaseException | None) -> None:
+            for slot in taken:
+                self._ring.give_back(slot)
+
+        read_handle = self._lanes["ssd_read"].submit(read, after, nbytes, label)
+        handle = self._lanes["h2d"].submit(
+            lambda: self._copy(parts, torch.frombuffer(view(), dtype=torch.uint8), free), (read_handle,), nbytes, label
+        )
+        handle.then(copied)
+        return handle
+
+    def _copy(self, parts: Sequence[_Part], source: torch.Tensor, free: Event) -> Event:
+        """Start to copy to all parts. Returns the event of the last copy, behind all others."""
+        event = PAST
+        for target, start in parts:
+            event = self._device.copy_in(target, source[start : start + target.numel()], free)
+        return event

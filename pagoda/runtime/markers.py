@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,30 +13,22 @@ from pagoda.runtime.stepper import Stepper
 from pagoda.runtime.unit import LiveUnit
 
 
+@dataclass(eq=False)
 class _Gradient:
     """The gradient behind a marker. It keeps nothing alive, because Python's garbage collector does not see
     `param.grad`."""
 
-    def __init__(self, unit: LiveUnit, slot: int, stepper: Stepper) -> None:
-        self._unit = weakref.ref(unit)
-        self._slot = slot
-        self._stepper = weakref.ref(stepper)
+    _unit: "weakref.ref[LiveUnit]"
+    _slot: int
+    _stepper: "weakref.ref[Stepper]"
 
-    def norm(self, asked_by: str) -> float:
-        unit, stepper = self._here(asked_by)
-        return stepper.gradient_norm(unit, self._slot)
-
-    def multiply(self, factor: float, asked_by: str) -> None:
-        unit, stepper = self._here(asked_by)
-        stepper.scale_gradient(unit, self._slot, factor)
-
-    def _here(self, asked_by: str) -> tuple[LiveUnit, Stepper]:
-        """Unit and stepper of the gradient. Raises UsageError unless it is still the gradient of this step."""
+    def here(self, asked_by: str) -> tuple[Stepper, LiveUnit, int]:
+        """Stepper, unit and slot of the gradient. Raises UsageError unless it is still the gradient of this step."""
         unit, stepper = self._unit(), self._stepper()
         if unit is not None and stepper is not None and unit.params[self._slot].grad is not None:
             current = unit.markers[self._slot]
             if isinstance(current, GradientMarker) and current.gradient is self:
-                return unit, stepper
+                return stepper, unit, self._slot
         raise UsageError(
             f"{asked_by}() was called on a gradient that is gone: optimizer.step() has used it, or it was set to None. "
             "Take norms and clip between backward and optimizer.step(), and read param.grad anew each time."
@@ -58,7 +51,7 @@ class GradientMarker(torch.Tensor):
     def of(cls, blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: Stepper) -> "GradientMarker":
         """A marker with the shape of `blank`, for the gradient of a unit's parameter that arrives now."""
         marker = blank.as_subclass(cls)
-        marker.gradient = _Gradient(unit, slot, stepper)
+        marker.gradient = _Gradient(weakref.ref(unit), slot, weakref.ref(stepper))
         return marker
 
     @classmethod
@@ -124,7 +117,8 @@ def _norms(of: Any, asked_by: str) -> Any:
         return [_norms(each, asked_by) if isinstance(each, GradientMarker) else each.norm() for each in of]
     if of.gradient is None:
         raise _refusal(asked_by)
-    return torch.tensor(of.gradient.norm(asked_by), dtype=torch.float64, device=of.device)
+    stepper, unit, slot = of.gradient.here(asked_by)
+    return torch.tensor(stepper.gradient_norm(unit, slot), dtype=torch.float64, device=of.device)
 
 
 def _multiply(what: Any, by: Any, asked_by: str) -> Any:
@@ -140,7 +134,8 @@ def _multiply(what: Any, by: Any, asked_by: str) -> Any:
         elif each.gradient is None:
             raise _refusal(asked_by)
         else:
-            each.gradient.multiply(factor, asked_by)
+            stepper, unit, slot = each.gradient.here(asked_by)
+            stepper.scale_gradient(unit, slot, factor)
     return what
 
 
@@ -153,20 +148,14 @@ def _refusal(name: str) -> UsageError:
 
 _ADVICE = (
     (("norm",), "Only the 2-norm of all of its elements is known: call clip_grad_norm_ with norm_type=2."),
-    (
-        ("clamp",),
-        "It cannot be clipped by value: use torch.nn.utils.clip_grad_norm_ or wrap(clip_grad_norm=...).",
-    ),
+    (("clamp",), "It cannot be clipped by value: use torch.nn.utils.clip_grad_norm_ or wrap(clip_grad_norm=...)."),
     (("zero_",), "Call zero_grad() with set_to_none=True, its default."),
     (
         ("unscale",),
         "Do without torch's GradScaler, or pass it enabled=False: with wrap(precision='fp16'), call "
         "optimizer.scale(loss).backward().",
     ),
-    (
-        ("copy__", "__reduce"),
-        "It cannot be copied or saved: call optimizer.step() or zero_grad() first.",
-    ),
+    (("copy__", "__reduce"), "It cannot be copied or saved: call optimizer.step() or zero_grad() first."),
 )
 """Parts of function names, and what to do instead."""
 _OTHERWISE = (

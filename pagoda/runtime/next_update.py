@@ -1,7 +1,7 @@
 """Prepares the next update of a unit from the current hyperparameters, and checks what may not change before it."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -17,16 +17,16 @@ GroupOf = Callable[[LiveUnit, int], Group]
 """Returns the param group of a unit's parameter, given its slot."""
 
 
+@dataclass(eq=False)
 class NextHypers:
     """The current hyperparameters. Each group is read once, and values that parameters share are computed once."""
 
-    def __init__(self, group_of: GroupOf, rule: Rule) -> None:
-        self._group_of = group_of
-        self._rule = rule
-        self._rules: dict[int, Rule] = {}
-        """Identity of a group -> the rule with its settings."""
-        self._made: dict[tuple[int, int, float], Hyper] = {}
-        """(identity of a rule, step, scale) -> the hyperparameters."""
+    _group_of: GroupOf
+    _rule: Rule
+    _rules: dict[int, Rule] = field(default_factory=dict)
+    """Identity of a group -> the rule with its settings."""
+    _made: dict[tuple[int, int, float], Hyper] = field(default_factory=dict)
+    """(identity of a rule, step, scale) -> the hyperparameters."""
 
     def rule(self, unit: LiveUnit, slot: int) -> Rule:
         """The rule with the settings of a parameter's group."""

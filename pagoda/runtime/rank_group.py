@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.transport import Transport
 from pagoda.errors import UsageError
 from pagoda.optim.rule import StateSpec
+from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
@@ -35,38 +37,38 @@ SquareSums = Callable[[Iterable[UnitGradient], Counts], list[list[float]]]
 """Returns the square sums of the gradients of a step, by param group."""
 
 
+@dataclass(eq=False, repr=False)
 class RankGroup:
     """All communication of one engine with the engines of other ranks, in the order that `Order` decides."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        transport: Transport,
-        store: Store,
-        units: Sequence[LiveUnit],
-        gradients: Gradients,
-        buffers: Buffers | None,
-        device: Device,
-        lanes: dict[str, Lane],
-        executor: Executor,
-        stalled: Callable[[str, float], None],
-    ) -> None:
-        """`buffers` are for reducing gradients; None if no two ranks have gradients of the same elements."""
-        self.mesh = mesh
+    mesh: Mesh
+    _transport: Transport
+    _store: Store
+    _units: Sequence[LiveUnit]
+    _gradients: Gradients
+    _device: Device
+    _lanes: dict[str, Lane]
+    _executor: Executor
+    _stalled: Callable[[str, float], None]
+    _reducer: Reducer | None = None
+    """None if no two ranks have gradients of the same elements."""
+
+    def __post_init__(self) -> None:
+        store, units, device, driver, lanes = self._store, self._units, self._device, self._executor.driver, self._lanes
+        layout = store.plan.layout
         self._shards = store.shards
-        self._units = units
-        self._gradients = gradients
-        transport.connect(device.torch_device)
-        driver = executor.driver
+        self._transport.connect(device.torch_device)
         # Each rank uses its own experts, in its own order.
-        listed = not store.plan.layout.expert_units
-        self.collectives = Collectives(mesh, transport, store.shards, device, units, driver.scheduler, listed)
-        landing = buffers.landing if buffers is not None else None
-        self._gathering = Gathering(self.collectives, store, units, executor, landing, lanes)
-        self._reducer: Reducer | None = None
-        if buffers is not None:
-            early = store.plan.options.update_during_backward
-            self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver, stalled, early)
+        listed = not layout.expert_units
+        self.collectives = Collectives(
+            self.mesh, self._transport, store.shards, device, units, driver.scheduler, listed
+        )
+        landing = None
+        if reduce_buffers(layout).pages:
+            buffers = Buffers.open(store.device or store.host, layout, self._gradients.arriving)
+            landing, gradients = buffers.landing, self._gradients
+            self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver, self._stalled)
+        self._gathering = Gathering(self.collectives, store, units, self._executor, landing, lanes)
         store.assemble = self._assemble
 
     def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:

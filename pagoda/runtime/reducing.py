@@ -1,6 +1,5 @@
 """Reducing: gradients of a unit from autograd, over a buffer of the unit's size, to slices of their mean over ranks."""
 
-import ctypes
 import math
 import threading
 import time
@@ -14,6 +13,7 @@ from pagoda.distributed.order import CollectiveKind
 from pagoda.distributed.reduction import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import BudgetError, RankError
+from pagoda.memory.arena import copy_bytes
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
@@ -50,6 +50,7 @@ class _Filling:
         return found
 
 
+@dataclass(eq=False, repr=False)
 class Reducer:
     """Takes gradients from autograd, and gives each rank the mean of its slice (its extents in stage 1: of all).
 
@@ -58,36 +59,28 @@ class Reducer:
     zero; they take part all the same, in what others ask for too.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        gradients: Gradients,
-        buffers: Buffers,
-        device: Device,
-        copies: Lane,
-        driver: Driver,
-        stalled: Callable[[str, float], None],
-        early: bool,
-    ) -> None:
-        """`early` says that units are updated during backward."""
+    _collectives: Collectives
+    _gradients: Gradients
+    _buffers: Buffers
+    _device: Device
+    _copies: Lane
+    _driver: Driver
+    _stalled: Callable[[str, float], None]
+    _filling: _Filling | None = None
+    _next: int = 0
+    """The buffer to fill next."""
+
+    def __post_init__(self) -> None:
         self.bring: Callable[[UnitGradient, bool], None]
         """Has a gradient brought to its record's buffer; set by the stepper."""
-        self._collectives = collectives
-        self._shards = collectives.shards
-        ranks = collectives.mesh.ranks
+        collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
+        self._early = self._driver.scheduler.plan.during_backward
+        """Whether units are updated during backward."""
         self._tensor_parallel = ranks.tensor_parallel > 1
-        self._reduction = Reduction(self._shards, collectives.groups, buffers, ranks.data_parallel)
-        self._gradients = gradients
+        self._reduction = Reduction(collectives.shards, collectives.groups, buffers, ranks.data_parallel)
         self._dtype, self._fills = buffers.dtype, buffers.fills
-        self._device = device
-        self._copies = copies
-        self._driver = driver
-        self._stalled = stalled
-        self._early = early
-        self._filling: _Filling | None = None
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
-        self._next = 0
         collectives.take_part[CollectiveKind.REDUCE] = self._take_part
 
     def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
@@ -107,8 +100,12 @@ class Reducer:
                 into.copy_(values)
             filling.filled = self._device.fence()
         else:
-            label = f"offload {unit.spec.name}"
-            filling.copies.append(self._copies.submit(lambda: _copy(copies), (), grad.nbytes, label))
+
+            def copy() -> None:
+                for into, values in copies:
+                    copy_bytes(into, values)
+
+            filling.copies.append(self._copies.submit(copy, (), grad.nbytes, f"offload {unit.spec.name}"))
         return record
 
     def flush(self, last: bool) -> None:
@@ -179,9 +176,10 @@ class Reducer:
             self._reduce(unit.spec, None, nothing, None)
             return
         if unit.version != version:
+            mine = self._collectives.shards.rank
             raise RankError(
-                f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {self._shards.rank} has "
-                "updated it for already. Run the same number of backward passes on every rank, or leave out "
+                f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {mine} has updated it for "
+                "already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
         record = self._gradients.open(unit, self._driver.scheduler.steps)
@@ -244,9 +242,3 @@ class Reducer:
             return mine
         found = self._collectives.transport.announce(mine)
         return min((slot for slot in found if slot is not None), default=None)
-
-
-def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """A memcpy each, without the GIL and without torch's threads."""
-    for into, values in copies:
-        ctypes.memmove(into.data_ptr(), values.data_ptr(), into.nbytes)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from pagoda.errors import UsageError
 from pagoda.process import forks
+from pagoda.runtime.capture import Saver
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import THREAD_NAMES, Lane
 from pagoda.runtime.rank_group import RankGroup
-from pagoda.runtime.saver import Saver
 from pagoda.runtime.store import Store
-from pagoda.runtime.updates import Feeder
+from pagoda.runtime.updates import Updater
 
 _log = logging.getLogger("pagoda")
 
@@ -27,7 +27,7 @@ class Threads:
     """All threads of an engine. Neither they nor the objects that they use keep the engine alive."""
 
     lanes: Mapping[str, Lane]
-    feeders: Sequence[Feeder]
+    updaters: Sequence[Updater]
     saver: Saver
     rank_group: RankGroup | None
 
@@ -35,17 +35,11 @@ class Threads:
         """Register calls with `stack` that finish the work of all threads and join them."""
         for lane in self.lanes.values():
             stack.callback(lane.clear)
-        for name in (
-            "ssd_write",
-            "d2h",
-            "update",
-            "device_update",
-            "h2d",
-            "ssd_read",
-        ):  # from the last: each feeds those
+        # From the last: each feeds those before it.
+        for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
             stack.callback(self.lanes[name].close)
-        for feeder in self.feeders:
-            stack.callback(feeder.close)
+        for updater in self.updaters:
+            stack.callback(updater.close)
         if self.rank_group is not None:
             stack.callback(self.rank_group.close)
         stack.callback(self.saver.close)
@@ -79,8 +73,8 @@ def _end(threads: Threads, executor: Executor, store: Store) -> None:
         with ExitStack() as stack:
             stack.callback(give_back, executor, store)
             threads.end(stack)
-            for feeder in threads.feeders:
-                feeder.refused = refusal
+            for updater in threads.updaters:
+                updater.refused = refusal
     except Exception as error:
         _log.warning("An optimizer was dropped without close(), and its end failed: %s", error)
     refusal.__traceback__ = None  # its frames would keep memory until the next collection

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from pagoda.distributed.stages import Stages, StepTerms
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.plan.ops import HOST
-from pagoda.plan.options import Options
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_error
@@ -37,41 +37,28 @@ class Norms(NamedTuple):
     """The norm of each param group."""
 
 
+@dataclass(eq=False, repr=False)
 class Stepper:
     """The gradients of one step, their norm, and the updates that follow from them. Only the compute thread calls
     it."""
 
-    def __init__(
-        self,
-        units: list[LiveUnit],
-        options: Options,
-        clip_grad_norm: float | None,
-        rule: Rule,
-        gradients: Gradients,
-        executor: Executor,
-        accesses: Accesses,
-        stalled: Callable[[str, float], None],
-        scaler: LossScaler,
-        rank_group: RankGroup | None,
-        stages: Stages | None,
-    ) -> None:
-        """`stalled` counts waiting time."""
-        self._units = units
-        self._options = options
-        self._clip_grad_norm = clip_grad_norm
-        self._rule = rule
-        self._gradients = gradients
-        self._executor = executor
-        self._scheduler = executor.driver.scheduler
-        self._accesses = accesses
-        self._stalled = stalled
-        self.scaler = scaler
-        self._rank_group = rank_group
-        self._stages = stages
-        self._arrivals = gradients if rank_group is None else rank_group.arrivals
+    _units: list[LiveUnit]
+    _clip_grad_norm: float | None
+    _rule: Rule
+    _gradients: Gradients
+    _executor: Executor
+    _accesses: Accesses
+    scaler: LossScaler
+    _rank_group: RankGroup | None
+    _stages: Stages | None
+
+    def __post_init__(self) -> None:
+        self._options = self._accesses.plan.options
+        self._scheduler = self._executor.driver.scheduler
+        self._arrivals = self._gradients if self._rank_group is None else self._rank_group.arrivals
         """Receives gradients from autograd."""
-        if rank_group is not None:
-            rank_group.when_flushed(self._request_buffer)
+        if self._rank_group is not None:
+            self._rank_group.when_flushed(self._request_buffer)
         self.group_of: Callable[[LiveUnit, int], Group]
         """Returns the param group of a parameter. The optimizer sets this and `groups`."""
         self.groups: Callable[[], Sequence[Group]]
@@ -389,7 +376,7 @@ class Stepper:
         start = time.perf_counter()
         for record in records:
             record.settle()
-        self._stalled("d2h", time.perf_counter() - start)
+        self._accesses.meter.stalled("d2h", time.perf_counter() - start)
 
     def _square_sums(
         self, records: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True

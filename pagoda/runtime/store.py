@@ -1,6 +1,5 @@
 """The store: the home of every extent, and slow access to its elements."""
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from pagoda.distributed.shards import Shards
 from pagoda.errors import StorageError
+from pagoda.memory.arena import copy_bytes
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
@@ -37,20 +37,16 @@ class Store:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        directories: Mapping[Path, int | None],
-        poison: bool,
-        device: Device,
-        shards: Shards | None = None,
+        self, plan: Plan, directories: Mapping[Path, int | None], poison: bool, device: Device, shards: Shards
     ) -> None:
         """`directories` of the SSD tier, each with its most bytes, or None for no limit. Raises the errors of
         `SSDTier`."""
         self.plan = plan
-        self.shards = shards or Shards(plan.layout, None)
+        self.shards = shards
         """The elements that the extents hold."""
         self.assemble: Callable[[UnitSpec, StateSpec, int, torch.Tensor], None] | None = None
         """Called on every rank at once: fills in the other ranks' elements of a state."""
+        self._directories = directories
         placement, page = plan.placement, plan.page_bytes
         lines = placement.lines
         self._device = device
@@ -92,10 +88,10 @@ class Store:
         """Dtype of a state."""
         return self.plan.layout.gradient_dtype if state == GRAD else self._spec(state).dtype
 
-    def left_on_drives(self, directories: Mapping[Path, int | None]) -> dict[Path, int | None]:
+    def left_on_drives(self) -> dict[Path, int | None]:
         """Bytes of each directory's limit that page files leave, or None for no limit."""
         taken = self.ssd.bytes_on_drives if self.ssd is not None else {}
-        return {at: None if limit is None else limit - taken.get(at, 0) for at, limit in directories.items()}
+        return {at: None if limit is None else limit - taken.get(at, 0) for at, limit in self._directories.items()}
 
     def tensor(self, unit: int, state: str) -> torch.Tensor | None:
         """An extent in RAM or on the device, shape [elements of its pages]. None if its home is SSD."""
@@ -113,16 +109,12 @@ class Store:
         target = torch.frombuffer(into, dtype=source.dtype)
         if self.lives_on_device(unit, state):
             self._device.copy_out(target, source, PAST).synchronize()
-        else:  # one plain memcpy, without the GIL
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        else:
+            copy_bytes(target, source)
 
     def lives_on_device(self, unit: int, state: str) -> bool:
         """Whether the home of an extent is a separate device."""
         return self.plan.placement.home(unit, state) == DEVICE
-
-    def at(self, address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Elements of RAM from an address on, shape [numel]."""
-        return self.host.arena.tensor(address - self.host.arena.address, numel, dtype)
 
     def update_lane(self, unit: int) -> str:
         """The lane that most likely ends last before a unit's new weights can be used."""

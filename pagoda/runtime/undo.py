@@ -1,31 +1,40 @@
-"""The old states of a unit, kept for an update that may have to be undone."""
+"""Guesses: updates that may have to be undone, with the old states of their units."""
 
-import ctypes
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from pagoda.memory.arena import copy_bytes
 from pagoda.memory.ssd.tier import PageSnapshot
 from pagoda.plan.layout import before
+from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
 
 
-class Undo:
-    """Keeps the old states of one unit next to the new ones until the update has ended and `close` or `revert` is
-    called.
+@dataclass(eq=False, repr=False)
+class Guess:
+    """An update of one unit whose old states are kept next to the new ones, until it has ended and `close` or `revert`
+    is called.
 
     States on SSD keep their old pages, while the update writes to other pages. States in RAM are copied, block by
     block, just before they change. The update calls `begin` and `save` on its threads.
     """
 
-    def __init__(self, store: Store, unit: int) -> None:
-        self._store = store
-        self._unit = unit
-        self.over = Handle()
-        """Ends when the unit has its old states back, or when they are given up."""
-        self._frozen: PageSnapshot | None = None
-        """The old pages of states on SSD."""
-        self._saved: list[tuple[str, range]] = []
-        """Each copied part: the state, and the elements of its extent."""
+    _store: Store
+    record: UnitGradient
+    updated: Handle = field(default_factory=Handle)
+    """`updated` and `written` belong to this update. Those of the record belong to the update that is kept."""
+    written: Handle = field(default_factory=Handle)
+    over: Handle = field(default_factory=Handle)
+    """Ends when the unit has its old states back, or when they are given up."""
+    _frozen: PageSnapshot | None = None
+    """The old pages of states on SSD."""
+    _saved: list[tuple[str, range]] = field(default_factory=list)
+    """Each copied part: the state, and the elements of its extent."""
+
+    @property
+    def _unit(self) -> int:
+        return self.record.unit.index
 
     def begin(self) -> None:
         """The update is about to begin. No state of the unit is being stored."""
@@ -56,10 +65,7 @@ class Undo:
             self._copy(before(state), state, elements)
 
     def _copy(self, source: str, target: str, elements: range) -> None:
-        """One memcpy, without the GIL."""
         read, write = self._store.tensor(self._unit, source), self._store.tensor(self._unit, target)
         assert read is not None
         assert write is not None
-        size = read.element_size()
-        at = elements.start * size
-        ctypes.memmove(write.data_ptr() + at, read.data_ptr() + at, len(elements) * size)
+        copy_bytes(write[elements.start : elements.stop], read[elements.start : elements.stop])

@@ -51,13 +51,7 @@ class LiveUnit:
     shape. For a DTensor this holds for the rank's part: the parameter itself stays, and shows another part.
     """
 
-    def __init__(
-        self,
-        spec: UnitSpec,
-        params: list[nn.Parameter],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: UnitSpec, params: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.params = params
         self.active = 0

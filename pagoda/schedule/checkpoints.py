@@ -37,19 +37,20 @@ class Saving:
     """Whether the states have been copied to `kept`."""
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoint:
     """The checkpoint under way, if any, and the reserve.
 
     Invariants: the checkpoint reads the version that it requested; kept states fit the reserve.
     """
 
-    def __init__(
-        self, plan: SchedulePlan, order: Order, versions: Versions, issue: Callable[[Operation], None]
-    ) -> None:
-        self._plan = plan
-        self._order = order
-        self._versions = versions
-        self._issue = issue
+    _plan: SchedulePlan
+    _order: Order
+    _versions: Versions
+    _issue: Callable[[Operation], None]
+
+    def __post_init__(self) -> None:
+        plan = self._plan
         self._units = [Saving() for _ in plan.units]
         self._in_place: Collection[int] = ()
         """Units whose old states can only be read in their home."""

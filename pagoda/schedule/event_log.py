@@ -19,8 +19,7 @@ from typing import Any
 
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Phase, Trace
-from pagoda.schedule.from_plan import schedule_plan
-from pagoda.schedule.operations import Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.operations import Operation, SchedulePlan, UnitPlan, schedule_plan
 from pagoda.schedule.scheduler import Scheduler
 
 EVENTS = [

@@ -105,26 +105,23 @@ class Gradients:
         self._wait(record)
         return record
 
-    def offloaded(self, record: Record, failed: bool) -> None:
-        """An OFFLOAD has ended. If it failed, the gradient is lost."""
-        record.lost = record.lost or failed
-        record.arriving -= 1
+    def moved(self, kind: Kind, record: Record, failed: bool) -> None:
+        """An OFFLOAD, SPILL or RELOAD has ended. A failed SPILL loses nothing, because the buffer still has the
+        gradient. If another one failed, the gradient is lost."""
+        if kind is Kind.OFFLOAD:
+            record.arriving -= 1
+        else:
+            record.transferring = False
+        if kind is Kind.SPILL:
+            record.clean = record.clean and not failed
+            self._spilling_fails = self._spilling_fails or failed
+        else:
+            record.lost = record.lost or failed
         self._changed(record)
-        if record.complete and record.arrived and not (self._plan.during_backward or record.dropped or record.lost):
+        if kind is not Kind.OFFLOAD or self._plan.during_backward or record.dropped or record.lost:
+            return
+        if record.complete and record.arrived:
             self._spill(record)  # it waits for `step()`
-
-    def spilled(self, record: Record, failed: bool) -> None:
-        """A SPILL has ended. A failed SPILL loses nothing, because the buffer still has the gradient."""
-        record.transferring = False
-        record.clean = record.clean and not failed
-        self._spilling_fails = self._spilling_fails or failed
-        self._changed(record)
-
-    def reloaded(self, record: Record, failed: bool) -> None:
-        """A RELOAD has ended. If it failed, the gradient is lost."""
-        record.transferring = False
-        record.lost = record.lost or failed
-        self._changed(record)
 
     def use(self, record: Record) -> None:
         """An update begins to read a gradient."""

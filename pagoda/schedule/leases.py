@@ -56,6 +56,7 @@ class Lease:
     """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
 
 
+@dataclass(eq=False, repr=False)
 class Leases:
     """All uses of weights by compute, and all leases. A unit has at most one lease that has not ended.
 
@@ -64,20 +65,15 @@ class Leases:
     compute used last is not evicted either, because backward accesses it once for each of its operations.
     """
 
-    def __init__(
-        self,
-        plan: SchedulePlan,
-        order: Order,
-        versions: Versions,
-        read: Callable[[int], None],
-        issue: Callable[[Operation], None],
-    ) -> None:
-        """`read` is called with a unit before a FETCH reads its weights from their home."""
-        self._plan = plan
-        self._read = read
-        self._order = order
-        self._versions = versions
-        self._issue = issue
+    _plan: SchedulePlan
+    _order: Order
+    _versions: Versions
+    _read: Callable[[int], None]
+    """Called with a unit before a FETCH reads its weights from their home."""
+    _issue: Callable[[Operation], None]
+
+    def __post_init__(self) -> None:
+        plan = self._plan
         self.frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
         self._leases: dict[int, Lease] = {}
         """unit -> its lease that has not ended."""

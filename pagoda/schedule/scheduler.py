@@ -253,14 +253,10 @@ class Scheduler:
         """An operation that copies weights, gradients or states has ended."""
         if operation.kind is Kind.FETCH:
             self.leases.ended(operation.about, failed)
-        elif operation.kind is Kind.OFFLOAD:
-            self.gradients.offloaded(operation.about, failed)
-        elif operation.kind is Kind.SPILL:
-            self.gradients.spilled(operation.about, failed)
-        elif operation.kind is Kind.RELOAD:
-            self.gradients.reloaded(operation.about, failed)
         elif operation.kind is Kind.SAVE:
             self.updates.checkpoint.ended(operation.unit)
+        else:
+            self.gradients.moved(operation.kind, operation.about, failed)
         self.updates.retry(operation.unit)
 
     def _drop_gradients(self) -> None:

@@ -7,36 +7,30 @@ It also shows the result, unless a step has begun.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.versions import Update, Versions
 
 
+@dataclass(eq=False, repr=False)
 class Turns:
     """Starts asynchronous updates. Does nothing if updates are synchronous.
 
     Invariants: all accesses of a step see the same version of a unit; an update writes the extent that no step reads.
     """
 
-    def __init__(
-        self,
-        plan: SchedulePlan,
-        versions: Versions,
-        leases: Leases,
-        queue: Callable[[Update], None],
-        issue: Callable[[Operation], None],
-    ) -> None:
-        """`queue` starts an update after the earlier updates of its unit."""
-        self._most = plan.max_staleness
-        self._versions = versions
-        self._leases = leases
-        self._queue = queue
-        self._issue = issue
-        self._turn = 0
-        """The number of steps since the last drain."""
-        self._step_begun = False
-        """Whether compute has used a unit in a step since the last `step()`."""
+    _plan: SchedulePlan
+    _versions: Versions
+    _leases: Leases
+    _queue: Callable[[Update], None]
+    """Starts an update after the earlier updates of its unit."""
+    _issue: Callable[[Operation], None]
+    _turn: int = 0
+    """The number of steps since the last drain."""
+    _step_begun: bool = False
+    """Whether compute has used a unit in a step since the last `step()`."""
 
     def begin_step(self) -> None:
         """Compute uses a unit in a step."""
@@ -46,7 +40,7 @@ class Turns:
         """`step()` has queued its updates."""
         self._step_begun = False
         self._turn += 1
-        most = self._most
+        most = self._plan.max_staleness
         for unit in range(len(self._versions.of)) if most is not None else ():
             if most:
                 self._show(unit)

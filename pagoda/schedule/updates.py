@@ -1,8 +1,5 @@
 """Updates: which update runs next, what it may overwrite, and which version of the weights it makes.
 
-A version is the number of steps whose gradients a unit's weights contain. `due` is the number of steps for which
-`step()` has requested an update.
-
     [ASKING ->] QUEUED -> LOADING -> RUNNING [-> UNDOING] -> over
 
 An update that starts before `step()` is early. It is either final, because nothing will be clipped, or speculative. It
@@ -24,6 +21,7 @@ when.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
@@ -43,6 +41,7 @@ CALM_STEPS = 4
 """Speculation resumes after this number of consecutive steps without clipping."""
 
 
+@dataclass(eq=False, repr=False)
 class Updates:
     """All updates, and the versions that they make.
 
@@ -50,22 +49,15 @@ class Updates:
     its step; weights are readable only while nothing writes them; a checkpoint reads the version that it requested.
     """
 
-    def __init__(
-        self,
-        plan: SchedulePlan,
-        order: Order,
-        versions: Versions,
-        gradients: Gradients,
-        leases: Leases,
-        issue: Callable[[Operation], None],
-    ) -> None:
-        self._plan = plan
-        self._order = order
-        self._versions = versions
-        self._gradients = gradients
-        self._leases = leases
-        self._issue = issue
-        self._asynchronous = plan.max_staleness is not None
+    _plan: SchedulePlan
+    _order: Order
+    _versions: Versions
+    _gradients: Gradients
+    _leases: Leases
+    _issue: Callable[[Operation], None]
+
+    def __post_init__(self) -> None:
+        self._asynchronous = self._plan.max_staleness is not None
         self._queues: tuple[list[tuple[float, int, Update]], ...] = ([], [])
         """By updater: heaps of (urgency, sequence, update). An update may have several entries. Its state says whether
         they count."""
@@ -86,12 +78,12 @@ class Updates:
         """The number of speculative updates so far that were confirmed, and that were undone or called off."""
         self._calm = CALM_STEPS
         """The number of steps since gradients were last clipped."""
-        self.checkpoint = Checkpoint(plan, order, versions, issue)
+        self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
         self._pending = 0
         """The number of updates that are queued or under way."""
         self._draining = False
         """Whether all updates must end."""
-        self._turns = Turns(plan, versions, leases, self._queue, issue)
+        self._turns = Turns(self._plan, self._versions, self._leases, self._queue, self._issue)
         """Starts asynchronous updates."""
 
     # --- updates requested by `step()` ---

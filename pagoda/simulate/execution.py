@@ -34,10 +34,8 @@ class Execution:
         self._chains = cache(self._chains_of)
         on_device = plan.placement.on_device
         reports = self._gradient_used, self._weights_written, self._ended
-        updates = [
-            SimulatedUpdates(plan, traffic, lanes, rates, reports, on_device=where)
-            for where in ([False, True] if on_device else [False])
-        ]
+        wheres = [False, True] if on_device else [False]
+        updates = [SimulatedUpdates(plan, traffic, lanes, rates, where, *reports) for where in wheres]
         self._updates = [updates[unit.index in on_device] for unit in plan.units]
         self._fetches: dict[int, Task] = {}
         """unit -> the end of its latest FETCH."""

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 
@@ -24,21 +24,20 @@ class Work:
     """How often the runtime hands something over to the lane for it."""
 
 
+@dataclass(eq=False, slots=True)
 class Task:
     """One submission of work. It starts when everything that it depends on has ended."""
 
-    __slots__ = ("done", "end", "left", "start", "then", "waiting", "work")
-
-    def __init__(self, work: Work, seconds: float) -> None:
-        self.work = work
-        self.left = seconds
-        """Remaining seconds at the lane's full rate."""
-        self.start = self.end = 0.0
-        self.done = False
-        self.waiting = 0
-        """Number of tasks that must end before."""
-        self.then: list[Callable[[], None]] = []
-        """Called when it has ended."""
+    work: Work
+    left: float
+    """Remaining seconds at the lane's full rate."""
+    start: float = 0.0
+    end: float = 0.0
+    done: bool = False
+    waiting: int = 0
+    """Number of tasks that must end before."""
+    then: list[Callable[[], None]] = field(default_factory=list)
+    """Called when it has ended."""
 
     def span(self, since: float) -> Span:
         """The span of a task that has ended, by a clock that starts at `since`."""
@@ -94,11 +93,6 @@ class SimulatedLanes:
             then()
         else:
             task.then.append(then)
-
-    def run_out(self) -> None:
-        """Let time pass until no lane has work."""
-        while self._active or any(self._ready.values()):
-            self.advance()
 
     def _let_go(self, task: Task) -> None:
         task.waiting -= 1

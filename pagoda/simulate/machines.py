@@ -240,12 +240,7 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             ),
             Hardware(
                 name="rtx4090",
-                cpu=_cpu(
-                    Figure(128 * _GIB, "assumed: 4 x 32 GB"),
-                    16,
-                    89.6 * _GB,
-                    "assumed: 2 channels of DDR5-5600",
-                ),
+                cpu=_cpu(Figure(128 * _GIB, "assumed: 4 x 32 GB"), 16, 89.6 * _GB, "assumed: 2 channels of DDR5-5600"),
                 device=_RTX4090,
                 link=_link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16"),
                 ssd=_drive(

@@ -8,24 +8,25 @@ or its share of a common resource (the SSD's two directions, the link's, RAM, an
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 
+from pagoda.plan.activations import BUFFERED
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ops import COLLECTIVE, HOST, LANES
 from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
-from pagoda.plan.traffic import exchanges_at
+from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
-from pagoda.schedule.from_plan import schedule_plan
+from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
-from pagoda.simulate.activations import SimulatedActivations
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.passes import FEW, Mark, first_passes, pass_begins, with_more_passes
 from pagoda.simulate.rates import Rates
-from pagoda.simulate.timeline import COMPUTE, Span, Timeline
+from pagoda.simulate.timeline import COMPUTE, Timeline
 
 _LEAST_STEPS, _MOST_STEPS = 3, 8
 """Number of simulated steps. The simulation stops when a step's last micro-batch takes as long as that of the previous
@@ -167,11 +168,6 @@ class Simulation:
         self._scheduler.end_step()
         self._execution.pump()
 
-    def drain(self) -> Sequence[Span]:
-        """Let every lane finish its work. Returns all spans since the first `step`."""
-        self._lanes.run_out()
-        return [task.span(since=0.0) for task in self._lanes.ended]
-
     def _use(self, access: Access) -> None:
         """Compute turns to a unit and waits for its weights."""
         unit, scheduler, execution = access.unit, self._scheduler, self._execution
@@ -247,3 +243,48 @@ class Simulation:
                     account.append((seconds - start, in_use))
             held_bytes[tier] = tuple(account)
         return held_bytes
+
+
+class SimulatedActivations:
+    """Moves the activations that a plan offloads. They leave while forward computes them, and come back one access
+    ahead of backward. Compute makes and uses their bytes gradually during an access."""
+
+    def __init__(self, plan: Plan, lanes: SimulatedLanes, wait: Callable[[Task], None]) -> None:
+        """`wait` makes compute wait for a task."""
+        self._at = activations_at(plan)
+        self._lanes = lanes
+        self._wait = wait
+        self._returns = {tick for tick in self._at if plan.trace.accesses[tick].phase is Phase.BACKWARD}
+        self._following = {tick: later for tick, later in pairwise(self._at) if {tick, later} <= self._returns}
+        """tick of returns -> the next such tick of the same pass"""
+        blocks = plan.activations.sizes.blocks
+        self._window = BUFFERED * max((part.largest for b in blocks for part in (b.inputs, b.inner)), default=0)
+        """Bytes by which compute may be ahead of the transfers."""
+        self._leaving: list[Task] = []
+        self._coming: dict[int, list[Task]] = {}
+
+    def begin(self, tick: int) -> None:
+        """Compute begins an access. The activations that it saves start to leave, and those that it needs must be
+        there."""
+        if tick not in self._at:
+            return
+        if tick not in self._returns:
+            self._leaving += self._moved(tick, "save activation", [])
+            return
+        for coming in (tick, self._following.get(tick)):
+            if coming is not None and coming not in self._coming:
+                leaving = [task for task in self._leaving if not task.done]
+                self._coming[coming] = self._moved(coming, "return activation", leaving)
+        for task in self._coming.pop(tick):
+            self._wait(task)
+
+    def end(self, tick: int) -> None:
+        """Compute ends an access. Most of what it saved must have left."""
+        if tick in self._at:
+            self._leaving = [task for task in self._leaving if not task.done]
+            while sum(task.work.nbytes for task in self._leaving) > self._window:
+                self._wait(self._leaving.pop(0))
+
+    def _moved(self, tick: int, name: str, after: list[Task]) -> list[Task]:
+        lanes = self._lanes
+        return [lanes.submit(lanes.move(lane, name, nbytes), after) for lane, nbytes in self._at[tick]]

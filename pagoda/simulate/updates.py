@@ -46,28 +46,26 @@ class _Feeding:
     """Number of submitted chunks."""
 
 
+@dataclass(eq=False, repr=False)
 class SimulatedUpdates:
-    """Carries out UPDATE, PERSIST and READ_AHEAD chunk by chunk, as one of the runtime's feeders does. A chunk of
+    """Carries out UPDATE, PERSIST and READ_AHEAD chunk by chunk, as one of the runtime's updaters does. A chunk of
     streamed states is read, updated and written, and holds a slot of the ring meanwhile. Updates take slots in the
     order in which they come."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        traffic: Sequence[Traffic],
-        lanes: SimulatedLanes,
-        rates: Rates,
-        reports: tuple[Report, Report, Report],
-        on_device: bool,
-    ) -> None:
-        """`reports` are called in this order when an UPDATE has used its gradients, has written the new weights, and
-        has ended."""
-        self._plan = plan
-        self._traffic = traffic
-        self._lanes = lanes
-        self._rates = rates
-        self._gradient_used, self._weights_written, self._ended = reports
-        self._on_device = on_device
+    _plan: Plan
+    _traffic: Sequence[Traffic]
+    _lanes: SimulatedLanes
+    _rates: Rates
+    _on_device: bool
+    _gradient_used: Report
+    """Called when an UPDATE or PERSIST has used its gradients."""
+    _weights_written: Report
+    """Called when an UPDATE has written the new weights."""
+    _ended: Report
+    """Called when an UPDATE or PERSIST has ended."""
+
+    def __post_init__(self) -> None:
+        plan, on_device = self._plan, self._on_device
         self._lane = "device_update" if on_device else "update"
         self.lanes_waited_for = [self._lane_waited_for(unit.index) for unit in plan.units]
         """For each unit, the lane that most likely ends last before its new weights can be used."""

@@ -14,7 +14,7 @@ import pagoda
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.tensors import TensorWriter
 from pagoda.optimizer import PagedOptimizer
-from pagoda.runtime import saver
+from pagoda.runtime import capture
 from pagoda.runtime.capture import Capture
 
 from .test_resume import HALF, LLAMA, PLACES, Run, assert_same, data, on_ssd, uninterrupted
@@ -181,7 +181,7 @@ def test_an_error_in_the_background_is_raised_once_by_the_next_call(
 
 def test_states_are_written_in_the_order_in_which_updates_will_change_them(tmp_path: Path, monkeypatch: Patch) -> None:
     """All states of a parameter before those of the next one, as its update goes, from forward's first on."""
-    monkeypatch.setattr(saver, "SSD_THREADS", 1)
+    monkeypatch.setattr(capture, "SSD_THREADS", 1)
     written: list[str] = []
     write = Files.write
 

@@ -41,7 +41,7 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.runtime.gathering import SharedWeights
-from pagoda.runtime.undo import Undo
+from pagoda.runtime.undo import Guess
 from pagoda.schedule import updates
 from pagoda.train import TrainConfig, run
 
@@ -228,8 +228,8 @@ def train(
     room = 0
     if guesses is not None:
         updates.CALM_STEPS = 0
-        for method in (Undo.begin, Undo.revert):
-            setattr(Undo, method.__name__, slowed(method))
+        for method in (Guess.begin, Guess.revert):
+            setattr(Guess, method.__name__, slowed(method))
         recipe = {**recipe, "steps": len(departures["factors"]), "announced": True}
     made = recipe_of(recipe)
     if guesses is not None and (kind, made.moments) != ("ssd", "fp32"):

@@ -17,6 +17,8 @@ from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
 from pagoda.simulate.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers
+from pagoda.simulate.simulation import Simulation
+from pagoda.simulate.timeline import Span
 
 Draw = Callable[[st.SearchStrategy], object]
 
@@ -164,3 +166,11 @@ def hardware(draw: Draw) -> Hardware:
     if draw(st.booleans()):
         return replace(GPU, cpu=cpu, link=Link(down, up, both(down, up)), ssd=drive)
     return replace(FAST, cpu=cpu, ssd=drive)
+
+
+def drained(simulation: Simulation) -> list[Span]:
+    """Let every lane finish its work. All spans since the first step."""
+    lanes = simulation._lanes
+    while lanes._active or any(lanes._ready.values()):
+        lanes.advance()
+    return [task.span(since=0.0) for task in lanes.ended]

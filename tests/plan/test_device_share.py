@@ -20,7 +20,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.traffic import traffic_of
-from pagoda.schedule.from_plan import schedule_plan
+from pagoda.schedule.operations import schedule_plan
 from pagoda.simulate.hardware import Link
 
 from .strategies import FAST, GPU, LARGE, STATES, figure, unit

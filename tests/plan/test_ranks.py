@@ -24,7 +24,7 @@ from pagoda.simulate.hardware import Link
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.simulation import Simulation, simulate
 
-from .strategies import GPU, LARGE, STATES, figure, large_trees, plans
+from .strategies import GPU, LARGE, STATES, drained, figure, large_trees, plans
 from .test_planner import tower
 
 GIB = 1 << 30
@@ -201,7 +201,7 @@ def test_what_a_guess_has_updated_is_shared_once_it_is_there() -> None:
     simulation = Simulation(plan, rates, [1e-4] * (len(plan.trace.accesses) - 1))
     simulation.step()
     simulation.step()
-    spans = simulation.drain()
+    spans = drained(simulation)
     read = {span.name[6:]: span.start_s for span in spans if span.lane == "ssd_read" and span.name[:6] == "share "}
     written = {span.name[6:]: span.end_s for span in spans if span.lane == "ssd_write" and span.name[:6] == "write "}
     assert read

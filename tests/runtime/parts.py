@@ -26,8 +26,8 @@ from pagoda.runtime.engine import Engine
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.store import Store
-from pagoda.runtime.streams import Update
 from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updates import Update
 from pagoda.schedule.scheduler import Scheduler
 
 PAGE = 4096
@@ -111,7 +111,7 @@ class Parts:
 
         def feed(update: Update) -> None:
             before(update.unit)
-            for record, _ in update.parts:
+            for record, _ in update.pieces:
                 for slot in range(update.unit.trainable):
                     placed = update.unit.spec.slots[slot]
                     of_slot = record.buffer[placed.offset : placed.offset + placed.param.numel]
@@ -120,7 +120,7 @@ class Parts:
             update.updated.finish()
             update.written.finish()
 
-        self.engine._executor.feeders[0].feed = feed  # type: ignore[method-assign]
+        self.engine._executor.updaters[0].feed = feed  # type: ignore[method-assign]
         return seen
 
     def see_all(self) -> Seen:

@@ -131,8 +131,8 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
 
         return slow_adamw
 
-    for path in (feeder.path for feeder in engine_of(model)._executor.feeders):
-        monkeypatch.setattr(path, "_kernel", slow(path._kernel))  # type: ignore[attr-defined]
+    for updater in engine_of(model)._executor.updaters:
+        monkeypatch.setattr(updater, "_kernel", slow(updater._kernel))  # type: ignore[attr-defined]
     planned = pagoda.plan_of(model).placement
     assert bool(planned.passing) == bool(planned.units_with("device", [WEIGHT])) == (placement == BOTH)
     mine = Outcome()

@@ -17,7 +17,7 @@ from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, assert_equal, squeeze
 import pagoda
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.gradients import UnitGradient
-from pagoda.runtime.streams import Update
+from pagoda.runtime.updates import Update
 
 from .loops import USES, Layers, loss_of_layers
 
@@ -122,7 +122,7 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
-    feeder = optimizer._engine._executor.feeders[0]
+    updater = optimizer._engine._executor.updaters[0]
     begun, end, updated = threading.Event(), threading.Event(), list[int]()
 
     def slowly(feed: Callable[[Update], None], update: Update) -> None:
@@ -131,12 +131,12 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
         updated.append(update.unit.index)
         feed(update)
 
-    monkeypatch.setattr(feeder, "feed", partial(slowly, feeder.feed))
+    monkeypatch.setattr(updater, "feed", partial(slowly, updater.feed))
     train(model, optimizer, "step")
     assert begun.wait(SOON_S)
     threading.Timer(0.05, end.set).start()
     monkeypatch.undo()
-    del model, optimizer, feeder
+    del model, optimizer, updater
     gc.collect()
     assert threads() == set()
     assert len(updated) <= 2, "the one under way, and the one whose gradient had been loaded"

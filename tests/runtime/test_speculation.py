@@ -21,7 +21,7 @@ from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import UNDO
-from pagoda.runtime.undo import Undo
+from pagoda.runtime.undo import Guess
 from pagoda.schedule import updates
 
 from .loops import inputs, layers
@@ -282,10 +282,10 @@ def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, w
 
 def test_an_update_that_failed_before_the_step_is_done_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every speculated update some block's state cannot be written; those that `step()` queues can be."""
-    store, begin = SSDTier.store, Undo.begin
+    store, begin = SSDTier.store, Guess.begin
     doomed: set[int] = set()
 
-    def begin_doomed(undo: Undo) -> None:
+    def begin_doomed(undo: Guess) -> None:
         runs = (undo._store.run(undo._unit, state) for state in ("exp_avg", "exp_avg_sq"))
         doomed.update(run.start for run in runs if run is not None)
         begin(undo)
@@ -299,7 +299,7 @@ def test_an_update_that_failed_before_the_step_is_done_anew(tmp_path: Path, monk
             raise StorageError("the disk failed")
         store(tier, run, offset_bytes, data)
 
-    monkeypatch.setattr(Undo, "begin", begin_doomed)
+    monkeypatch.setattr(Guess, "begin", begin_doomed)
     monkeypatch.setattr(SSDTier, "store", broken)
     training = Training("...", between=let_them_fail, at=None)
     train(training, memory_of(HOST_WEIGHTS, tmp_path)).assert_same_bits(reference(training.pattern))

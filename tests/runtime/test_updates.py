@@ -144,7 +144,7 @@ def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with updates(tmp_path, placement=ALL_ON_SSD, block_limit=1) as running:
-        path, store = running.part.engine._executor.feeders[0].path, running.part.store
+        updater, store = running.part.engine._executor.updaters[0], running.part.store
         load, go_on, being_filled = store.ssd.load, threading.Event(), set[int]()
 
         def load_later(run: Run, offset: int, into: memoryview) -> None:
@@ -158,10 +158,10 @@ def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
             load(run, offset, into)
 
         monkeypatch.setattr(store.ssd, "load", load_later)
-        path.read_ahead(0)
+        updater._read_ahead(0)
         while not being_filled:
             time.sleep(0.001)
-        path.drop_ahead()
+        updater._drop_ahead()
         timer = threading.Timer(0.1, go_on.set)
         timer.start()
         running.assert_all_as_expected()

@@ -268,8 +268,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "stopped = self._draining",
         ),
         "the checkpoint outlives a restore": (
-            "        self.checkpoint = Checkpoint(self._plan,",
-            "        Checkpoint(self._plan,",
+            "            queue.clear()\n        self.checkpoint = Checkpoint(self._plan,",
+            "            queue.clear()\n        Checkpoint(self._plan,",
         ),
         "a second part does not come": ("if update.in_two and not update.persists:", "if False:"),
         "a second part comes twice": (

@@ -29,7 +29,7 @@ from pagoda.simulate.hardware import Device, Hardware, Link
 from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
 from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import COMPUTE, Timeline
-from tests.plan.strategies import FAST, GPU, LARGE, STATES, Draw, figure, hardware, plans
+from tests.plan.strategies import FAST, GPU, LARGE, STATES, Draw, drained, figure, hardware, plans
 from tests.plan.test_planner import tower
 
 Case = tuple[Plan, Hardware, list[float], Timeline]
@@ -85,7 +85,7 @@ def test_every_operation_moves_its_bytes_as_often_as_a_step_has_it(
     for _ in range(steps):
         simulation.step()
     moved: dict[str, int] = {}
-    for span in simulation.drain():
+    for span in drained(simulation):
         moved[span.name] = moved.get(span.name, 0) + span.nbytes
     made = Counter(gradient.unit for gradient in gradients_of(plan.trace, trained(plan)))
     uses = Counter(access.unit for access in plan.trace.accesses)
@@ -335,7 +335,7 @@ def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_one
     for _ in range(6):
         simulation.step()
     first = f"forward {plan.units[0].name}"
-    begins = [span.start_s for span in simulation.drain() if span.name == first][::2]  # the head uses it too
+    begins = [span.start_s for span in drained(simulation) if span.name == first][::2]  # the head uses it too
     seconds = [end - begin for begin, end in pairwise(begins)]
     assert seconds[1:] == pytest.approx([seconds[-1]] * (len(seconds) - 1), rel=1e-9)
     assert seconds[-1] <= 1.03 * compute.step_s

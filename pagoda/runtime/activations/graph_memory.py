@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,11 +62,9 @@ class GraphMemory:
         leases: Leases,
         accesses: Accesses,
         store: Store,
-        directories: Mapping[Path, int | None],
         lanes: dict[str, Lane],
         device: Device,
         stalled: Callable[[str, float], None],
-        poison: bool,
         group: dist.ProcessGroup | None = None,
         agree: Callable[[str, Any], list[Any]] = alone,
     ) -> None:
@@ -78,7 +75,7 @@ class GraphMemory:
         self._options = options = store.plan.options
         self._device = device
         self._page_bytes = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
-        self._places = open_places(store, device, directories, self._page_bytes, poison) if options.may_offload else []
+        self._places = open_places(store, device, self._page_bytes) if options.may_offload else []
         self._fixed = None if options.activations == "auto" else Policy(options.activations)
         self._saved = SavedStorages()
         self.offloader = Offloader(
@@ -112,7 +109,7 @@ class GraphMemory:
     @property
     def peak_bytes(self) -> Mapping[str, int]:
         """tier -> most bytes of offloaded activations at once so far."""
-        return {place.tier: place.scratch.peak_bytes for place in self._places if place.scratch.peak_bytes}
+        return {place.tier: place.peak_bytes for place in self._places if place.peak_bytes}
 
     def begin_forward(self, inputs: Any) -> None:
         """A forward of the whole model starts. `inputs` are its arguments.
@@ -236,7 +233,7 @@ class GraphMemory:
             self._rates = {place.tier: place.rates() for place in self._places} if self._fixed is None else {}
         limit = self._options.activation_bytes
         kept = _NO_LIMIT if limit is None else limit
-        return Room.of_step(sizes, kept, {place.tier: place.scratch.room_bytes for place in self._places}, self._rates)
+        return Room.of_step(sizes, kept, {place.tier: place.room_bytes for place in self._places}, self._rates)
 
 
 def _in_backward() -> bool:

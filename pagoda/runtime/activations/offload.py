@@ -4,6 +4,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,29 +18,24 @@ from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
 
 
+@dataclass(eq=False, slots=True)
 class OffloadedStorage(AbsentStorage):
     """A storage whose bytes are in a place. Its pages are freed when the last reference is gone, including those of
     transfers."""
 
-    __slots__ = ("_offloader", "hashes", "nbytes", "pieces", "place", "reading", "source", "target", "used", "written")
-
-    def __init__(
-        self, offloader: "Offloader", place: Place, pieces: Pieces, source: torch.Tensor, version: int
-    ) -> None:
-        super().__init__(version)
-        self._offloader = offloader
-        self.place = place
-        self.pieces = pieces
-        self.nbytes = source.nbytes
-        self.source: torch.Tensor | None = source
-        """The storage as uint8 of shape [nbytes], until its bytes have been written."""
-        self.target: torch.Tensor | None = None
-        """The tensor that the bytes are read into."""
-        self.hashes: list[Hashes] = []
-        self.written: Handle
-        self.reading: Handle | None = None
-        self.used = False
-        """Whether backward has asked for it."""
+    _offloader: "Offloader"
+    place: Place
+    pieces: Pieces
+    nbytes: int
+    source: torch.Tensor | None
+    """The storage as uint8 of shape [nbytes], until its bytes have been written."""
+    target: torch.Tensor | None = None
+    """The tensor that the bytes are read into."""
+    hashes: list[Hashes] = field(default_factory=list)
+    written: Handle = field(init=False)
+    reading: Handle | None = None
+    used: bool = False
+    """Whether backward has asked for it."""
 
     def __del__(self) -> None:
         self._offloader.freed.append((self.place, self.pieces))  # atomic, on whatever thread
@@ -48,6 +44,7 @@ class OffloadedStorage(AbsentStorage):
         return self._offloader.bring_back(self)
 
 
+@dataclass(eq=False, repr=False)
 class Offloader:
     """Moves saved storages out and back. Each storage moves once, however many tensors lie in it.
 
@@ -55,34 +52,25 @@ class Offloader:
     order, so the one saved last is read first. Only the compute thread calls this class.
     """
 
-    def __init__(
-        self,
-        places: Sequence[Place],
-        least_bytes: int,
-        required: bool,
-        lanes: dict[str, Lane],
-        device: Device,
-        saved: SavedStorages,
-        stalled: Callable[[str, float], None],
-    ) -> None:
-        """Storages of at least `least_bytes` go to the first of `places` with enough room. If there is no room, the
-        storage stays, or, with `required`, an error is raised."""
-        self.places = tuple(places)
-        self._least_bytes = least_bytes
-        self._required = required
-        self._lanes = lanes
-        self._device = device
-        self._saved = saved
-        self._stalled = stalled
-        self.freed: deque[tuple[Place, Pieces]] = deque()
-        """Pages that nothing needs any more."""
-        self._order: list[weakref.ref[OffloadedStorage]] = []
-        """The offloaded storages that are still needed, in the order in which they were offloaded."""
-        self._window = 0
-        """Most bytes on their way in each direction."""
-        self._writing: deque[tuple[Handle, int]] = deque()
-        """Transfers on their way out, with their bytes."""
-        self._closed = False
+    places: Sequence[Place]
+    """A storage goes to the first one with enough room."""
+    _least_bytes: int
+    """Smaller storages stay."""
+    _required: bool
+    """Whether it is an error if there is no room. Otherwise the storage stays."""
+    _lanes: dict[str, Lane]
+    _device: Device
+    _saved: SavedStorages
+    _stalled: Callable[[str, float], None]
+    freed: deque[tuple[Place, Pieces]] = field(default_factory=deque)
+    """Pages that nothing needs any more."""
+    _order: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
+    """The offloaded storages that are still needed, in the order in which they were offloaded."""
+    _window: int = 0
+    """Most bytes on their way in each direction."""
+    _writing: deque[tuple[Handle, int]] = field(default_factory=deque)
+    """Transfers on their way out, with their bytes."""
+    _closed: bool = False
 
     def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
         """Start to offload the storage of a tensor if it is not offloaded yet. Returns None if it has to stay."""
@@ -93,7 +81,8 @@ class Offloader:
             place, pieces = self._alloc(storage.nbytes)
             if place is None:
                 return None
-            offloaded = OffloadedStorage(self, place, pieces, storage_of(tensor, torch.uint8), tensor._version)
+            source = storage_of(tensor, torch.uint8)
+            offloaded = OffloadedStorage(tensor._version, self, place, pieces, source.nbytes, source)
             storage.replace_by(offloaded)
             self._write(offloaded)
         return offloaded
@@ -136,18 +125,18 @@ class Offloader:
         """Free all memory and forget all transfers. Lanes have ended, so what they did not bring back is lost."""
         self._closed = True
         for place in self.places:
-            place.scratch.close()
+            place.close()
 
     def _alloc(self, nbytes: int) -> tuple[Place | None, Pieces]:
         self._take_back()
         for place in self.places:
-            pieces = place.scratch.alloc(nbytes)
+            pieces = place.alloc(nbytes)
             if pieces is not None:
                 return place, pieces
         if self._required:
             last = self.places[-1].tier
             names = " and ".join(place.tier for place in self.places)
-            room = sum(place.scratch.room_bytes for place in self.places)
+            room = sum(place.room_bytes for place in self.places)
             raise BudgetError(
                 f"No room to offload activations: {names} has {format_bytes(room)} left for them, and "
                 f"{format_bytes(nbytes)} more are needed. Raise memory.{last}, or use "
@@ -191,7 +180,7 @@ class Offloader:
         """Make freed pages available again."""
         while self.freed:
             place, pieces = self.freed.popleft()
-            place.scratch.free(pieces)
+            place.free(pieces)
 
     def _hold_back(self, most: int) -> None:
         """Wait until at most `most` bytes are on their way out."""

@@ -3,6 +3,7 @@ itself or the place of its bytes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,7 @@ class WeightReference:
         return weight if self._form is None else self._form.around(weight)
 
 
+@dataclass(eq=False, repr=False)
 class Packing:
     """The pair of hooks for `torch.autograd.graph.saved_tensors_hooks`.
 
@@ -71,29 +73,20 @@ class Packing:
     These hooks hide the ones outside them, so they also apply the policy for activations.
     """
 
-    def __init__(
-        self,
-        leases: Leases,
-        accesses: Accesses,
-        saved: SavedStorages,
-        offloader: Offloader,
-        partitioner: Partitioner | None,
-        note: Note,
-    ) -> None:
-        self._leases = leases
-        self._accesses = accesses
-        self._saved = saved
-        self._offloader = offloader
-        self._partitioner = partitioner
-        self._note = note
-        self.policy: Policy | None = None
-        """The policy of the block whose forward runs. None outside blocks."""
-        self.graph = Graph()
-        """The graph of the model's latest forward."""
-        self._entered: list[tuple[Callable[[torch.Tensor], Any], Any]] = []
-        """The active hooks, outermost first, each with the function that packs for it."""
-        self._placeholders: dict[int, str] = {}
-        self._buffers: frozenset[int] = frozenset()
+    _leases: Leases
+    _accesses: Accesses
+    _saved: SavedStorages
+    _offloader: Offloader
+    _partitioner: Partitioner | None
+    _note: Note
+    policy: Policy | None = None
+    """The policy of the block whose forward runs. None outside blocks."""
+    graph: Graph = field(default_factory=Graph)
+    """The graph of the model's latest forward."""
+    _entered: list[tuple[Callable[[torch.Tensor], Any], Any]] = field(default_factory=list)
+    """The active hooks, outermost first, each with the function that packs for it."""
+    _placeholders: dict[int, str] = field(default_factory=dict)
+    _buffers: frozenset[int] = frozenset()
 
     def register(self, units: list[LiveUnit]) -> None:
         """Register the placeholders, so that saving one raises an error with the name of the parameter."""

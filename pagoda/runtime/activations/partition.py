@@ -5,6 +5,7 @@ their bytes, and all ranks gather the whole before they recompute.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,26 +20,16 @@ _COLUMNS = 61
 """Number of sums that compare the bytes of two ranks. Sum i covers every word whose index is i modulo this number."""
 
 
+@dataclass(eq=False, slots=True)
 class PartitionedStorage(AbsentStorage):
     """A storage of which this rank keeps a part."""
 
-    __slots__ = ("_gather", "_nbytes", "_part", "_shape", "sums")
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        part: Packed,
-        nbytes: int,
-        sums: torch.Tensor,
-        gather: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """`gather` takes this rank's row and returns the rows of all ranks."""
-        super().__init__(tensor._version)
-        self._shape = tensor.shape
-        self._part = part
-        self._nbytes = nbytes
-        self.sums = sums
-        self._gather = gather
+    _shape: torch.Size
+    _part: Packed
+    _nbytes: int
+    sums: torch.Tensor
+    _gather: Callable[[torch.Tensor], torch.Tensor]
+    """Takes this rank's row and returns the rows of all ranks."""
 
     def whole(self) -> torch.Tensor:
         """All ranks' parts together. Raises UsageError if the ranks did not have the same bytes."""
@@ -90,7 +81,7 @@ class Partitioner:
             return None
         if known is None:
             part = keep(self._part(words))
-            known = PartitionedStorage(tensor, part, storage.nbytes, sums, self._gather)
+            known = PartitionedStorage(tensor._version, tensor.shape, part, storage.nbytes, sums, self._gather)
             storage.replace_by(known)
         return known
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,13 @@ def run_recomputed(
     return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
 
 
+@dataclass
 class _Packed:
     """Packs the tensors that a checkpoint sees. It is entered once per recomputation, and calls `note` with each saved
     storage."""
 
-    def __init__(self, packing: Packing, note: Note | None = None) -> None:
-        self._packing = packing
-        self._note = note
+    _packing: Packing
+    _note: Note | None = None
 
     def __enter__(self) -> None:
         self._packing.enter(self._note)

@@ -4,6 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -23,14 +24,12 @@ class Graph:
         self.backward_has_begun = False
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class AbsentStorage(ABC):
     """What graphs keep in place of a storage. It lives as long as a graph needs it."""
 
-    __slots__ = ("__weakref__", "version")
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        """Version of the tensor that it was made from."""
+    version: int
+    """Version of the tensor that it was made from."""
 
     @abstractmethod
     def whole(self) -> torch.Tensor:
@@ -40,17 +39,15 @@ class AbsentStorage(ABC):
 _Absent = TypeVar("_Absent", bound=AbsentStorage)
 
 
+@dataclass(eq=False, slots=True)
 class SavedStorage:
     """A storage that a block was given or that a graph has saved, as long as the storage lives."""
 
-    __slots__ = ("_absent", "_alive", "counted", "nbytes")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.counted = False
-        """Whether a graph has saved it. Only then is it an activation."""
-        self._absent: weakref.ref[AbsentStorage] | None = None
-        self._alive: object = None
+    nbytes: int
+    counted: bool = False
+    """Whether a graph has saved it. Only then is it an activation."""
+    _absent: "weakref.ref[AbsentStorage] | None" = None
+    _alive: object = None
 
     def may_leave(self, tensor: torch.Tensor, least_bytes: int) -> bool:
         """Whether a graph may keep something else in place of a tensor in this storage."""

@@ -5,7 +5,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.schedule.frames import Frames
-from pagoda.schedule.from_plan import schedule_plan
+from pagoda.schedule.operations import schedule_plan
 from tests.plan.strategies import LARGE, STATES
 from tests.plan.test_planner import tower
 

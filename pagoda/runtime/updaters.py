@@ -1,0 +1,261 @@
+"""Updaters: on the CPU and on the device, of blocks of elements and of whole parameters."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from pagoda.config.training import Precision
+from pagoda.memory.arena import copy_bytes
+from pagoda.memory.region import Region
+from pagoda.optim.adafactor import Adafactor
+from pagoda.optim.flat import join, split
+from pagoda.optim.kernels import UpdateKernel as HostKernel, update_kernel
+from pagoda.optim.rule import ElementwiseRule, Rule, StateSpec, TensorRule
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, WORK, slot_count, slot_offsets, slot_pages
+from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.ops import DEVICE
+from pagoda.plan.packed import ShapedSpan
+from pagoda.plan.units import UnitSpec
+from pagoda.runtime.device import PAST, Device, UpdateKernel
+from pagoda.runtime.gradients import UnitGradient
+from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.next_update import Segment
+from pagoda.runtime.ring import Ring
+from pagoda.runtime.store import LOW, Store
+from pagoda.runtime.updates import IN_PLACE, Block, Part, Tensors, Updater
+
+
+class HostUpdater(Updater):
+    """Updates blocks by an element-wise rule, on the update lane's threads. States in RAM are updated at home."""
+
+    def __init__(self, store: Store, lanes: dict[str, Lane], kernel: HostKernel | None) -> None:
+        """`kernel`: of the element-wise rule."""
+        super().__init__(store, lanes)
+        self._kernel = kernel
+        layout = store.plan.layout
+        self._touched = [int(layout.updated_elements(unit) * layout.bytes_per_update) for unit in store.plan.units]
+        """Bytes that each unit's update reads and writes."""
+        self._work = None if store.work is None else store.work.tensor(torch.float32)
+        """If there is one, the update lane has one thread, so only one update uses it."""
+
+    def _is_small(self, unit: UnitSpec) -> bool:
+        return self._touched[unit.index] <= self._lanes["update"].inline_bytes and not self._streamed[unit.index]
+
+    def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
+        unit, guess, weights, store = block.update.unit, block.update.guess, block.update.weights, self._store
+        old = store.tensor(unit.index, weights.read) if weights != IN_PLACE else None
+        changing = {name: part.elements for name, part in parts.items()}
+        at, count = store.shards.origin(unit.spec, GRAD) + block.start, block.stop - block.start
+
+        def compute() -> None:
+            # Not earlier: small objects that live long fragment the memory that autograd's large tensors come from.
+            states = self._tensors(block, weights.write, parts, slot)
+            if old is not None:
+                copy_bytes(states[WEIGHT], old[changing[WEIGHT].start : changing[WEIGHT].stop])
+            if guess is not None:
+                guess.save(changing)
+            self._apply_all(block, lambda record: record.buffer[at : at + count], states, self._work)
+
+        states_bytes = sum(len(elements) * store.dtype(name).itemsize for name, elements in changing.items())
+        touched = 2 * states_bytes + count * store.dtype(GRAD).itemsize
+        return self._lanes["update"].submit(compute, after, touched, f"update {unit.spec.name}")
+
+    def _apply(
+        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
+    ) -> None:
+        first = piece.start - self._store.shards.updated(block.update.unit.spec).start - block.start
+        addresses = [states[state.name].data_ptr() + state.nbytes(first) for state in self._states]
+        at = gradient.data_ptr() + first * gradient.element_size()
+        assert self._kernel is not None
+        self._kernel(*addresses, at, piece.stop - piece.start, *piece.arguments)
+
+
+class Slot(NamedTuple):
+    """Room on the device for a block of every state and its gradient."""
+
+    number: int
+    states: Mapping[str, torch.Tensor]
+    """Flat, by name, in the order of the StateSpecs."""
+    gradient: torch.Tensor
+    work: torch.Tensor | None
+    """For fp32 copies, if the rule computes on them."""
+
+
+class DeviceUpdater(Updater):
+    """Updates blocks on the device, by an element-wise rule.
+
+    States that live on the device are updated in place, weights once compute has read them for the last time. Other
+    states come from RAM, or from SSD through the ring in RAM. A block of them is copied to a slot on the device,
+    updated, and copied back. All three steps are in the pipe of the slot, so the device waits for no thread between
+    them. Blocks of other slots move at the same time. The gradient is copied too, unless it lives on the device.
+    Gradients of several steps come one after another. An update ends when all its states are home, as on the CPU. Plans
+    have no speculative updates of such units.
+    """
+
+    def __init__(self, store: Store, lanes: dict[str, Lane], kernel: UpdateKernel | None, device: Device) -> None:
+        """`kernel`: of the element-wise rule."""
+        super().__init__(store, lanes)
+        self._kernel = kernel
+        self._device = device
+        self._slots = Ring(self._open_slots())
+        self._works_in_slots = store.plan.layout.weight.copied
+        """Whether units that live on the device need a slot too."""
+
+    def _open_slots(self) -> list[Slot]:
+        """The slots in the device's memory, if the plan has them."""
+        layout, tier = self._store.plan.layout, self._store.device
+        assert tier is not None
+        at, _ = slot_offsets(layout)
+        slots = []
+        for number in range(slot_count(layout) if self._store.plan.placement.pages(DEVICE, UPDATE_RING) else 0):
+            pages = tier.take(slot_pages(layout))
+            states = {
+                state.name: pages.tensor(state.dtype, elements, at[state.name])
+                for state in layout.states
+                if (elements := layout.most_in_block(state))
+            }
+            gradient = pages.tensor(layout.gradient_dtype, layout.block_elements, at[GRAD])
+            work = layout.work_elements
+            slots.append(Slot(number, states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
+        return slots
+
+    def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
+        update, start, count, device = block.update, block.start, block.stop - block.start, self._device
+        unit, weights = update.unit, update.weights
+        old, new = (self._tensors(block, extent, parts, slot) for extent in (weights.read, weights.write))
+        moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
+        brings = not self._store.lives_on_device(unit.index, GRAD)
+        at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
+        gradients = count * self._store.dtype(GRAD).itemsize * len(block.pieces)
+        there = self._slots.take() if moving or brings or self._works_in_slots else None
+
+        def gradient_of(record: UnitGradient) -> torch.Tensor:
+            gradient = record.buffer[at : at + count]
+            if there is not None and brings:
+                device.copy(there.gradient[:count], gradient)
+                gradient = there.gradient[:count]
+            return gradient
+
+        def work() -> None:
+            states = dict(new)
+            if there is not None:
+                states |= {name: there.states[name][: len(new[name])] for name in moving}
+            if weights != IN_PLACE and WEIGHT not in moving:
+                device.copy(new[WEIGHT], old[WEIGHT])
+            for name in moving:
+                device.copy(states[name], old[name])
+            self._apply_all(block, gradient_of, states, None if there is None else there.work)
+            for name in moving:
+                device.copy(new[name], states[name])
+
+        moved = sum(new[name].nbytes for name in moving)
+        self._lanes["h2d"].count(moved + gradients * brings)
+        self._lanes["d2h"].count(moved)
+        # Compute may still read weights that live there.
+        read = PAST if WEIGHT in moving else update.pieces[-1][0].issued
+        pipe = start // self._block % DEVICE_SLOTS if there is None else there.number
+        label, touched = f"update {unit.spec.name}", 2 * nbytes + gradients
+        queued = partial(device.pipe, pipe, work, read)
+        handle = self._lanes["device_update"].submit(queued, after, touched, label)
+        if there is not None:
+            handle.then(lambda _: self._slots.give_back(there))
+        return handle
+
+    def _apply(
+        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
+    ) -> None:
+        first = piece.start - self._store.shards.updated(block.update.unit.spec).start - block.start
+        size = piece.stop - piece.start
+        parts = [states[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
+        assert self._kernel is not None
+        self._kernel(parts, gradient[first : first + size], piece.arguments)
+
+
+class ParameterUpdater(Updater):
+    """Updates parameters, or pieces of those that may be cut, one in each block.
+
+    Parts of several parameters may share a page of a state on SSD. So a block is read after the last write to its first
+    page.
+    """
+
+    def __init__(self, store: Store, *others: Any) -> None:
+        super().__init__(store, *others)
+        self._layout = store.plan.layout
+        begins = [store.shards.updated(unit).start for unit in store.plan.units]
+        self._cuts_of = [
+            {cut.start - begin: cut for cut in self._layout.cuts(unit)}
+            for unit, begin in zip(store.plan.units, begins, strict=True)
+        ]
+        """unit -> first element of a cut, counted from the first element that this rank updates -> cut."""
+
+    def _cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        return [(start, start + cut.stop - cut.start) for start, cut in self._cuts_of[unit.index].items()]
+
+    def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        """The first block. Later blocks may share its pages."""
+        return self._cuts(unit)[:1]
+
+    def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
+        return {
+            state.name: Part(range(span.first, span.first + span.count), self._layout.window(span, state)[0])
+            for state, span in self._spans(self._store.plan.units[unit], start).items()
+        }
+
+    def _spans(self, unit: UnitSpec, start: int) -> dict[StateSpec, ShapedSpan]:
+        """The part of each state that belongs to the block that begins at `start`. States that its parameter does not
+        have are left out."""
+        cut = self._cuts_of[unit.index][start]
+        spans = {state: self._layout.part(unit, cut, state) for state in self._layout.states}
+        return {state: span for state, span in spans.items() if span is not None}
+
+    def _apply(
+        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
+    ) -> None:
+        unit, rule, kept = block.update.unit.spec, piece.hyper.rule, gradient[: piece.stop - piece.start]
+        cut = self._cuts_of[unit.index][block.start]
+        shape = unit.slots[cut.slot].param.shape if cut.whole else (cut.stop - cut.start,)
+        shapes = {state.name: span.shape for state, span in self._spans(unit, block.start).items()}
+        shaped = {name: tensor.view(shapes[name]) for name, tensor in states.items() if name not in (WEIGHT, LOW)}
+        step, scale, weight, low = piece.hyper.step, piece.hyper.grad_scale, states[WEIGHT], states.get(LOW)
+        if work is None:
+            assert isinstance(rule, Adafactor)
+            rule.update(step, weight.view(shape), kept.view(shape), shaped, low, scale)
+            return
+        # On fp32 copies of the gradient, and of the master if it is stored in halves.
+        assert isinstance(rule, TensorRule)
+        count = kept.numel()
+        copy, *rest = work.chunk(1 if low is None else 2)
+        copy = copy[:count].copy_(kept)
+        if scale != 1.0:
+            copy.mul_(scale)
+        if low is None:
+            rule.update(step, weight.view(shape), copy.view(shape), shaped)
+            return
+        master = rest[0][:count]
+        join(weight, low, master)
+        rule.update(step, master.view(shape), copy.view(shape), shaped)
+        split(master, weight, low)
+
+
+class HostParameterUpdater(ParameterUpdater, HostUpdater):
+    """Updates parameters where their states are: at home in RAM, or in the ring."""
+
+
+class DeviceParameterUpdater(ParameterUpdater, DeviceUpdater):
+    """Updates parameters on the device. Every slot there has a work area if the rule needs one."""
+
+
+def open_updaters(
+    store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
+) -> list[Updater]:
+    """The updaters of a plan: of the CPU, and of the device if it updates units."""
+    on_device, gradient = bool(store.plan.placement.on_device), store.plan.layout.gradient_dtype
+    if not isinstance(rule, ElementwiseRule):
+        on_host = HostParameterUpdater(store, lanes, None)
+        return [on_host, DeviceParameterUpdater(store, lanes, None, device)] if on_device else [on_host]
+    updaters: list[Updater] = [HostUpdater(store, lanes, update_kernel(rule, precision, gradient))]
+    if on_device:
+        updaters.append(DeviceUpdater(store, lanes, device.update_kernel(rule, precision, gradient), device))
+    return updaters
