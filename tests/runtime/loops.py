@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reference import InMemory
 from torch import nn
-from zoo import ConvNet, Loop, Outcome, Plain, batch, loss_of, take_step
+from zoo import ConvNet, Loop, Outcome, Plain, assert_equal, batch, loss_of, take_step
 
 import pagoda
 from pagoda.optimizer import PagedOptimizer
@@ -78,6 +79,26 @@ def losses_of(loss_of: Callable[[int], torch.Tensor], optimizer: Any, steps: int
 def state_of(model: nn.Module, optimizer: PagedOptimizer) -> Outcome:
     """All that training has changed."""
     return Outcome(weights=model.state_dict(), optimizer=optimizer.state_dict())
+
+
+def in_memory(model: nn.Module, loop: Loop, lr: float = 1e-2, is_split: bool = False) -> Outcome:
+    """Training with torch alone, one parameter at a time, by the definition of the update."""
+    outcome = Outcome()
+    optimizer = InMemory(model.parameters(), pagoda.AdamW(lr=lr, weight_decay=0.1), is_split)
+    torch.manual_seed(2)
+    loop(model, optimizer, outcome)
+    outcome.weights = model.state_dict()
+    taken = [optimizer.steps[param] for param in model.parameters()]
+    outcome.optimizer = {"state": {index: {"step": steps} for index, steps in enumerate(taken) if steps}}
+    return outcome
+
+
+def assert_trained_alike(wrapped: Any, by_torch: Any) -> None:
+    """A wrapped model was trained to the bits of one `in_memory`: a parameter without a gradient has no state."""
+    assert wrapped.losses == by_torch.losses
+    assert_equal(wrapped.weights, by_torch.weights)
+    steps = [{index: of["step"] for index, of in run.optimizer["state"].items()} for run in (wrapped, by_torch)]
+    assert steps[0] == steps[1]
 
 
 def assert_same_state(one: Wrapped, other: Wrapped) -> None:

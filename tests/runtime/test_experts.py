@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from pairwise import each_once
-from reference import InMemory
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -29,7 +28,6 @@ from zoo import (
     PLACEMENTS,
     RESIDENT,
     VOCABULARY,
-    Loop,
     Outcome,
     assert_equal,
     run,
@@ -41,6 +39,8 @@ import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.config.training import ActivationMode
 from pagoda.experts.modules import ExpertStack, RoutedExperts, SwitchRouter
+
+from .loops import assert_trained_alike, in_memory
 
 STEPS = 3
 WHOLE = pagoda.Tiles(tile_limit=1 << 40)
@@ -156,31 +156,19 @@ def test_placement_does_not_change_a_bit(
     outcome.assert_same_bits(resident(name, clip))
 
 
-def plain(model: nn.Module, loop: Loop) -> Outcome:
-    """Training with torch alone, one parameter at a time, by the definition of the update."""
+@pytest.mark.parametrize("name", BUILDERS)
+def test_wrapped_training_is_plain_training_with_every_expert_a_unit(name: str) -> None:
+    model = built(name)
     for router in [module for module in model.modules() if type(module).__name__ == "SwitchTransformersTop1Router"]:
         router.classifier = SwitchRouter.of(router.classifier)  # theirs casts its own weight to fp32, for good
-    outcome = Outcome()
-    optimizer = InMemory(model.parameters(), pagoda.AdamW(lr=1e-2, weight_decay=0.1), is_split=True)
-    torch.manual_seed(2)
-    loop(model, optimizer, outcome)
-    outcome.weights = model.state_dict()
-    taken = [optimizer.steps[param] for param in model.parameters()]
-    outcome.optimizer = {"steps": {index: steps for index, steps in enumerate(taken) if steps}}
-    return outcome
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_wrapped_training_is_plain_training(name: str) -> None:
-    wrapped: Any
-    by_torch: Any
-    wrapped, by_torch = resident(name, None), plain(built(name), few_tokens)
+    wrapped, by_torch = resident(name, None), in_memory(model, few_tokens, is_split=True)
+    if name == "switch":  # an idle expert has no state
+        assert_trained_alike(wrapped, by_torch)
     assert wrapped.losses == by_torch.losses
     assert_equal(wrapped.weights, by_torch.weights)
-    steps, states = by_torch.optimizer["steps"], wrapped.optimizer["state"]
-    if name == "switch":  # an idle expert has no state
-        assert steps == {index: state["step"] for index, state in states.items()}
-    assert (len(set(steps.values())) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
+    steps = {state["step"] for state in by_torch.optimizer["state"].values()}
+    assert (len(steps) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
+    assert sum(".experts." in unit.module for unit in wrapped.plan.units) == EXPERTS[name]
 
 
 @each_once(name=["mixtral", "gpt-oss"], implementation=["eager", "batched_mm"], precision=["fp32", "bf16"])
@@ -209,17 +197,6 @@ def wrapped(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
 
 def rows_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, RoutedExperts)]
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_every_expert_is_a_unit_however_small(name: str) -> None:
-    model, optimizer = wrapped(built(name))
-    names = {module: name for name, module in model.named_modules()}
-    units = {unit.module for unit in pagoda.plan_of(model).units}
-    experts = [names[expert] for row in rows_of(model) for expert, count in row.pieces() if count == 1]
-    assert len(experts) == EXPERTS[name]
-    assert units >= {*experts}
-    optimizer.close()
 
 
 def test_a_tile_limit_makes_tiles_of_as_many_experts_as_fit() -> None:
