@@ -83,18 +83,17 @@ def assert_updated_on_device(outcome: Outcome, share: float) -> None:
         assert not any(step["update"] for step in outcome.moved)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_states_on_ssd_come_to_the_device_and_go_back(share: float, tmp_path: Path) -> None:
+def test_states_on_ssd_come_to_the_device_and_go_back(tmp_path: Path) -> None:
     """Some units have states in RAM, some have states on SSD; the device updates units of both kinds."""
     recipe = Recipe("qwen3")
     host = int(states_of(recipe, gradients=False) * 0.8)
-    outcome = train(recipe, memory(recipe, share, host=host, ssd=tmp_path))
+    outcome = train(recipe, memory(recipe, 1.0, host=host, ssd=tmp_path))
     outcome.assert_same_bits(resident(recipe))
-    assert_updated_on_device(outcome, share)
+    assert_updated_on_device(outcome, 1.0)
     placement = outcome.plan.placement
     streamed = {unit for (unit, state), tier in placement.homes.items() if tier == "ssd" and state != GRAD}
     assert streamed & placement.on_device
-    assert share < 1 or placement.on_device - streamed
+    assert placement.on_device - streamed
     assert placement.speculated.isdisjoint(placement.on_device)
 
 

@@ -5,18 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 import pagoda
 from pagoda.config.memory import Memory
-from pagoda.config.training import Precision
 from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
 from pagoda.runtime import gradients
 
 from .parts import ALL_ON_SSD, LARGE, RESIDENT, SHARED, Parts, parts
 
-SIZES = [[3000, 17], [2000], [1, 129, 2500], [2048], [700, -900]]
 EQUAL = [[2048]] * 4
 
 
@@ -38,44 +35,6 @@ def assert_sees(part: Parts, seed: int) -> None:
     for key, (unit, slot) in wanted.items():
         assert torch.equal(bits(seen[key]), bits(part.random_gradient(unit, slot, seed)))
     assert part.scheduler.gradients.pages.in_use == 0
-
-
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    placement=st.sampled_from([RESIDENT, ALL_ON_SSD]),
-    precision=st.sampled_from(["bf16", "fp32"]),
-    passes=st.integers(1, 3),
-    staged_units=st.integers(2, 6),
-    data=st.data(),
-)
-def test_updates_see_the_bits_torch_would_accumulate(
-    tmp_path: Path, placement: str, precision: Precision, passes: int, staged_units: int, data: st.DataObject
-) -> None:
-    with parts(tmp_path, SIZES, placement=placement, precision=precision, staged_units=staged_units) as part:
-        expected = {(unit.index, slot): torch.zeros(()) for unit in part.units for slot in range(unit.trainable)}
-        for number in range(passes):
-            for unit in data.draw(st.permutations(part.units)):
-                part.arrive(unit, seed=number, accumulate=number > 0)
-                for slot in range(unit.trainable):
-                    grad = part.random_gradient(unit, slot, number)
-                    key = (unit.index, slot)
-                    expected[key] = grad.clone() if number == 0 else expected[key].add_(grad)
-        part.settle()
-        records = part.engine.gradients.records()
-        assert [record.unit for record in records] == part.units
-        for record in records:
-            assert record.complete
-            for slot in range(record.unit.trainable):
-                square_sum = expected[record.unit.index, slot].double().square().sum().item()
-                assert record.square_sums[slot] == pytest.approx(square_sum, rel=1e-12)
-                assert record.arrivals[slot] == passes
-        if placement == RESIDENT:
-            assert part.scheduler.gradients.pages.peak == 0
-            assert part.bytes_moved("ssd_write") == 0
-        seen = part.see_all()
-        assert seen.keys() == expected.keys()
-        assert all(torch.equal(bits(seen[key]), bits(wanted)) for key, wanted in expected.items())
-        assert part.scheduler.gradients.pages.in_use == 0
 
 
 @pytest.mark.usefixtures("_each_travels_alone")
