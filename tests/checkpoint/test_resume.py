@@ -167,11 +167,8 @@ def one_unit(_recipe: Recipe, _ssd: Path) -> pagoda.Memory:
 PLACES: dict[str, Place] = {place.__name__: place for place in (resident, on_ssd, arena, other_pages, one_unit)}
 LLAMA = Recipe("llama")
 CASES = [
-    (LLAMA, "arena", "arena"),
-    (LLAMA, "resident", "on_ssd"),
     (LLAMA, "on_ssd", "arena"),
     (LLAMA, "arena", "other_pages"),
-    (LLAMA, "other_pages", "one_unit"),
     (Recipe("t5", frozen=True), "one_unit", "other_pages"),
     (Recipe("conv", clip=None, precision="fp32"), "other_pages", "one_unit"),
     (Recipe("batch_norm", clip=None, precision="fp32"), "resident", "on_ssd"),  # with dropout
