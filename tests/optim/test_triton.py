@@ -60,12 +60,16 @@ def step(name: str, precision: Precision, states: States, gradient: torch.Tensor
     kernel(list(states.values()), gradient, arguments(RULES[name]))
 
 
-@each_once(case=CASES, arriving=[(257, torch.float32), (700, torch.bfloat16), (1025, torch.float16)])
+@each_once(
+    name=[*RULES],
+    precision=["bf16", "fp16", "fp32"],
+    arriving=[(257, torch.float32), (700, torch.bfloat16), (1025, torch.float16), (257, torch.bfloat16)],
+)
 def test_any_number_of_elements_is_updated_and_none_beside_them(
-    case: tuple[str, Precision], arriving: tuple[int, torch.dtype]
+    name: str, precision: Precision, arriving: tuple[int, torch.dtype]
 ) -> None:
     """By gradients of any dtype."""
-    (name, precision), (n, dtype) = case, arriving
+    n, dtype = arriving
     theirs, gradient = random_states(RULES[name], precision, n + 256, seed=n)
     gradient = gradient[:n].to(dtype)
     ours = on_device({name: state.clone() for name, state in theirs.items()})
