@@ -65,12 +65,15 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
     fits, does_not = plan(*asked), plan(*asked, "--memory.host", "1MiB")
     assert (fits.returncode, fits.stderr, does_not.returncode, does_not.stderr) == (0, "", 1, "")
     answer: dict[str, Any] = json.loads(fits.stdout)
+    refused: dict[str, Any] = json.loads(does_not.stdout)
     assert set(answer) >= KEYS
+    assert list(refused) == list(answer)
     assert answer["fits"] is True
     assert answer["params"] == 10_745_088
+    assert answer["bytes"]["host"]["exp_avg"] >= 4 * answer["params"]
+    assert set(answer["lanes"]["compute"]) == {"busy_s", "stall_s"}
     assert sum(answer["state_bytes_per_parameter"].values()) == 12
-    refused = json.loads(does_not.stdout)
-    assert refused["fits"] is False
+    assert (refused["fits"], refused["step_s"]) == (False, None)
     assert "needs at least" in refused["refusal"]
 
 

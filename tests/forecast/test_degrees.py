@@ -160,7 +160,6 @@ def planned(config: PlanConfig) -> Made | None:
 
 
 SEARCHES = [
-    (named(model="llama-15m", seq_len=128, search_degrees=("pipeline", "tensor"), gpus_per_node=4), 4),
     (
         named(
             model="llama-15m",

@@ -1,6 +1,7 @@
 """What a forecast says, on a small machine that is not this one."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -32,6 +33,7 @@ from .machines import GIB, MIB, SMALL, figure
 HERE_NOT = Machine(SMALL, here=False)
 
 
+@cache
 def made(machine: Machine = HERE_NOT, **settings: Any) -> Forecast:
     memory = {name: settings.pop(name) for name in ("host", "ssd", "device") if name in settings}
     config = {"model": "gpt-4x256", "seq_len": 128, "memory": Memory(**memory)} | settings
@@ -71,18 +73,6 @@ def test_asynchronous_updates_are_forecast_as_they_run() -> None:
     assert made(machine, host="240MiB", update="async").fits, "a search plans them too"
     with pytest.raises(ConfigError, match="ranks"):
         made(replace(machine, ranks=Ranks(2, 2)), update="async")
-
-
-def test_json_has_the_documented_keys_whether_it_fits_or_not() -> None:
-    fits, not_ = made(), made(host="1MiB")
-    known, unknown = as_json(fits, advise(fits)), as_json(not_, advise(not_))
-    assert known["fits"]
-    assert not unknown["fits"]
-    assert list(known) == list(unknown)
-    assert set(known["lanes"]["compute"]) == {"busy_s", "stall_s"}
-    assert known["bytes"]["host"]["exp_avg"] >= 4 * known["params"]
-    assert "host needs at least" in unknown["refusal"]
-    assert unknown["step_s"] is None
 
 
 def test_the_usual_plan_is_the_one_that_the_planner_makes() -> None:
@@ -271,9 +261,8 @@ def test_an_unmeasured_machine_says_how_to_measure_it(tmp_path: Any, monkeypatch
         find_machine_for(PlanConfig(model="gpt2"))
 
 
-@pytest.mark.parametrize("memory", [Memory(ssd="0.2GiB"), Memory(host="100MiB")])
-def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: Memory) -> None:
-    config = PlanConfig(max_model=True, seq_len=64, memory=memory)
+def test_the_largest_model_fits_and_a_seventh_more_is_refused() -> None:
+    config = PlanConfig(max_model=True, seq_len=64, memory=Memory(host="100MiB"))
     name = largest_model(config, HERE_NOT)
     one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
     assert one.fits

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def gpu(memory: float, link: float, flops: float) -> Machine:
     return Machine(hardware, here=False)
 
 
+@cache
 def made(machine: Machine, **given: Any) -> Forecast:
     config = {"model": "gpt-4x256", "seq_len": 256, "batch_size": 4, "plan": "usual"} | given
     return forecast(PlanConfig(**config), machine)
