@@ -87,11 +87,11 @@ def test_losses_have_the_bits_of_the_stock_accelerator(paged: Make) -> None:
     assert sum(run.optimizer.optimizer.stats.bytes_moved.values()), "state was on the SSD"
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, tmp_path: Path) -> None:
     """Of losses that are near those of the stock accelerator, clipped and in 16 bits."""
     settings = {"kind": torch.optim.AdamW, "lr": 1e-2, "weight_decay": 0.1, "clip": 0.1}
-    scaled = Run(stock(mixed_precision=precision if precision == "bf16" else "no"), **settings).steps(6)
+    scaled = Run(stock(), **settings).steps(6)
     whole = Run(paged(mixed_precision=precision), **settings)
     begun = whole.steps(3)
     for _ in range(2):  # a script may save to the same directory each time

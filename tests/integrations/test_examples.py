@@ -59,6 +59,7 @@ def test_a_fabric_script_in_the_manner_of_litgpt_resumes(run, tmp_path: Path) ->
     assert numbers("loss", printed) == losses[2:]
 
 
+@pytest.mark.slow
 def test_a_script_in_the_manner_of_torchtitan_is_torchs_own_loop_and_resumes(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     torch.compiler.reset()
     expected = numbers("loss", run("titan", "4", "plain"))
