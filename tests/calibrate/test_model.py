@@ -36,7 +36,7 @@ def profiled(
         model,
         batch_size=2,
         seq_len=seq_len,
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
         gradient_checkpointing=gradient_checkpointing,
     )
     return profiler.measure(budget_s=0.2)

@@ -120,7 +120,7 @@ def test_a_tied_weight_may_be_stored_under_either_name_or_both(tmp_path: Path) -
     expected = first_loss(directory, torch.bfloat16)
     embedding = safetensors.torch.load_file(directory / SINGLE)["model.embed_tokens.weight"]
     for tensors in ({"lm_head__weight": embedding}, {"model__embed_tokens__weight": None}):
-        change(directory, **tensors)  # type: ignore[arg-type]
+        change(directory, **tensors)
         model, optimizer = wrapped(pagoda.load(directory), "ram", tmp_path)
         assert abs(train(model, optimizer, 0, 1)[0] - expected) < 0.02
         optimizer.close()
@@ -179,8 +179,8 @@ def test_the_command_trains_from_weights_and_from_config_alone(
 ) -> None:
     (tmp_path / "text.txt").write_text("pages of a book " * 200)
     model = build("llama-tied", seed=5)
-    model.resize_token_embeddings(256, mean_resizing=False)  # type: ignore[operator]
-    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")  # type: ignore[operator]
+    model.resize_token_embeddings(256, mean_resizing=False)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     (tmp_path / "alone").mkdir()
     shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "alone")
     args = ["train", "--data", str(tmp_path / "text.txt"), "--batch-size", "2", "--seq-len", "16"]

@@ -74,7 +74,7 @@ class Run:
             build(self.recipe, self.seed),
             pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=self.recipe.moments),
             memory=self.memory,
-            precision=self.recipe.precision,  # type: ignore[arg-type]
+            precision=self.recipe.precision,
             clip_grad_norm=self.recipe.clip,
         )
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=10)

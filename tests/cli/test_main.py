@@ -51,7 +51,7 @@ def test_flags_reach_the_configuration() -> None:
 def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path) -> None:
     shape = {"model": "gpt2", "steps": 20, "batch_size": 2, "seq_len": 64}
     given = {"optim": OptimConfig(lr=1e-3), "memory": Memory(host="1GiB"), "out": Path("where-it-was-started")}
-    started = TrainConfig(**shape, **given)  # type: ignore[arg-type]
+    started = TrainConfig(**shape, **given)
     RunDir(tmp_path).create(started)
     for flags in (("--out", tmp_path, "--resume"), (f"--out={tmp_path}", "--resume")):
         assert parsed(*flags).with_choices() == replace(started, out=tmp_path, resume=True)

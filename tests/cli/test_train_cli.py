@@ -61,7 +61,7 @@ def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_che
     metrics = work.train("run", steps=3, **settings)
     for line in metrics:
         assert line["staleness"]
-        for seen in line["staleness"].values():  # type: ignore[attr-defined]
+        for seen in line["staleness"].values():
             assert 0 <= seen["last"] <= seen["max"] <= 2
             assert seen["mean"] <= seen["max"]
     assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "5"]) == 0

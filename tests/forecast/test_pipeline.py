@@ -41,7 +41,7 @@ def test_stages_have_the_whole_model_together(name: str, tied: bool) -> None:
 def config(micro_batches: int, **settings: object) -> PlanConfig:
     memory = Memory(host="60MiB", ssd="1GiB")
     shape = {"model": "gpt-6x64", "seq_len": 64, "activations": "keep", "plan": "usual", "memory": memory}
-    return PlanConfig(**{**shape, "accumulation_steps": micro_batches, **settings})  # type: ignore[arg-type]
+    return PlanConfig(**{**shape, "accumulation_steps": micro_batches, **settings})
 
 
 @pytest.mark.parametrize("ranks", [3, 6])

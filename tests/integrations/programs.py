@@ -166,7 +166,7 @@ def _lightning(out: Path, _: str, way: str) -> list[float]:
     from integrations.test_lightning import QUIET, Module, loader
     from pagoda.integrations.lightning import PagodaStrategy
 
-    class Ends(lightning.Callback):  # type: ignore[misc, name-defined]
+    class Ends(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 5 and way == KILL:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -54,7 +54,7 @@ class Run:
         made = model(attention_dropout=0.1)
         optimizer = kind(made.parameters(), **{"lr": 0.1, **settings})
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 10)
-        loader: Any = DataLoader(samples(40), batch_size=2)  # type: ignore[arg-type]
+        loader: Any = DataLoader(samples(40), batch_size=2)
         self.model, self.optimizer, loader, self.scheduler = accelerator.prepare(made, optimizer, loader, scheduler)
         self._batches = iter(loader)
 

@@ -24,7 +24,7 @@ QUIET = {
 }
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Module(lightning.LightningModule):
     """A language model as Lightning's documentation has it: a network inside, and a loss of its own."""
 
     def __init__(self, kind: type = torch.optim.SGD, dropout: float = 0.0) -> None:
@@ -54,7 +54,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 
 def loader(count: int = 24) -> Any:
-    return DataLoader(samples(count), batch_size=2)  # type: ignore[arg-type]
+    return DataLoader(samples(count), batch_size=2)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_no_more_is_taken_than_there_is_room_for(room: int, sizes: list[int], ra
             held.append(pieces)
             in_use += pages
         elif held:
-            freed = held.pop(random.randrange(len(held)))  # type: ignore[attr-defined]
+            freed = held.pop(random.randrange(len(held)))
             scratch.free(freed)
             in_use -= sum(piece.run.count for piece in freed)
         peak = max(peak, in_use)

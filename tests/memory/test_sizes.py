@@ -34,7 +34,7 @@ def test_sizes_in_binary_and_decimal_units_and_any_case_are_read_exactly(text: s
 )
 def test_what_is_no_size_is_refused_naming_the_setting_and_the_value(value: object) -> None:
     with pytest.raises(ConfigError, match="host") as caught:
-        parse_bytes(value, "host")  # type: ignore[arg-type]
+        parse_bytes(value, "host")
     assert repr(value) in str(caught.value)
 
 

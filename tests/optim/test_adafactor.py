@@ -226,7 +226,7 @@ def test_torchs_result_after_twenty_steps_is_close(rule: Adafactor, shape: tuple
 def test_steps_are_relative_to_time_and_parameter_unless_told_otherwise() -> None:
     def first_move(size: float, step: int, **settings: object) -> float:
         """RMS of a step of a parameter of that RMS, whose update is clipped to an RMS of 1."""
-        rule = Adafactor(lr=1.0, **settings)  # type: ignore[arg-type]
+        rule = Adafactor(lr=1.0, **settings)
         states = fresh(rule, (8, 8)) | {"weight": torch.full((8, 8), size)}
         update(rule, step, states, torch.ones(8, 8))
         return (states["weight"] - size).norm().item() / 8

@@ -37,7 +37,7 @@ def test_an_option_that_is_no_setting_is_refused(option: str) -> None:
 def test_every_name_makes_its_rule() -> None:
     for name, kind in RULES.items():
         rule = rule_named(name, {"lr": 0.5})
-        assert isinstance(rule, kind)  # type: ignore[arg-type]
+        assert isinstance(rule, kind)
         assert rule.defaults()["lr"] == 0.5
     assert rule_named("sgd", {"momentum": 0.9}) == SGD(momentum=0.9)
     assert rule_named("adamw", {"moments": "8bit"}) == AdamW(moments="8bit")

@@ -196,7 +196,7 @@ def test_what_a_class_refuses_is_said_with_the_parameters_name() -> None:
     with pytest.raises(ConfigError, match="Invalid learning rate"):
         Optim(torch.optim.Adagrad, lr=-1.0)
     with pytest.raises(ConfigError, match="wants a class"):
-        Optim("adagrad")  # type: ignore[arg-type]
+        Optim("adagrad")
 
 
 def test_states_that_tiny_tensors_do_not_show_are_refused_when_they_come() -> None:

@@ -43,7 +43,7 @@ def test_a_share_is_spread_over_forward_and_never_passed(sizes: list[int], share
 
 
 def plan_with(share: float, device: int = LARGE, **options: object) -> Plan:
-    asked = Options(page_bytes=4096, split=Split(device_update_share=share), **options)  # type: ignore[arg-type]
+    asked = Options(page_bytes=4096, split=Split(device_update_share=share), **options)
     return make_plan(tower(8, 128), STATES["bf16"], Budgets(LARGE, device), asked)
 
 

@@ -69,7 +69,7 @@ def losses_of(loss_of: Callable[[int], torch.Tensor], optimizer: Any, steps: int
     losses = []
     for step in range(steps):
         loss = loss_of(step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -148,7 +148,7 @@ class Case:
 
 def learn(loss: torch.Tensor, outcome: Outcome, **options: bool) -> None:
     """Backward; notes the loss."""
-    loss.backward(**options)  # type: ignore[no-untyped-call]
+    loss.backward(**options)
     outcome.losses.append(loss.item())
 
 

@@ -120,7 +120,7 @@ class Parts:
             update.updated.finish()
             update.written.finish()
 
-        self.engine._executor.feeders[0].feed = feed  # type: ignore[method-assign]
+        self.engine._executor.feeders[0].feed = feed
         return seen
 
     def see_all(self) -> Seen:

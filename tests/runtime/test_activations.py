@@ -125,7 +125,7 @@ def test_lengths_that_vary_keep_to_the_budget_and_share_plans(monkeypatch: pytes
             losses[activations].append(loss.item())
             kept[activations].append(optimizer.stats.activation_bytes.kept)
             bucket = bucket_of([(2, length)])
-            policies = pagoda.plan_of(model).activations.policies  # type: ignore[union-attr]
+            policies = pagoda.plan_of(model).activations.policies
             assert plans.setdefault(bucket, policies) == policies, "a bucket is planned for once"
             replanned += activations == "auto" and optimizer.stats.replanned
         optimizer.close()
@@ -157,7 +157,7 @@ def test_auto_keeps_to_a_budget_with_several_graphs_at_once() -> None:
                     waiting.pop(0).backward()
             optimizer.step()
             kept.append(optimizer.stats.activation_bytes.kept)
-        policies = {str(policy) for policy in pagoda.plan_of(model).activations.policies}  # type: ignore[union-attr]
+        policies = {str(policy) for policy in pagoda.plan_of(model).activations.policies}
         optimizer.close()
         if activations != "auto":
             budget += kept[-1] // 2  # between the two
@@ -200,7 +200,7 @@ def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         peaks.append(optimizer.stats.activation_bytes.ssd)
-    one = pagoda.plan_of(model).activations.peak.ssd  # type: ignore[union-attr]
+    one = pagoda.plan_of(model).activations.peak.ssd
     assert one <= peaks[0] <= 2 * one, "a graph lives until its outputs are replaced"
     assert peaks[1:] == peaks[:1] * 2
     optimizer.close()
@@ -224,7 +224,7 @@ def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(pagoda.ConfigError, match="nowhere to offload"):
         pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="offload")
     with pytest.raises(pagoda.ConfigError, match="recompute, offload"):
-        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="drop")  # type: ignore[arg-type]
+        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="drop")
     own = Recipe("llama", checkpointing=True).build()
     with pytest.raises(pagoda.UsageError, match="gradient_checkpointing_disable"):
         pagoda.wrap(own, pagoda.AdamW(), memory=RESIDENT, activations="recompute")
@@ -242,6 +242,6 @@ def test_offloading_more_than_there_is_room_for_is_refused(tmp_path: Path) -> No
     recipe = Recipe("llama", steps=2, activations="offload")
     memory = least(recipe, ALL_ON_SSD, tmp_path)
     plan = train(recipe, memory).plan
-    state = plan.peak_bytes["ssd"] - plan.activations.peak.ssd  # type: ignore[union-attr]
+    state = plan.peak_bytes["ssd"] - plan.activations.peak.ssd
     with pytest.raises(pagoda.BudgetError, match=r"No room to offload activations.*memory\.ssd"):
         train(recipe, replace(memory, ssd=f"{tmp_path}:{state + 8 * PAGE}"))

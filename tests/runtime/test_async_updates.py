@@ -132,7 +132,7 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
         return slow_adamw
 
     for path in (feeder.path for feeder in engine_of(model)._executor.feeders):
-        monkeypatch.setattr(path, "_kernel", slow(path._kernel))  # type: ignore[attr-defined]
+        monkeypatch.setattr(path, "_kernel", slow(path._kernel))
     planned = pagoda.plan_of(model).placement
     assert bool(planned.passing) == bool(planned.units_with("device", [WEIGHT])) == (placement == BOTH)
     mine = Outcome()
@@ -342,6 +342,6 @@ def test_the_device_holds_what_a_unit_that_lives_there_takes() -> None:
 
 def test_settings_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(pagoda.ConfigError, match="update is 'later'"):
-        pagoda.Updates("later")  # type: ignore[arg-type]
+        pagoda.Updates("later")
     with pytest.raises(pagoda.ConfigError, match="at least 0"):
         lagging(-1)

@@ -88,8 +88,7 @@ def test_has_the_bits_of_ordinary_accumulation(tiles: int, clip: float | None) -
 def test_weights_move_once_for_all_micro_batches(tmp_path: Path) -> None:
     memory = zoo.squeeze(Model(6), zoo.ARENA, tmp_path, unit_limit="36KiB")
     moved = [
-        sum(step["h2d"] for step in train(memory, layers=6, **how).moved)  # type: ignore[arg-type]
-        for how in ({"passes": 8}, {"tiles": 8}, {})
+        sum(step["h2d"] for step in train(memory, layers=6, **how).moved) for how in ({"passes": 8}, {"tiles": 8}, {})
     ]
     assert moved[1] < 1.2 * moved[2]  # where a prefetch falls in time may differ
     assert moved[0] > 6 * moved[1]
@@ -192,7 +191,7 @@ class Stack(nn.Module):
 def wrapped(model: nn.Module, tiles: int | str | None) -> tuple[nn.Module, Any]:
     return pagoda.wrap(
         model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", tiles=pagoda.Tiles(batch_tiles=tiles)
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("kind", REASONS)
@@ -229,7 +228,7 @@ def test_a_batch_norm_that_uses_the_statistics_it_has_is_tiled() -> None:
         torch.manual_seed(0)
         model = Stack("batch norm")
         for layer in model.layers:
-            layer.norm.eval()  # type: ignore[operator,union-attr]
+            layer.norm.eval()
         model, optimizer = wrapped(model, tiles)
         losses.append(model(x).item())
         optimizer.close()
@@ -240,9 +239,9 @@ def test_a_hugging_face_model_that_caches_by_default_is_tiled_and_one_that_is_gi
     losses = []
     for use_cache in (False, True):
         model = zoo.Recipe("llama").build()
-        model.config.use_cache = use_cache  # type: ignore[union-attr]
+        model.config.use_cache = use_cache
         seen: list[int] = []
-        model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))  # type: ignore[union-attr]  # noqa: B023
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))  # noqa: B023
         model, optimizer = wrapped(model, 2)
         with pytest.warns(UserWarning, match="no key-value cache") if use_cache else warnings.catch_warnings():
             loss = zoo.loss_of(model(**zoo.batch("llama", torch.Generator().manual_seed(5))))

@@ -179,7 +179,7 @@ def test_other_kernels_of_transformers_give_the_same_within_rounding(
     outcomes = []
     for tiles in (WHOLE, None):
         model = built(name)
-        model.set_experts_implementation(implementation)  # type: ignore[operator]
+        model.set_experts_implementation(implementation)
         outcomes.append(run(model, RESIDENT, few_tokens, lr=1e-4, precision=precision, tiles=tiles))
     whole, cut = outcomes
     rounding = 2e-5 if precision == "fp32" else 4e-2
@@ -248,7 +248,7 @@ def test_what_was_trained_is_exported_and_loaded_by_transformers(name: str, tmp_
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "switch" else {})
     with torch.no_grad():
         expected, trained = model.eval()(**inputs).logits, model.state_dict()
-    model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "saved")
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     optimizer.close()
     export(tmp_path / "checkpoint", tmp_path / "exported", dtype="fp32")

@@ -124,7 +124,7 @@ def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: 
         for module in (model, plain):
             module(inputs(seed), [0, 1, 2]).backward()
         for name, param in plain.named_parameters():
-            grad = param.grad.to(kept)  # type: ignore[union-attr]
+            grad = param.grad.to(kept)
             total[name] = total[name] + grad if name in total else grad
             param.grad = None
     optimizer.step()
@@ -134,7 +134,7 @@ def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: 
 
 def test_norms_of_groups_add_up_to_the_norm(wrap: Wrap) -> None:
     model, plain = layers(), layers()
-    groups = [{"params": layer.parameters()} for layer in model.get_submodule("layers")]  # type: ignore[union-attr]
+    groups = [{"params": layer.parameters()} for layer in model.get_submodule("layers")]
     model, optimizer = wrap(model, param_groups=groups, precision="fp32", clip_grad_norm=1e-3)
     for module in (model, plain):
         module(inputs(1), [0, 2]).backward()

@@ -85,10 +85,10 @@ def test_in_fp32_a_run_has_the_bits_of_torch_in_memory(name: str, tmp_path: Path
     if len(optimizer.optimizers) == 1:
         state = optimizer.optimizers[0].state_dict()["state"]
         mine = ours.optimizer["state"]
-        assert mine.keys() == state.keys()  # type: ignore[attr-defined]
+        assert mine.keys() == state.keys()
         for index, of in state.items():
-            assert mine[index].keys() == of.keys()  # type: ignore[index]
-            assert all(torch.equal(mine[index][key], value) for key, value in of.items())  # type: ignore[index]
+            assert mine[index].keys() == of.keys()
+            assert all(torch.equal(mine[index][key], value) for key, value in of.items())
 
 
 def matrices() -> nn.Module:
@@ -182,7 +182,7 @@ def test_asynchronous_updates_of_whole_parameters_are_refused_for_weights_on_ssd
 
 def test_a_class_is_no_rule() -> None:
     with pytest.raises(pagoda.ConfigError, match=r"pagoda.Optim\(torch.optim.Adagrad"):
-        pagoda.wrap(matrices(), torch.optim.Adagrad, memory=RESIDENT)  # type: ignore[arg-type]
+        pagoda.wrap(matrices(), torch.optim.Adagrad, memory=RESIDENT)
     with pytest.raises(pagoda.ConfigError, match="only supports 2D"):
         pagoda.wrap(nn.Linear(4, 4), pagoda.Optim(torch.optim.Muon), memory=RESIDENT)
 

@@ -43,7 +43,7 @@ def test_unusual_loops_have_the_bits_of_torch_and_do_not_depend_on_placement(
     """Weights are read from SSD, or copied to another memory: not both, as these weights take less RAM than what would
     stream them from SSD."""
     loop, fixed = CASES[name].loop, {"lr": 1e-3, "precision": "fp32"}
-    resident, by_torch = run(built(name), RESIDENT, loop, **fixed), in_memory(built(name), loop, lr=1e-3)  # type: ignore[arg-type]
+    resident, by_torch = run(built(name), RESIDENT, loop, **fixed), in_memory(built(name), loop, lr=1e-3)
     assert_trained_alike(resident, by_torch)
     activations: Any = {"backward_twice": "recompute", "two_graphs_at_once": "offload"}.get(name, "keep")
     if name == "gradient_penalty":

@@ -45,7 +45,7 @@ def always_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loss_of(model: nn.Module, seed: int = 100) -> torch.Tensor:
-    return model(inputs(seed), [*range(LAYERS)])  # type: ignore[no-any-return]
+    return model(inputs(seed), [*range(LAYERS)])
 
 
 def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.Memory:

@@ -84,7 +84,7 @@ class Updates:
 
 @contextmanager
 def updates(directory: Path, sizes: Sizes = SIZES, **settings: object) -> Iterator[Updates]:
-    with parts(directory, sizes, **settings) as part:  # type: ignore[arg-type]
+    with parts(directory, sizes, **settings) as part:
         yield Updates(part)
 
 
@@ -211,7 +211,7 @@ def test_an_update_during_backward_that_is_refused_counts_as_no_step(bad: str, w
     if bad == "every gradient":
         backward(torch.nan)
     else:
-        spoil = model.layers[0][0].bias.register_hook(lambda grad: grad * torch.nan)  # type: ignore[index]
+        spoil = model.layers[0][0].bias.register_hook(lambda grad: grad * torch.nan)
         backward()
         spoil.remove()
     with pytest.raises(NonFiniteGradientError):

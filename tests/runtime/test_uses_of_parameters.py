@@ -134,7 +134,7 @@ class Twice(torch.autograd.Function):
         return x @ weight * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         return grad @ weight.t() * 2, x.t() @ grad * 2
 
@@ -188,7 +188,7 @@ def test_a_block_that_is_recomputed_may_use_the_parameters_of_another(use: str, 
             self.blocks = nn.ModuleList(Meddler(USES[use], True, frozen) for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return sum(block(x) for block in self.blocks)  # type: ignore[return-value]
+            return sum(block(x) for block in self.blocks)
 
     assert_same_step(Blocks, lambda m: m(batch()), wrap, SMALL, activations="recompute")
 
@@ -268,9 +268,9 @@ def test_hooks_for_saved_tensors_do_not_change_gradients(
 
     def loss_of(model: nn.Module) -> torch.Tensor:
         if inside:
-            return model(batch())  # type: ignore[no-any-return]
+            return model(batch())
         with HOOKS[hooks]():
-            return model(batch())  # type: ignore[no-any-return]
+            return model(batch())
 
     assert_same_step(lambda: Deep(HOOKS[hooks] if inside else None), loss_of, wrap, memory, activations=activations)
 
@@ -315,7 +315,7 @@ def test_two_models_pack_inside_each_other(wrap: Wrap, tmp_path: Path) -> None:
 def test_a_view_that_outlives_its_forward_keeps_its_frames(wrap: Wrap) -> None:
     """Four of eight layers fit the device at once: the frames of the first are not given to others while it is held."""
     model = loops.Layers()
-    weight = model.layers[0][0].weight.detach().bfloat16()  # type: ignore[index]
+    weight = model.layers[0][0].weight.detach().bfloat16()
     memory = pagoda.Memory(device="cpu:256KiB", host="64MiB", unit_limit="64KiB", page_size=PAGE)
     wrapped, _ = wrap(model, memory)
     kept: list[torch.Tensor] = []
