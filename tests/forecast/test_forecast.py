@@ -20,7 +20,6 @@ from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.report import as_json
 from pagoda.models.papers import PAPER_SHAPES, gpt_of_step
 from pagoda.optim import AdamW
-from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
@@ -200,15 +199,6 @@ def test_several_nodes_share_out_the_state_and_gather_it() -> None:
     moments = [forecast_.plan.bytes["host"]["exp_avg"] for forecast_ in (one, two)]
     assert moments[1] == pytest.approx(moments[0] / 2, rel=0.02)
     assert as_json(two, ())["lanes"]["collective"]["busy_s"] > as_json(one, ())["lanes"]["collective"]["busy_s"]
-
-
-def test_ranks_that_have_a_copy_each_fetch_nothing_and_gather_sums() -> None:
-    two = replace(SMALL, intra_node_bytes_per_s=figure(1e9)).with_gpus(2)
-    machine = Machine(two, here=False, ranks=Ranks(2, 2, replicas=2))
-    one = made(machine, replicas=2)
-    sums = [span for span in one.timeline.spans if span.lane == COLLECTIVE]
-    assert {span.name.split()[0] for span in sums} == {"reduce"}
-    assert sum(span.nbytes for span in sums) == pytest.approx(4 * one.described.params, rel=0.05)
 
 
 def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
