@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -64,6 +65,7 @@ class Run:
     recipe: Recipe
     memory: pagoda.Memory
     seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
 
@@ -76,6 +78,7 @@ class Run:
             memory=self.memory,
             precision=self.recipe.precision,
             clip_grad_norm=self.recipe.clip,
+            **self.options,
         )
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=10)
 
@@ -94,8 +97,14 @@ class Run:
         self.optimizer.save_checkpoint(directory, extra={"schedule": self.schedule.state_dict()})
 
     def load(self, directory: Path) -> "Run":
+        """Its losses begin anew."""
         self.schedule.load_state_dict(self.optimizer.load_checkpoint(directory)["schedule"])
+        self.losses, self.rates = [], []
         return self
+
+    def goes_on(self) -> None:
+        """The steps after the checkpoint are those of a run that was never interrupted."""
+        self.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(self.recipe))
 
     def finish(self) -> "Result":
         result = Result(self.losses, self.rates, self.model.state_dict(), self.optimizer.state_dict())
@@ -184,6 +193,11 @@ def uninterrupted(recipe: Recipe) -> Result:
     return Run(recipe, RESIDENT).train(0, 2 * HALF).finish()
 
 
+def assert_resumes(directory: Path, memory: pagoda.Memory = RESIDENT, recipe: Recipe = LLAMA) -> None:
+    """A run that had other weights goes on from a checkpoint."""
+    Run(recipe, memory, seed=1).load(directory).goes_on()
+
+
 @pytest.mark.parametrize(
     ("recipe", "before", "after"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
@@ -194,8 +208,7 @@ def test_a_resumed_run_continues_bit_for_bit(recipe: Recipe, before: str, after:
     saved.save(tmp_path / "step")
     saved.optimizer.close()
     torch.manual_seed(77)
-    resumed = Run(recipe, PLACES[after](recipe, tmp_path), seed=1).load(tmp_path / "step")
-    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(recipe))
+    assert_resumes(tmp_path / "step", PLACES[after](recipe, tmp_path), recipe)
 
 
 def test_a_run_that_went_on_can_go_back_and_drops_the_gradients_that_had_arrived(tmp_path: Path) -> None:
@@ -203,10 +216,7 @@ def test_a_run_that_went_on_can_go_back_and_drops_the_gradients_that_had_arrived
     run.save(tmp_path / "step")
     run.train(HALF, HALF + 1)
     loss_of(run.model(**data(LLAMA, 50))).backward()
-    run.load(tmp_path / "step")
-    run.losses.clear()
-    run.rates.clear()
-    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+    run.load(tmp_path / "step").goes_on()
 
 
 def test_the_weight_file_is_the_model_for_the_safetensors_library(tmp_path: Path) -> None:
@@ -255,7 +265,7 @@ def assert_refused_untouched(run: Run, directory: Path, message: str) -> None:
     with pytest.raises(pagoda.CheckpointError, match=message):
         run.load(directory)
     assert torch.equal(torch.get_rng_state(), generator)
-    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(run.recipe))
+    run.goes_on()
 
 
 @pytest.mark.parametrize(
