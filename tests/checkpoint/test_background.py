@@ -66,7 +66,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Pa
     if place == "resident":
         let_updates_overtake(monkeypatch, kept)
     run = Run(LLAMA, PLACES[place](LLAMA, tmp_path)).train(0, HALF)
-    run.optimizer.save_checkpoint(tmp_path / "step", {"schedule": run.schedule.state_dict()}, wait=False)
+    run.save(tmp_path / "step", wait=False)
     assert run.optimizer.checkpoint_pending
     assert not (tmp_path / "step").exists()
     run.goes_on()
@@ -79,7 +79,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Pa
 def test_an_update_waits_for_the_writer_where_no_room_for_copies_is_left(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("pagoda.plan.place.COPIED_SHARE", 1 << 40)
     run = Run(LLAMA, pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=4096)).train(0, HALF)
-    run.optimizer.save_checkpoint(tmp_path / "step", {"schedule": run.schedule.state_dict()}, wait=False)
+    run.save(tmp_path / "step", wait=False)
     run.goes_on()
     assert_resumes(tmp_path / "step")
 
@@ -93,7 +93,7 @@ def test_updates_during_backward_are_held_off_what_is_not_written_yet(place: str
     run = Run(recipe, memory, options=options).train(0, HALF)
     run.optimizer.drain()
     expected = run.model.state_dict(), run.optimizer.state_dict()
-    run.optimizer.save_checkpoint(tmp_path / "step", {"schedule": run.schedule.state_dict()}, wait=False)
+    run.save(tmp_path / "step", wait=False)
     run.train(HALF, 2 * HALF).optimizer.close()
     run = Run(recipe, RESIDENT, options=options).load(tmp_path / "step")
     assert_same((run.model.state_dict(), run.optimizer.state_dict()), expected)
@@ -129,7 +129,7 @@ def test_one_checkpoint_is_written_at_a_time_and_close_finishes_the_last(tmp_pat
     run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, 1)
     run.optimizer.save_checkpoint(tmp_path / "first", wait=False)
     run.train(1, HALF)
-    run.optimizer.save_checkpoint(tmp_path / "second", {"schedule": run.schedule.state_dict()}, wait=False)
+    run.save(tmp_path / "second", wait=False)
     assert (tmp_path / "first").exists()
     run.optimizer.close()
     assert_resumes(tmp_path / "second")

@@ -3,12 +3,10 @@
 import errno
 import json
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import ended, fork
 
 from pagoda.checkpoint import directory as module
 from pagoda.checkpoint.directory import MANIFEST, committed, read_manifest, write_manifest
@@ -87,36 +85,6 @@ def test_a_directory_that_another_process_filled_meanwhile_is_not_overwritten(tm
         commit(target, overtaken)
     assert_complete(target)
     assert list(tmp_path.iterdir()) == [target]
-
-
-def kill_me() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("after_syncs", range(7))
-def test_a_process_killed_at_any_instant_leaves_all_or_nothing(
-    tmp_path: Path, after_syncs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed before each sync: of the parent's parent, the mark, its directory, the parent; then of the manifest, the
-    directory, and the parent (after the rename)."""
-    target = tmp_path / "step-1"
-    syncs = 0
-    fsync = os.fsync
-
-    def counted(descriptor: int) -> None:
-        nonlocal syncs
-        if syncs == after_syncs:
-            kill_me()
-        syncs += 1
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.os, "fsync", counted)
-        assert ended(fork(lambda: commit(target))) == -signal.SIGKILL
-    if after_syncs < 6:
-        assert not target.exists()
-        commit(target)
-    assert_complete(target)
 
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,17 +62,15 @@ def lazy_of(tensors: Sequence[torch.Tensor], counts: list[int] | None = None) ->
 
 
 @pytest.mark.parametrize("name", JOINS_AND_CUTS | OTHERS)
-@settings(deadline=None)
-@given(data=st.data())
-def test_any_piece_is_what_torch_has_there(name: str, data: st.DataObject) -> None:
+@settings(max_examples=8)
+@given(where=st.floats(0, 1), share=st.floats(0, 1))
+def test_any_piece_is_what_torch_has_there(name: str, where: float, share: float) -> None:
     apply = (JOINS_AND_CUTS | OTHERS)[name]
     tensors = originals()
-    results, expected = as_list(apply(lazy_of(tensors))), as_list(apply(tensors))
-    assert len(results) == len(expected)
-    for lazy, real in zip(results, expected, strict=True):
+    for lazy, real in zip(as_list(apply(lazy_of(tensors))), as_list(apply(tensors)), strict=True):
         assert lazy.shape == real.shape
-        start = data.draw(st.integers(0, real.numel()))
-        count = data.draw(st.integers(0, real.numel() - start))
+        start = int(where * real.numel())
+        count = int(share * (real.numel() - start))
         assert torch.equal(lazy.read(start, count), real.reshape(-1)[start : start + count])
         assert torch.equal(lazy.whole(), real)
 

@@ -65,8 +65,7 @@ def test_a_replaced_checkpoint_goes_once_the_new_one_is_complete(ssd: Path, tmp_
     for step in range(2 * HALF):
         run.train(step, step + 1)
         old = [tmp_path / f"step-{step - 1}"] if step else []
-        extra = {"schedule": run.schedule.state_dict()}
-        run.optimizer.save_checkpoint(tmp_path / f"step-{step}", extra, wait=False, replaces=old)
+        run.save(tmp_path / f"step-{step}", wait=False, replaces=old)
     run.optimizer.wait_for_checkpoint()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ssd", f"step-{2 * HALF - 1}"]
     assert PAGED in read_manifest(tmp_path / f"step-{2 * HALF - 1}")

@@ -129,14 +129,11 @@ def test_a_tied_weight_may_be_stored_under_either_name_or_both(tmp_path: Path) -
         pagoda.load(directory)
 
 
-def test_shapes_that_differ_are_refused(tmp_path: Path) -> None:
+def test_tensors_that_fit_neither_the_model_nor_each_other_are_refused(tmp_path: Path) -> None:
     directory = saved("llama-tied", tmp_path)
     change(directory, model__norm__weight=torch.ones(31))
     with pytest.raises(pagoda.ConfigError, match=r"'model\.norm\.weight' is \[31\] in the files and \[32\] in the"):
         pagoda.load(directory)
-
-
-def test_experts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     directory = saved("mixtral", tmp_path)
     found = safetensors.torch.load_file(directory / SINGLE)
     name = next(name for name in found if name.endswith("experts.2.w1.weight"))

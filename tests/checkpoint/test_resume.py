@@ -93,8 +93,8 @@ class Run:
             self.losses.append(loss.item())
         return self
 
-    def save(self, directory: Path) -> None:
-        self.optimizer.save_checkpoint(directory, extra={"schedule": self.schedule.state_dict()})
+    def save(self, directory: Path, **how: Any) -> None:
+        self.optimizer.save_checkpoint(directory, {"schedule": self.schedule.state_dict()}, **how)
 
     def load(self, directory: Path) -> "Run":
         """Its losses begin anew."""

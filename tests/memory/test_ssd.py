@@ -71,13 +71,6 @@ def random_arena(nbytes: int, seed: int) -> Arena:
     return arena
 
 
-def test_one_transfer_spans_consecutive_pages(page_file: PageFile) -> None:
-    source, target = random_arena(2 * PAGE, 2), Arena(PAGE)
-    page_file.pwrite(5, source.view(0, PAGE_ALIGN), source.view(PAGE_ALIGN, 2 * PAGE - PAGE_ALIGN))
-    page_file.pread(6, target.view(0, PAGE))
-    assert target.view(0, PAGE) == source.view(PAGE, PAGE)
-
-
 def test_short_transfers_go_on_from_the_last_whole_block(page_file: PageFile, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets: list[int] = []
 

@@ -123,8 +123,7 @@ def sum_of_squares(gradient: torch.Tensor) -> float:
     return gradient.double().square().sum().item()
 
 
-@precisions
-@pytest.mark.parametrize("n", SIZES)
+@each_once(n=SIZES, precision=get_args(Precision))
 def test_gradients_are_stored_and_added_with_torchs_bits_and_their_squares_summed(precision: Precision, n: int) -> None:
     source = random_gradient(precision, n, 1)
     ours = torch.full_like(source, torch.nan)
@@ -206,8 +205,7 @@ def test_no_parts_are_zeros() -> None:
     assert torch.equal(total, torch.zeros(5))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_once(value=[torch.nan, torch.inf, -torch.inf], dtype=[torch.bfloat16, torch.float32])
 def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
     parts = [torch.zeros(300, dtype=dtype), torch.full((300,), value, dtype=dtype)]
     total, mean = torch.empty(300), torch.empty(300, dtype=dtype)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from zoo import RESIDENT, assert_equal
 
@@ -142,9 +143,9 @@ def test_a_wrapped_and_a_plain_model_can_be_clipped_together(wrap: Wrap) -> None
     assert total.item() == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("by", ["torch", "optimizer"])
-@pytest.mark.parametrize(("first", "second"), [(1e-3, 2e-3), (2e-3, 1e-3)], ids=["looser-later", "tighter-later"])
-def test_of_wraps_limit_and_a_later_one_the_smaller_holds(first: float, second: float, by: str, wrap: Wrap) -> None:
+@each_once(by=["torch", "optimizer"], limits=[(1e-3, 2e-3), (2e-3, 1e-3)])
+def test_of_wraps_limit_and_a_later_one_the_smaller_holds(limits: tuple[float, float], by: str, wrap: Wrap) -> None:
+    first, second = limits
     mine, twin = wrap(clip_grad_norm=first), wrap(clip_grad_norm=min(first, second))
 
     def clip(model: Any, optimizer: PagedOptimizer) -> float:

@@ -64,7 +64,7 @@ def losses(model: Any, optimizer: Any) -> list[float]:
     ("how", "activations"),
     [
         ("torch.compile of layers", "recompute"),
-        ("compile() of layers", "offload"),
+        pytest.param("compile() of layers", "offload", marks=pytest.mark.slow),
         pytest.param("compile() of all", "keep", marks=pytest.mark.slow),
         ("torch.compile of all", "keep"),
     ],
