@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from files import flip
 
 from pagoda.checkpoint import directory as module
 from pagoda.errors import BudgetError, StorageError
@@ -23,7 +24,6 @@ from tests.memory.ssd_parts import (
     Reference,
     Tier,
     committed,
-    flip_bit,
     kept,
     loaded,
     make_checkpoint,
@@ -254,7 +254,7 @@ def test_stripes_that_were_used_with_a_copy_are_not_written_to_with_the_original
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda path: os.truncate(path, 40), lambda path: flip_bit(path, 250), lambda path: os.truncate(path, 0)]
+    "damage", [lambda path: os.truncate(path, 40), lambda path: flip(path, 250), lambda path: os.truncate(path, 0)]
 )
 def test_a_damaged_page_table_is_an_error_and_its_pages_are_left_alone(
     ssd: Path, checkpoint: Path, damage: Callable[[Path], None]

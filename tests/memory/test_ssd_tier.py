@@ -10,12 +10,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from files import flip
 
 from pagoda.errors import BudgetError, CorruptPageError, StorageError
-from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run
-from pagoda.memory.ssd.committed import open_commit
-from tests.memory.ssd_parts import PAGE, Tier, committed, flip_bit, loaded, make_checkpoint, pattern
+from tests.memory.ssd_parts import PAGE, Tier, committed, loaded, make_checkpoint, pattern
 
 
 @pytest.fixture(params=[1, 3], ids=["one-drive", "three-drives"])
@@ -26,24 +25,6 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         directory.mkdir()
     with Tier(dict.fromkeys(directories), 8, PAGE, 8) as tier:
         yield tier
-
-
-def test_what_is_frozen_stays_whatever_is_stored(tier: Tier, tmp_path: Path) -> None:
-    run = tier.alloc(5)
-    tier.store(run, 0, pattern(5, 1))
-    with closing(tier.freeze_all()) as frozen:
-        tier.store(run, PAGE, pattern(3, 2))
-        tier.store(run, 2 * PAGE, pattern(2, 3))
-        with closing(open_commit(frozen.commit(*make_checkpoint(tmp_path / "checkpoint")))) as kept:
-            into = Arena(5 * PAGE).view(0, 5 * PAGE)
-            kept.load(run, 0, into)
-            assert into == pattern(5, 1)
-            kept.load(run, 2 * PAGE, into[: 2 * PAGE])
-            assert into[: 2 * PAGE] == pattern(5, 1)[2 * PAGE : 4 * PAGE]
-    now = loaded(tier, run)
-    assert now[:PAGE] == pattern(5, 1)[:PAGE]
-    assert now[PAGE : 2 * PAGE] == pattern(3, 2)[:PAGE]
-    assert now[2 * PAGE : 4 * PAGE] == pattern(2, 3)
 
 
 def test_pages_never_stored_read_as_zeros_frozen_or_not(tier: Tier, tmp_path: Path) -> None:
@@ -118,12 +99,12 @@ def test_a_flipped_bit_in_any_page_is_an_error_that_names_file_and_offset(tier: 
     found = []
     for path in files:
         for page in range(path.stat().st_size // PAGE):
-            flip_bit(path, page * PAGE + 1000)
+            flip(path, page * PAGE + 1000)
             try:
                 loaded(tier, run)
             except CorruptPageError as error:
                 found.append(f"{path} at offset {page * PAGE} does not hold what was written" in str(error))
-            flip_bit(path, page * PAGE + 1000)
+            flip(path, page * PAGE + 1000)
     assert found == [True] * 8
     content = files[0].read_bytes()
     files[0].write_bytes(content[PAGE : 2 * PAGE] + content[:PAGE] + content[2 * PAGE :])  # two pages exchanged

@@ -8,17 +8,13 @@ from pagoda.config.training import Precision
 from pagoda.optim import Adafactor, gradient_dtype
 from pagoda.optim.adafactor import as_matrices
 
-from .blocks import States, assert_same_states, copy_of, join, split
+from .blocks import States, assert_same_states, copy_of, join, randn, split
 
 DEFAULTS = Adafactor()
 OTHERS = Adafactor(lr=0.3, weight_decay=0.1, d=1.5, eps=(1e-5, 1e-2), beta2_decay=-0.5)
 AVERAGED = Adafactor(lr=0.1, beta1=0.9, scale_parameter=False, relative_step=False)
 RULES = (DEFAULTS, OTHERS, AVERAGED)
 SHAPES = ((), (16,), (2500,), (33, 20), (130, 3), (3, 5, 7, 2), (70, 1100), (2, 3, 2100))
-
-
-def randn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fresh(rule: Adafactor, shape: tuple[int, ...], precision: Precision = "fp32") -> States:

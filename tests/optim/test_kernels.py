@@ -25,7 +25,18 @@ from pagoda.optim.codecs import BLOCK
 from pagoda.optim.jit import HAS_CONVERSIONS
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
-from .blocks import EDGES, RULES, assert_same_states, copy_of, join, random_states, same_bits, split, update_part
+from .blocks import (
+    EDGES,
+    RULES,
+    assert_same_states,
+    copy_of,
+    floats,
+    join,
+    random_states,
+    same_bits,
+    split,
+    update_part,
+)
 
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 precisions = pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -79,14 +90,6 @@ def test_bits_do_not_depend_on_block_boundaries_or_threads(
         parts = map(slice, bounds[:-1], bounds[1:])
         list(pool.map(lambda part: update_part(rule, precision, cut, gradient, scalars, noise, part), parts))
     assert_same_states(whole, cut)
-
-
-def floats(seed: int, n: int) -> torch.Tensor:
-    """Numbers of many magnitudes, and of both signs."""
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-12, 3, (n,), generator=generator).float()
-    signs = torch.randint(2, (n,), generator=generator) * 2 - 1
-    return (1 + torch.rand(n, generator=generator)) * 2**exponents * signs
 
 
 @each_once(form=[*product(get_args(Precision), (torch.bfloat16, torch.float16, torch.float32))], rule=[*RULES.values()])

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from pagoda.errors import ConfigError, UsageError
 from pagoda.optim import Optim
 
+from .blocks import randn as gradient
+
 CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
@@ -102,10 +104,6 @@ class LargeOnly(Step):
 def kept_by(rule: Optim, name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     shapes = {state: state.shape(name, shape) for state in rule.own_states()}
     return {state.name: torch.zeros(own, dtype=state.dtype) for state, own in shapes.items() if own is not None}
-
-
-def gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
 
 
 @pytest.mark.parametrize(("kind", "settings"), CLASSES.values(), ids=CLASSES)

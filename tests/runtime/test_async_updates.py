@@ -325,21 +325,6 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
     assert tight.bytes["host"][GRAD] + tight.bytes["host"][GRAD_QUEUE] == 4 * host[GRAD]
 
 
-def test_the_device_holds_what_a_unit_that_lives_there_takes() -> None:
-    root, states = describe(Recipe("plain").build()), pagoda.AdamW().states("bf16")
-    options = Options(PAGE, 1 << 17, clipping=True, max_staleness=2, split=pagoda.Split(device_home_share=1.0))
-    plan = make_plan(root, states, Budgets(1 << 40, 1 << 20), options)
-    lives = [unit for unit in plan.units if unit.index in plan.placement.resident]
-    assert 0 < len(lives) < len(plan.units)
-    device, host = plan.bytes["device"], plan.bytes["host"]
-    for state in (WEIGHT, GRAD):
-        assert device[state] == sum(plan.layout.pages(unit, state) for unit in lives) * PAGE
-    assert device[WEIGHT_BACK] == device[WEIGHT]
-    assert device[GRAD_QUEUE] == 2 * device[GRAD]
-    assert host[GRAD] == plan.layout.total_pages(GRAD) * PAGE - device[GRAD]
-    assert host[GRAD_QUEUE] == 2 * host[GRAD]
-
-
 def test_settings_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(pagoda.ConfigError, match="update is 'later'"):
         pagoda.Updates("later")

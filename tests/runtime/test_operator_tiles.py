@@ -13,7 +13,7 @@ from torch import nn
 
 import pagoda
 from pagoda.checkpoint.export import export
-from pagoda.models.tiles import Tiled, row_blocks
+from pagoda.models.tiles import Tiled
 
 from .conftest import Wrap
 
@@ -177,13 +177,3 @@ def test_hooks_after_forward_run_after_that_of_the_tiles(wrap: Wrap) -> None:
     handle.remove()
     step(*wrapped, seed=1)
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "most"), [(1000, 64, 4096), (1000, 100, 4096), (7, 3, 4), (512, 512, 1 << 20)]
-)
-def test_tiles_cover_the_rows_at_aligned_starts(rows: int, width: int, most: int) -> None:
-    blocks = row_blocks(rows, (width,), most)
-    assert [row for start, stop in blocks for row in range(start, stop)] == [*range(rows)]
-    assert all(start * width % 256 == 0 for start, _ in blocks)
-    assert all((stop - start) * width <= max(most, 256 * width) for start, stop in blocks)

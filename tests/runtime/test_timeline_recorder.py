@@ -196,15 +196,6 @@ def test_compute_is_at_work_between_accesses_but_for_its_waits(tmp_path: Path) -
         assert 0 < max(nbytes for _, nbytes in points) <= plan.peak_bytes[tier]
 
 
-def test_the_ledger_is_what_is_taken_for_good_and_the_leases() -> None:
-    recorder = TimelineRecorder()
-    for nbytes in (30, 30, 10):
-        recorder.leased(nbytes)
-    ledger = recorder.timeline({}, {"device": 40, "host": 100}, "device", 40).held_bytes
-    assert [nbytes for _, nbytes in ledger["device"]] == [30, 10]
-    assert ledger["host"] == ((0.0, 100),)
-
-
 # --- activations ---------------------------------------------------------------------------------------------
 
 
