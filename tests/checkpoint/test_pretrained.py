@@ -17,7 +17,7 @@ from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.tensors import TensorFile
 from pagoda.cli.main import main
 
-from .hf_models import MODELS, build, ids, train, wrapped
+from .hf_models import build, ids, train, wrapped
 
 
 def saved(name: str, root: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
@@ -33,7 +33,7 @@ def first_loss(directory: Path, dtype: torch.dtype) -> float:
     return loss.item()
 
 
-@each_once(name=list(MODELS), max_shard_size=["1GB", "20KB"], place=["ram", "ssd"])
+@each_once(name=["llama-untied", "gpt2", "mixtral"], max_shard_size=["1GB", "20KB"], place=["ram", "ssd"])
 def test_training_starts_where_plain_transformers_does(
     name: str, max_shard_size: str, place: str, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_backward_runs_through_backward(run) -> None:
     assert penalties[-1] < penalties[0] / 4
 
 
+@pytest.mark.slow
 def test_a_fabric_script_in_the_manner_of_litgpt_resumes(run, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     losses = numbers("loss", run("fabric", "4"))

@@ -152,6 +152,7 @@ def test_what_would_copy_all_weights_is_refused(setting: str, paging: Paging, tm
         PAGED["GRPO"].check_arguments(settings)
 
 
+@pytest.mark.slow
 def test_adapters_train_over_a_base_in_4_bits(paging: Paging, tmp_path: Path) -> None:
     """TRL makes them bf16, so without Pagoda they have no master in fp32: the losses are not the same to the bit."""
     given = {"model": four_bit_llama(tmp_path / "model"), "peft_config": adapter()}
