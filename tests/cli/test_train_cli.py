@@ -120,12 +120,6 @@ def test_bad_input_is_explained_and_leaves_nothing_behind(
     assert sorted(work.root.rglob("*")) == before
 
 
-def test_bytes_are_tokens_where_they_are_asked_for(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    (work.model / "tokenizer.json").touch()
-    work.train("run", "--tokenizer", "bytes", steps=1, memory__ssd=None, memory__host="64MiB")
-    assert "Tokens: bytes" in capsys.readouterr().out
-
-
 BROKEN_MODELS: dict[str, bytes | dict[str, object]] = {
     "not UTF-8": b"\xff\xfe{}",
     "nested deeply": b"[" * 100_000,

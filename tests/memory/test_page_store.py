@@ -130,27 +130,6 @@ def test_what_stores_of_another_geometry_take_counts_against_the_limit(ssd: Path
     Tier({ssd: 16 * PAGE}, 4, PAGE, 12).close()  # its own pages it may have again
 
 
-def test_striped_pages_are_found_where_their_directories_are_now(tmp_path: Path, checkpoint: Path) -> None:
-    drives = [make_directory(tmp_path / name) for name in ("a", "b")]
-    (reference,) = kept(drives, checkpoint, pages=6)
-    (tmp_path / "b").rename(tmp_path / "moved")
-    with pytest.raises(StorageError, match="give the directory that has"):
-        committed(reference, Run(0, 6))
-    assert committed(reference, Run(0, 6), (tmp_path / "moved",)) == pattern(6, 1)
-
-
-def test_a_checkpoint_that_is_not_where_it_was_saved_keeps_its_pages(ssd: Path, checkpoint: Path) -> None:
-    """It may have been moved or renamed, or its volume is not mounted: nobody can tell from here."""
-    references = kept([ssd], checkpoint, checkpoint.with_name("step-2"))
-    checkpoint.with_name("step-1").rename(checkpoint.with_name("renamed"))
-    for _ in range(2):
-        open_tier(ssd, spare=4).close()
-        assert committed(references[0], RUN) == pattern(4, 1)
-        assert committed(references[1], RUN) == pattern(4, 2)
-        if checkpoint.parent.exists():
-            shutil.rmtree(checkpoint.parent)
-
-
 def test_too_little_room_names_the_command_that_frees_what_looks_orphaned(ssd: Path, checkpoint: Path) -> None:
     """Killed, then the run removed: not a refusal for ever that nothing explains."""
     with Tier({ssd: 12 * PAGE}, 4, PAGE, 4) as tier:

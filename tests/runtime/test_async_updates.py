@@ -1,7 +1,6 @@
 """Asynchronous updates: bounded, with the same weights throughout a step, each gradient as its own step, none lost."""
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,28 +43,6 @@ def engine_of(model: nn.Module) -> Engine:
     engine = model._pagoda_engine
     assert isinstance(engine, Engine)
     return engine
-
-
-@contextmanager
-def no_updates(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """The update lane does nothing until the block ends, or what it yields is called."""
-    gate = threading.Event()
-    engine = engine_of(model)
-
-    def hold() -> None:
-        assert gate.wait(SOON_S), "compute waits for an update"
-
-    held = [engine._lanes["update"].submit(hold) for _ in range(torch.get_num_threads())]
-
-    def release() -> None:
-        gate.set()
-        for handle in held:
-            handle.wait()
-
-    try:
-        yield release
-    finally:
-        release()
 
 
 def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
@@ -178,32 +155,6 @@ def _shown(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
 
 
 # --- what is read ------------------------------------------------------------------------------------------
-
-
-def test_forward_and_backward_of_a_step_see_the_same_weights_though_newer_ones_are_ready(
-    tmp_path: Path, wrap: Wrap
-) -> None:
-    """A checkpoint recomputes in backward: it must not see what was published meanwhile."""
-    recipe = Recipe("plain", checkpointing=True)
-
-    def norm_of_second_step(newer_before_backward: bool) -> float | None:
-        directory = tmp_path / str(newer_before_backward)
-        directory.mkdir()
-        memory = memory_of(recipe, HOST_WEIGHTS, directory, 1)
-        model, optimizer = wrap(recipe.build(), memory, update="async")
-        generator = seeded()
-        with no_updates(model) as release:
-            steps(model, optimizer, generator)
-            loss = loss_of(model, generator)
-            if newer_before_backward:
-                release()
-                optimizer.drain()
-                assert engine_of(model).store.newest != engine_of(model).store.front
-            loss.backward()
-            optimizer.step()
-        return optimizer.stats.grad_norm
-
-    assert norm_of_second_step(newer_before_backward=True) == norm_of_second_step(newer_before_backward=False)
 
 
 def test_evaluation_between_steps_sees_every_step(tmp_path: Path, wrap: Wrap) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference import split
 from torch import nn
-from zoo import ARENA_ALL_ON_SSD, PAGE, RESIDENT, UNIT_LIMIT, assert_equal, squeeze
+from zoo import ARENA_ALL_ON_SSD, PAGE, UNIT_LIMIT, assert_equal, squeeze
 
 import pagoda
 
@@ -23,15 +23,10 @@ def fresh() -> Any:
     return layers(8)
 
 
-@pytest.fixture(params=["resident", ARENA_ALL_ON_SSD])
-def wrap_layers(request: pytest.FixtureRequest, wrap: Wrap, tmp_path: Path) -> WrapLayers:
-    """Wraps a fresh model in two placements."""
-
-    def wrap_layers(**options: Any) -> Wrapped:
-        memory = RESIDENT if request.param == "resident" else squeeze(fresh(), request.param, tmp_path)
-        return wrap(fresh(), memory, **options)
-
-    return wrap_layers
+@pytest.fixture
+def wrap_layers(wrap: Wrap, tmp_path: Path) -> WrapLayers:
+    """Wraps a fresh model whose weights come from SSD to an arena."""
+    return lambda **options: wrap(fresh(), squeeze(fresh(), ARENA_ALL_ON_SSD, tmp_path), **options)
 
 
 def masters(model: nn.Module) -> dict[str, torch.Tensor]:
