@@ -1,7 +1,6 @@
 """A model of layers and what users do with it; training loops that depart from the usual one, each with its model."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -138,14 +137,6 @@ class Nested(nn.Module):
         return x + self.inner(x @ self.weight) @ self.weight
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, and a loop that must not depend on where its state lives."""
-
-    build: Callable[[], nn.Module]
-    loop: Loop
-
-
 def learn(loss: torch.Tensor, outcome: Outcome, **options: bool) -> None:
     """Backward; notes the loss."""
     loss.backward(**options)
@@ -278,8 +269,8 @@ def gradient_of_an_input(model: Any, generator: Any, outcome: Outcome, _step: in
     learn(model(**batch("conv", generator)), outcome)
 
 
-CASES = {
-    of_step.__name__: Case(build, every_step(of_step, steps))
+CASES: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    of_step.__name__: (build, every_step(of_step, steps))
     for build, of_step, steps in (
         (Plain, evaluation_between_forward_and_backward, STEPS),
         (Plain, inference_mode_between_steps, STEPS),
@@ -296,9 +287,10 @@ CASES = {
         (ConvNet, gradient_of_an_input, STEPS),
     )
 }
+"""A model, and a loop that must not depend on where its state lives."""
 
 
 def built(name: str) -> nn.Module:
     """The model of a case, the same each time."""
     torch.manual_seed(0)
-    return CASES[name].build().train()
+    return CASES[name][0]().train()

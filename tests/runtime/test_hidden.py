@@ -75,8 +75,8 @@ def test_a_use_of_a_parameter_outside_its_forward_is_refused_where_it_is(wrap: W
     """Not later, and not as a NaN."""
     model, optimizer = wrap(Scaled())
     twin, twin_optimizer = wrap(Scaled())
-    for use in USES.values():
-        for _ in range(2):
+    for _ in range(2):
+        for use in USES.values():
             with torch.no_grad(), pytest.raises(pagoda.UsageError, match=r"(scale|first\.weight).*modify=True"):
                 use(model)
         assert step(model, optimizer) == step(twin, twin_optimizer)

@@ -42,7 +42,7 @@ def test_unusual_loops_have_the_bits_of_torch_and_do_not_depend_on_placement(
 ) -> None:
     """Weights are read from SSD, or copied to another memory: not both, as these weights take less RAM than what would
     stream them from SSD."""
-    loop, fixed = CASES[name].loop, {"lr": 1e-3, "precision": "fp32"}
+    loop, fixed = CASES[name][1], {"lr": 1e-3, "precision": "fp32"}
     resident, by_torch = run(built(name), RESIDENT, loop, **fixed), in_memory(built(name), loop, lr=1e-3)
     assert_trained_alike(resident, by_torch)
     activations: Any = {"backward_twice": "recompute", "two_graphs_at_once": "offload"}.get(name, "keep")
@@ -96,7 +96,7 @@ def test_only_the_first_step_has_faults(recipe: Recipe, placement: str, tmp_path
 def test_a_trace_has_all_micro_batches_of_a_step_in_the_order_of_their_forwards_and_backwards(tmp_path: Path) -> None:
     """The loop has F F B F B F B B in three steps, and F F F F B B B B in the last two, which makes that the plan."""
     name = "several_forwards_before_their_backwards"
-    outcome = run(built(name), squeeze(built(name), ALL_ON_SSD, tmp_path), CASES[name].loop, clip_grad_norm=0.5)
+    outcome = run(built(name), squeeze(built(name), ALL_ON_SSD, tmp_path), CASES[name][1], clip_grad_norm=0.5)
     assert outcome.faults[1:3] == [0, 0]
     phases = [access.phase for access in outcome.plan.trace.accesses if access.unit == len(outcome.plan.units) // 2]
     assert phases == [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4

@@ -37,17 +37,9 @@ WIDTH = 128
 Step = Callable[[nn.Module], torch.Tensor]
 
 
-class Chain(nn.Module):
+def chain() -> nn.Module:
     """Layers that backward uses, and completes, in exactly the reverse of forward's order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        return hidden
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
 def chain_loss(model: nn.Module) -> torch.Tensor:
@@ -165,7 +157,7 @@ def test_compute_tells_the_scheduler_what_the_simulated_one_does(
         return of_step
 
     torch.manual_seed(0)
-    model, loss = (llama(), llama_loss) if kind == "llama" else (Chain(), chain_loss)
+    model, loss = (llama(), llama_loss) if kind == "llama" else (chain(), chain_loss)
     with wrapped(model, placement, tmp_path, clip) as optimizer:
         steps(model, optimizer, loss, 4)
         plan = pagoda.plan_of(model)
