@@ -74,7 +74,7 @@ def test_gradients_that_are_dropped_or_not_finite_leave_nothing_behind(tmp_path:
 
 
 def test_gradients_of_another_dtype_or_layout_are_taken_as_the_extent_keeps_them(tmp_path: Path) -> None:
-    with parts(tmp_path, [[6]], precision="bf16") as part:
+    with parts(tmp_path, [[6]]) as part:
         grad = torch.arange(12, dtype=torch.float32)[::2] / 3
         part.deliver(part.units[0], 0, grad)
         assert torch.equal(part.see_all()[0, 0], grad.bfloat16())
