@@ -18,7 +18,7 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.ssd.file import PageFile
 
 SIZE = 3 << 20
-in_a_folder = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_a_folder = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.runtime.device import Device
 from pagoda.runtime.engine import Engine
-from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.store import Store
 from pagoda.runtime.streams import Update
@@ -82,9 +81,6 @@ class Parts:
         self.engine.accesses.read(unit)
         for slot in reversed(slots or range(unit.trainable)):
             self.deliver(unit, slot, self.random_gradient(unit, slot, seed), accumulate)
-
-    def record(self, unit: LiveUnit) -> UnitGradient:
-        return self.engine.gradients.get(unit)
 
     def settle(self) -> None:
         """Wait until nothing is under way."""
