@@ -91,14 +91,9 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
 
 BAD_INPUT = {
     "unknown model": ({"model": "lama-15m"}, "Did you mean 'llama-15m'"),
-    "model directory without config.json": ({"model": "{root}/ssd"}, "config.json"),
     "missing text": ({"data": "{root}/missing"}, "does not exist"),
-    "sequence longer than the model's positions": ({"seq_len": 129}, "--seq-len 128 or less"),
     "host budget too small": ({"memory__host": "8KiB", "memory__ssd": None}, "memory.host"),
-    "device arena too small": ({"memory__device": "cpu:8KiB"}, "memory.device"),
     "SSD directory missing": ({"memory__ssd": "{root}/missing"}, "memory.ssd"),
-    "SSD limit too small": ({"memory__ssd": "{root}/ssd:64KiB"}, "memory.ssd"),
-    "optimizer that needs a closure": ({"optimizer": "LBFGS"}, "closure"),
     "trace of a step that is not run": ({"trace": "t.json", "trace_step": STEPS + 1}, "--trace-step is 7"),
     "trace in a directory that is missing": ({"trace": "no/such/t.json"}, "--trace no"),
 }

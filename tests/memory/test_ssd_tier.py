@@ -4,7 +4,6 @@ import errno
 import os
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -238,56 +237,3 @@ def test_adjoining_pages_move_in_one_transfer(tmp_path: Path, monkeypatch: pytes
             loaded(tier, run)
         assert calls.count("pwritev") == 1 + 4
         assert calls.count("preadv") == 1
-
-
-def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_every_bit(
-    tier: Tier, tmp_path: Path
-) -> None:
-    """Each thread owns a run and knows what it must read as; snapshots of one thread see whole stores of the others."""
-    failures: list[BaseException] = []
-    runs = [tier.alloc(2) for _ in range(3)]
-
-    def own(seed: int) -> None:
-        try:
-            rng, run, value = random.Random(seed), runs[seed], 0
-            tier.store(run, 0, pattern(2, value))
-            for step in range(20):
-                action = rng.random()
-                if action < 0.5:
-                    value = seed + 3 * step
-                    tier.store(run, 0, pattern(2, value))
-                elif action < 0.7:
-                    frozen, before = tier.snapshot(awaited=False), value
-                    frozen.add(run)
-                    value += 1
-                    tier.store(run, 0, pattern(2, value))
-                    if rng.random() < 0.5:
-                        frozen.restore()
-                        value = before
-                    else:
-                        frozen.close()
-                time.sleep(0)
-                assert loaded(tier, run) == pattern(2, value)
-        except BaseException as error:
-            failures.append(error)
-
-    def snapshot() -> None:
-        try:
-            for step in range(4):
-                with closing(tier.freeze_all()) as frozen:
-                    reference = frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{step}"))
-                    for run in runs:
-                        into = committed(reference, run)
-                        assert into == bytes(2 * PAGE) or any(into == pattern(2, seed) for seed in range(251))
-                    frozen.release()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=own, args=(seed,)) for seed in range(3)]
-    threads.append(threading.Thread(target=snapshot))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failures == []
