@@ -23,10 +23,11 @@ def work(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
 
 
-def test_a_run_writes_metrics_and_configuration_and_its_loss_falls(
+def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics = work.train("run", optim__lr=1e-2)
+    trace = work.root / "run" / "trace.json"
+    metrics = work.train("run", optim__lr=1e-2, trace=trace)
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     for line in metrics:
         assert set(line["stall_s"]) - {"data"} == set(line["bytes_moved"]) == LANES
@@ -39,12 +40,21 @@ def test_a_run_writes_metrics_and_configuration_and_its_loss_falls(
     saved = json.loads((work.root / "run" / "config.json").read_text())
     assert (saved["steps"], saved["memory"]["host"]) == (STEPS, "1MiB")
     names = sorted(entry.name for entry in (work.root / "run").iterdir())
-    assert names == ["checkpoints", "config.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    written = ["checkpoints", "config.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json", "trace.json"]
+    assert names == written
     assert [entry.name for entry in (work.root / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
     shown = capsys.readouterr().out
     assert shown.index("Plan:") < shown.index(f"step 1/{STEPS}")
     for word in ("host", "ssd", "budget", "weight", "exp_avg"):
         assert word in shown
+    assert str(trace) in shown.replace("\n", "")
+    traced = json.loads(trace.read_text())
+    spans = [event for event in traced["traceEvents"] if event["ph"] == "X"]
+    lanes = {span["cat"] for span in spans}
+    assert {"compute", "d2h", "ssd_read", "ssd_write", "update"} <= lanes <= LANES | {"compute"}
+    step_us = traced["otherData"]["step_s"] * 1e6
+    assert all(0 <= s["ts"] <= s["ts"] + s["dur"] <= step_us * (1 + 1e-9) for s in spans)
+    assert traced["otherData"]["step_s"] == pytest.approx(metrics[2]["step_s"], rel=0.5)
 
 
 def test_a_run_saves_at_its_end_unless_told_not_to(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,20 +181,6 @@ def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_no
     assert main(work.args("run", "--resume", steps=2)) == 0
     assert "has finished: 2 of 2 steps" in capsys.readouterr().out
     assert content_of(work.root / "run") == before
-
-
-def test_a_traced_step_is_written_as_a_plans_is(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = work.root / "traced" / "trace.json"
-    plain = work.train("plain", steps=3)
-    assert curve(work.train("traced", steps=3, trace=trace)) == curve(plain), "recording changes nothing"
-    assert str(trace) in capsys.readouterr().out.replace("\n", "")
-    written = json.loads(trace.read_text())
-    spans = [event for event in written["traceEvents"] if event["ph"] == "X"]
-    lanes = {span["cat"] for span in spans}
-    assert {"compute", "d2h", "ssd_read", "ssd_write", "update"} <= lanes <= LANES | {"compute"}
-    step_us = written["otherData"]["step_s"] * 1e6
-    assert all(0 <= s["ts"] <= s["ts"] + s["dur"] <= step_us * (1 + 1e-9) for s in spans)
-    assert written["otherData"]["step_s"] == pytest.approx(work.metrics("traced")[2]["step_s"], rel=0.5)
 
 
 RESUMED: dict[str, tuple[dict[str, str], str]] = {

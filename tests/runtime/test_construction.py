@@ -20,7 +20,6 @@ from zoo import (
     ConvNet,
     assert_equal,
     batch,
-    gpt2,
     llama,
     loss_of,
     squeeze,
@@ -54,8 +53,6 @@ def embeddings() -> nn.Module:
 
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: llama(2),
-    "gpt2": lambda: gpt2(2),
-    "conv": ConvNet,
     "encoder": encoder,
     "norms": norms,
     "embeddings": embeddings,
