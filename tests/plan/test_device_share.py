@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pagoda.config.memory import Split
-from pagoda.errors import BudgetError, ConfigError
+from pagoda.errors import ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Choice, search
@@ -138,13 +138,3 @@ def test_a_search_lets_units_live_on_a_device_that_has_room_and_else_what_takes_
     assert choice.best.plan.placement.passing
     weights, moments = (choice.best.plan.placement.units_with(DEVICE, [name]) for name in ("weight", "exp_avg"))
     assert len(weights) > len(moments)
-
-
-def test_the_device_is_home_where_ram_and_ssd_do_not_hold_all() -> None:
-    root, states = tower(8, 128), STATES["bf16"]
-    params = sum(param.numel for param in root.walk())
-    budgets = Budgets(9 * params, 8 * params)
-    plan = make_plan(root, states, budgets, Options(page_bytes=4096, clipping=True))
-    assert plan.placement.resident
-    with pytest.raises(BudgetError):
-        make_plan(root, states, budgets, Options(page_bytes=4096, clipping=True, split=Split()))
