@@ -202,10 +202,7 @@ def test_striping_and_drives_of_unequal_size_give_the_same_bytes(tmp_path: Path)
     for name in limits:
         (tmp_path / name).mkdir()
     directories = {tmp_path / name: limit for name, limit in limits.items() if limit}
-    with (
-        Tier({tmp_path / "a": None}, 9, PAGE, 5) as one,
-        Tier(directories, 9, PAGE, 5) as several,
-    ):
+    with Tier({tmp_path / "a": None}, 9, PAGE, 5) as one, Tier(directories, 9, PAGE, 5) as several:
         rng = random.Random(0)
         runs = [(one.alloc(n), several.alloc(n)) for n in (4, 2, 3)]
         for step in range(100):

@@ -67,9 +67,7 @@ def test_a_built_in_shape_is_ready_to_train() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_directory_builds_what_its_config_says_and_checkpoints_do_not_reenter(
-    tmp_path: Path,
-) -> None:
+def test_a_directory_builds_what_its_config_says_and_checkpoints_do_not_reenter(tmp_path: Path) -> None:
     directory = write_config(tmp_path, dtype="bfloat16")
     plain = build_model(directory, seq_len=16)
     assert not checkpoints(plain)

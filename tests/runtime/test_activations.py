@@ -8,19 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import (
-    ALL_ON_SSD,
-    PAGE,
-    RESIDENT,
-    VOCABULARY,
-    Outcome,
-    Recipe,
-    batch,
-    least,
-    llama,
-    loss_of,
-    train,
-)
+from zoo import ALL_ON_SSD, PAGE, RESIDENT, VOCABULARY, Outcome, Recipe, batch, least, llama, loss_of, train
 
 import pagoda
 from pagoda.config.training import ActivationMode

@@ -86,11 +86,7 @@ def versions_read(steps: int, bound: int, unit: int) -> list[int]:
     return read
 
 
-@each_once(
-    placement=[HOST_WEIGHTS, ALL_ON_SSD, BOTH],
-    checkpointing=[False, True],
-    bound=[1, 2, 3],
-)
+@each_once(placement=[HOST_WEIGHTS, ALL_ON_SSD, BOTH], checkpointing=[False, True], bound=[1, 2, 3])
 def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gradient_is_a_step(
     placement: str, checkpointing: bool, bound: int, tmp_path: Path, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,12 +60,7 @@ def data(generator: torch.Generator, samples: int) -> tuple[torch.Tensor, torch.
 
 
 def train(
-    memory: pagoda.Memory,
-    *,
-    tiles: int | str | None = None,
-    passes: int = 1,
-    layers: int = 4,
-    **wrap: Any,
+    memory: pagoda.Memory, *, tiles: int | str | None = None, passes: int = 1, layers: int = 4, **wrap: Any
 ) -> zoo.Outcome:
     torch.manual_seed(0)
 

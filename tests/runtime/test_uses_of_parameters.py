@@ -256,11 +256,7 @@ HOOKS: dict[str, Callable[[], Any]] = {
 }
 
 
-@each_once(
-    hooks=[*HOOKS],
-    inside=[False, True],
-    case=[("keep", ARENA), ("recompute", RESIDENT), ("recompute", ARENA)],
-)
+@each_once(hooks=[*HOOKS], inside=[False, True], case=[("keep", ARENA), ("recompute", RESIDENT), ("recompute", ARENA)])
 def test_hooks_for_saved_tensors_do_not_change_gradients(
     hooks: str, inside: bool, case: tuple[Any, str], wrap: Wrap, tmp_path: Path
 ) -> None:
