@@ -70,7 +70,7 @@ def test_every_combination_of_edge_values_gives_the_bits_of_the_reference(name: 
         assert_same_states(ours, theirs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rule=st.sampled_from(list(RULES.values())),
     precision=st.sampled_from(get_args(Precision)),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
@@ -124,7 +124,6 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
 # --- traffic --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(any_plans)
 def test_lines_are_all_that_is_held_only_what_lives_on_ssd_is_streamed_and_only_what_is_away_is_leased(
     plan: Plan,

@@ -128,7 +128,7 @@ def test_a_plan_is_simulated_on_nodes_of_its_own_size_only() -> None:
 @pytest.mark.parametrize("settings", [{}, {"replicas": 2}, {"tensor_parallel": 2}])
 def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(settings: dict[str, int]) -> None:
     """Beside three whole gradients of the widest unit, and leases."""
-    for count in (2, 4, 8, 64, 512, 4096):
+    for count in (2, 64, 4096):
         for stage in (1, 2, 3):
             plan = make_plan(
                 tower(2, 1024),
