@@ -219,19 +219,6 @@ def test_a_run_that_went_on_can_go_back_and_drops_the_gradients_that_had_arrived
     run.load(tmp_path / "step").goes_on()
 
 
-def test_the_weight_file_is_the_model_for_the_safetensors_library(tmp_path: Path) -> None:
-    run = Run(LLAMA, RESIDENT).train(0, 1)
-    run.save(tmp_path / "step")
-    stored = safetensors.torch.load_file(tmp_path / "step" / "weight.safetensors")
-    state = run.model.state_dict()
-    run.optimizer.close()
-    plain = LLAMA.build().to(torch.bfloat16)
-    assert stored.keys() == dict(plain.named_parameters()).keys()
-    plain.load_state_dict(stored, strict=False)
-    plain.tie_weights()
-    assert_same(dict(plain.state_dict()), dict(state))
-
-
 def test_extra_comes_back_as_it_was_and_must_be_json(tmp_path: Path) -> None:
     run = Run(Recipe("conv"), RESIDENT)
     with pytest.raises(TypeError):

@@ -114,10 +114,10 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-SLOW = {"SFT", "GRPO", "SFT, DoRA", "DPO, LoRA", "GRPO, LoRA"}
+DAILY = ("SFT, LoRA", "DPO")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in DAILY else pytest.mark.slow) for c in CASES])
 def test_losses_have_the_bits_of_trls_own_trainer(case: str, paging: Paging, tmp_path: Path) -> None:
     kind, given = case.partition(",")[0], CASES[case]
     where = tmp_path / "model"
