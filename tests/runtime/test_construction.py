@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,36 +65,10 @@ def built_later(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return build()
 
 
-@cache
-def initialised(name: str) -> dict[str, torch.Tensor]:
-    """What `wrap` makes of a model that waits, in RAM."""
-    model, optimizer = pagoda.wrap(built_later(BUILD[name]), pagoda.AdamW(), memory=RESIDENT, precision="fp32")
-    with optimizer:
-        return values(model)
-
-
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter once, under its first name."""
     weights = model.state_dict()
     return {name: weights[name].float() for name, _ in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", BUILD)
-def test_parameters_wait_on_meta_and_buffers_are_real(name: str) -> None:
-    torch.manual_seed(0)
-    eager, later = BUILD[name](), built_later(BUILD[name])
-    assert [(n, p.shape, p.requires_grad) for n, p in later.named_parameters()] == [
-        (n, p.shape, p.requires_grad) for n, p in eager.named_parameters()
-    ]
-    for module in later.modules():
-        can_start_over = hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")
-        for param in module.parameters(recurse=False):
-            assert param.is_meta or not can_start_over, type(module)
-    assert real_share(later) < 0.05, "or building it would take the RAM that `init` is there to save"
-    for (mine, buffer), (other, expected) in zip(later.named_buffers(), eager.named_buffers(), strict=True):
-        assert mine == other
-        assert not buffer.is_meta
-        assert torch.equal(buffer, expected), mine
 
 
 def real_share(model: nn.Module) -> float:
@@ -146,11 +120,27 @@ def test_modules_built_after_the_block_are_real_again() -> None:
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_initialisation_has_the_statistics_of_eager_construction_and_no_two_parameters_share_numbers(name: str) -> None:
-    """As they would if units, or layers that are copies of one another, were initialised from the same seed."""
+def test_parameters_wait_on_meta_and_are_initialised_with_the_statistics_of_eager_construction(
+    name: str, wrap: Wrap
+) -> None:
+    """Buffers are real. No two parameters share numbers, as they would if units, or layers that are copies of one
+    another, were initialised from the same seed."""
     torch.manual_seed(1)
-    eager = {n: p.detach().double() for n, p in BUILD[name]().named_parameters()}
-    found = initialised(name)
+    built, later = BUILD[name](), built_later(BUILD[name])
+    assert [(n, p.shape, p.requires_grad) for n, p in later.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in built.named_parameters()
+    ]
+    for module in later.modules():
+        can_start_over = hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")
+        for param in module.parameters(recurse=False):
+            assert param.is_meta or not can_start_over, type(module)
+    assert real_share(later) < 0.05, "or building it would take the RAM that `init` is there to save"
+    for (mine, buffer), (other, expected) in zip(later.named_buffers(), built.named_buffers(), strict=True):
+        assert mine == other
+        assert not buffer.is_meta
+        assert torch.equal(buffer, expected), mine
+    eager = {n: p.detach().double() for n, p in built.named_parameters()}
+    found = values(wrap(later)[0])
     assert found.keys() == eager.keys()
     for param, expected in eager.items():
         value = found[param].double()
