@@ -28,13 +28,10 @@ def exit_code(*args: str) -> int:
         return int(error.code or 0)
 
 
-def test_only_the_model_must_be_given() -> None:
+def test_only_the_model_must_be_given_and_flags_reach_the_configuration() -> None:
     assert parsed("--model", "llama-15m") == TrainRequest(model="llama-15m")
     given = parsed(*REQUIRED, "--out", "run")
     assert given == TrainRequest(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
-
-
-def test_flags_reach_the_configuration() -> None:
     flags = "--memory.host 64MiB --memory.page-size 1MiB --optim.betas 0.8 0.9 --optim.schedule constant"
     flags += " --clip-grad-norm None --activations keep --trace t.json --trace-step 5"
     assert parsed("--model", "llama-15m", *flags.split()) == TrainRequest(

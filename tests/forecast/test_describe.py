@@ -27,22 +27,18 @@ def ends(module: ModuleSpec) -> list[ModuleSpec]:
 
 
 @pytest.mark.parametrize("name", PAPER_SHAPES)
-def test_a_tree_has_the_parameters_of_its_shape(name: str) -> None:
+def test_a_tree_has_the_parameters_of_its_shape_and_a_gpts_flops_are_megatrons_formula(name: str) -> None:
     shape = PAPER_SHAPES[name]
     root = module_spec(shape)
     params = list(root.walk())
     assert sum(param.numel for param in params) == shape.params
     assert len({param.name for param in params}) == len(params)
     assert all(param.name.rpartition(".")[0] == end.name for end in ends(root) for param in end.params)
-
-
-@pytest.mark.parametrize("name", [name for name in PAPER_SHAPES if name.startswith(("gpt", "zero"))])
-def test_a_gpts_flops_are_megatrons_formula(name: str) -> None:
-    shape = PAPER_SHAPES[name]
-    batch, seq, hidden = 4, shape.seq_len, shape.hidden
-    expected = 24 * batch * seq * shape.layers * hidden**2 * (1 + seq / (6 * hidden))
-    expected += 2 * batch * seq * hidden * shape.vocab
-    assert math.fsum(forward_flops(shape, batch * seq, seq).values()) == pytest.approx(expected)
+    if shape.family == "gpt" and not shape.experts:
+        batch, seq, hidden = 4, shape.seq_len, shape.hidden
+        expected = 24 * batch * seq * shape.layers * hidden**2 * (1 + seq / (6 * hidden))
+        expected += 2 * batch * seq * hidden * shape.vocab
+        assert math.fsum(forward_flops(shape, batch * seq, seq).values()) == pytest.approx(expected)
 
 
 def test_a_dense_model_does_two_flops_per_parameter_and_token() -> None:

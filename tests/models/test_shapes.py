@@ -101,11 +101,8 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path) 
         build_model("gpt2", seq_len=1025)
 
 
-def test_a_gpt_of_layers_and_width_is_the_one_of_the_family_that_is_planned() -> None:
+def test_a_gpt_of_layers_and_width_is_the_one_that_is_planned_with_positions_for_every_sequence() -> None:
     shape = gpt_of_step(9)
     assert parameters(shape.name) == shape.params
-
-
-def test_a_gpt_of_layers_and_width_has_positions_for_every_sequence() -> None:
     with torch.device("meta"):
         assert build_model("gpt-2x192", seq_len=2048).config.max_position_embeddings == 2048

@@ -197,7 +197,7 @@ def test_wrap_clips_what_gradients_are_once_multiplied(limit: float, wrap: Wrap)
         torch.testing.assert_close(weight, twin[0].state_dict()[name], rtol=0, atol=1e-7)
 
 
-def test_gradients_that_are_not_finite_are_found(wrap: Wrap) -> None:
+def test_gradients_that_are_not_finite_are_found_and_limits_that_are_none_refused(wrap: Wrap) -> None:
     model, optimizer = wrap()
     (loss_of(model, 0) * math.nan).backward()
     with pytest.raises(RuntimeError, match="non-finite"):
@@ -205,10 +205,7 @@ def test_gradients_that_are_not_finite_are_found(wrap: Wrap) -> None:
     clip_by_torch(model.parameters(), 1.0)
     with pytest.raises(pagoda.NonFiniteGradientError):
         optimizer.step()
-
-
-def test_limits_that_are_none_are_refused(wrap: Wrap) -> None:
-    model, optimizer = wrap()
+    model.zero_grad()
     loss_of(model, 0).backward()
     for limit in (math.nan, -1.0):
         with pytest.raises(pagoda.UsageError, match="max_norm"):
