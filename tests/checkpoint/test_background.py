@@ -60,7 +60,7 @@ def let_updates_overtake(monkeypatch: Patch, kept: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("slow_disk")
-@pytest.mark.parametrize("place", ["resident", "on_ssd", "arena"])
+@pytest.mark.parametrize("place", ["resident", "on_ssd"])
 def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Path, monkeypatch: Patch) -> None:
     kept = counted(monkeypatch, "keep")
     if place == "resident":
