@@ -24,21 +24,21 @@ SOON_S = 30
 def test_weights_in_ram_can_be_used_while_moments_are_still_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with parts(tmp_path, [[7000]], placement=MOMENTS_ON_SSD) as part:
-        ssd, unit = part.store.ssd, part.units[0]
-        gate, store, gradient = threading.Event(), ssd.store, part.store.run(0, "grad")
+    with parts(tmp_path, [[9000], [2048]], placement=MOMENTS_ON_SSD) as part:
+        ssd, unit = part.store.ssd, part.units[1]
+        gate, store, gradient = threading.Event(), ssd.store, part.store.run(1, "grad")
 
         def slow(run: Run, offset: int, data: memoryview) -> None:
             assert run == gradient or gate.wait(SOON_S)
             store(run, offset, data)
 
         for name, dtype in (("weight", torch.bfloat16), ("weight_low", torch.int16)):
-            part.store.write(0, name, 0, torch.zeros(7000, dtype=dtype))
+            part.store.write(1, name, 0, torch.zeros(2048, dtype=dtype))
         monkeypatch.setattr(ssd, "store", slow)
         part.arrive(unit)
         part.step()
         try:
-            assert part.engine.accesses.read(unit)[:7000].any()
+            assert part.engine.accesses.read(unit)[:2048].any()
             assert not part.scheduler.updates.drained
         finally:
             gate.set()
