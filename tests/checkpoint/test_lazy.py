@@ -75,16 +75,6 @@ def test_any_piece_is_what_torch_has_there(name: str, where: float, share: float
         assert torch.equal(lazy.whole(), real)
 
 
-@pytest.mark.parametrize("name", JOINS_AND_CUTS)
-def test_what_is_read_for_a_piece_is_bounded_by_what_is_asked(name: str) -> None:
-    counts: list[int] = []
-    for lazy in as_list(JOINS_AND_CUTS[name](lazy_of(originals(), counts))):
-        for start in range(0, lazy.numel(), 7):
-            counts.clear()
-            lazy.read(start, min(7, lazy.numel() - start))
-            assert sum(counts) <= 16 * min(7, lazy.numel() - start)
-
-
 def test_parts_of_rows_are_read_at_once_unless_little_of_each_is_wanted() -> None:
     counts: list[int] = []
     (lazy,) = lazy_of([torch.arange(640).view(20, 32)], counts)
