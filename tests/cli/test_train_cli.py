@@ -1,7 +1,6 @@
 """`pagoda train` end to end: what a run writes, resuming to the same bits, what bad input leaves behind."""
 
 import json
-import math
 import os
 import signal
 from pathlib import Path
@@ -58,9 +57,6 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
 
 
 def test_a_run_saves_at_its_end_unless_told_not_to(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    work.train("often", steps=3, checkpoint_every=2)
-    names = sorted(path.name for path in (work.root / "often" / "checkpoints").iterdir())
-    assert names == ["step-000002", "step-000003"]
     work.train("dropped", "--no-save-at-end", steps=1)
     assert not (work.root / "dropped" / "checkpoints").exists()
     assert "--no-save-at-end" in capsys.readouterr().out
@@ -156,12 +152,6 @@ def test_a_broken_model_directory_is_one_message(
     assert main(work.args("run", memory__ssd=None, memory__host="64MiB")) == 2
     assert capsys.readouterr().err.count("pagoda: ") == 1
     assert not (work.root / "run").exists()
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(work.args("run", optim__lr=1e30)) == 2
-    assert "gradient" in capsys.readouterr().err
-    assert all(math.isfinite(line["loss"]) for line in work.metrics("run"))
 
 
 def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_not_overwritten(
