@@ -101,9 +101,7 @@ def test_an_update_that_fails_leaves_a_state_that_only_a_checkpoint_replaces(
     run.load(tmp_path / "good").goes_on()
 
 
-def test_an_update_that_fails_ends_the_checkpoint_that_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_fails_ends_a_checkpoint_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = threading.Event()
 
     def fails_while_saving(real: Transfer, *_: object) -> int:
@@ -150,7 +148,7 @@ def test_damage_found_in_the_middle_of_a_load_leaves_a_state_of_no_use(tmp_path:
     run.load(tmp_path / "good").goes_on()
 
 
-def test_a_state_dict_that_an_error_cuts_short_leaves_a_state_of_no_use(
+def test_a_state_dict_that_is_cut_short_leaves_a_state_of_no_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(LLAMA, RESIDENT).train(0, HALF)

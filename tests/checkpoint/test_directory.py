@@ -106,7 +106,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     assert synced == [*((str(path), False) for path in (*in_parents, *before[1:])), (str(runs / "first"), True)]
 
 
-def test_a_disk_that_fails_is_a_storage_error_that_names_the_checkpoint_unless_it_is_another_disk(
+def test_a_disk_that_fails_is_an_error_that_names_the_checkpoint_unless_it_is_another_disk(
     tmp_path: Path,
 ) -> None:
     """Reading the states to save may fail, too."""
@@ -136,9 +136,7 @@ def test_a_disk_that_fails_is_a_storage_error_that_names_the_checkpoint_unless_i
         (json.dumps({"format": module.FORMAT, "version": module.VERSION + 1}), f"reads version {module.VERSION}"),
     ],
 )
-def test_a_directory_without_a_manifest_of_this_format_is_refused(
-    tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_a_directory_without_a_manifest_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / MANIFEST).write_text(text, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=message):

@@ -34,9 +34,7 @@ def first_loss(directory: Path, dtype: torch.dtype) -> float:
 
 
 @each_once(name=["llama-untied", "gpt2", "mixtral"], max_shard_size=["1GB", "20KB"], place=["ram", "ssd"])
-def test_training_starts_where_plain_transformers_does(
-    name: str, max_shard_size: str, place: str, tmp_path: Path
-) -> None:
+def test_training_starts_where_transformers_does(name: str, max_shard_size: str, place: str, tmp_path: Path) -> None:
     directory = saved(name, tmp_path, torch.bfloat16, max_shard_size)
     assert (directory / INDEX).exists() == (max_shard_size == "20KB")
     with warnings.catch_warnings():
@@ -171,9 +169,7 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         pagoda.load(directory)
 
 
-def test_the_command_trains_from_weights_and_from_config_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_trains_from_weights_or_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("pages of a book " * 200)
     model = build("llama-tied", seed=5)
     model.resize_token_embeddings(256, mean_resizing=False)

@@ -390,7 +390,7 @@ def wrapped_table() -> Iterator[Table]:
 @pytest.mark.parametrize(
     "other", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), None], ids=["shape", "dtype", "absent"]
 )
-def test_a_checkpoint_with_another_buffer_is_refused(
+def test_a_checkpoint_of_another_buffer_is_refused(
     other: torch.Tensor | None, wrapped_table: Table, tmp_path: Path
 ) -> None:
     wrapped_table(torch.ones(4))[1].save_checkpoint(tmp_path / "step")

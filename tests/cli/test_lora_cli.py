@@ -74,9 +74,7 @@ def test_adapters_train_over_weights_that_exceed_ram_and_keep_their_rank(
     assert "--lora.rank 8 (the run has 4)" in capsys.readouterr().err
 
 
-def test_the_adapter_is_exported_for_peft_and_merged_for_transformers(
-    model: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_the_adapter_is_exported_and_merged(model: Path, trained: Path, tmp_path: Path) -> None:
     from peft import PeftModel  # takes a second
 
     run = str(trained / "run")

@@ -136,9 +136,7 @@ BROKEN_MODELS: dict[str, bytes | dict[str, object]] = {
 
 
 @pytest.mark.parametrize("case", [*BROKEN_MODELS, "a FIFO", "no generation_config"])
-def test_a_broken_model_directory_is_one_message(
-    case: str, work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_model_directory_is_one_error(case: str, work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     path = work.model / "config.json"
     if case == "no generation_config":
         save_file({"model.norm.weight": torch.ones(64)}, work.model / "model.safetensors")

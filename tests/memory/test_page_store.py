@@ -216,9 +216,7 @@ def test_a_copy_of_one_drive_of_two_is_not_written_to_with_the_other(tmp_path: P
     assert committed(reference, Run(0, 6), tuple(drives)) == pattern(6, 1)
 
 
-def test_stripes_that_were_used_with_a_copy_are_not_written_to_with_the_original(
-    tmp_path: Path, checkpoint: Path
-) -> None:
+def test_stripes_used_with_a_copy_are_not_written_to_with_the_original(tmp_path: Path, checkpoint: Path) -> None:
     drives, _ = striped(tmp_path, checkpoint)
     drives[0].rename(tmp_path / "away")
     shutil.copytree(tmp_path / "away", tmp_path / "copy")

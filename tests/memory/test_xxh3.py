@@ -9,9 +9,7 @@ from pagoda.memory.ssd import xxh3
 
 
 @each_once(page_bytes=[241, 1024, 1025, 1088, 4096, 5184, 131072], exported=[True, False])
-def test_each_page_has_the_hash_that_xxhash_gives(
-    page_bytes: int, exported: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_page_has_the_hash_of_xxhash(page_bytes: int, exported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any address, of read-only bytes, and of none; also where the extension exports no function."""
     if not exported:
         monkeypatch.setattr(xxh3, "_XXH3", None)

@@ -181,9 +181,7 @@ def test_factors_of_rows_are_summed_in_the_stated_order() -> None:
 
 
 @each_once(precision=["bf16", "fp16", "fp32"], arriving=[torch.float32, torch.bfloat16, torch.float16])
-def test_masters_and_gradients_are_computed_with_as_if_they_were_fp32(
-    precision: Precision, arriving: torch.dtype
-) -> None:
+def test_masters_and_gradients_count_as_if_they_were_fp32(precision: Precision, arriving: torch.dtype) -> None:
     shape = 40, 70
     ours, theirs = fresh(AVERAGED, shape, precision), fresh(AVERAGED, shape)
     for step in range(1, 3):

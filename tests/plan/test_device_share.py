@@ -48,9 +48,7 @@ def test_a_share_is_spread_over_forward_and_never_passed(sizes: list[int], share
         ({"states": Muon().states("bf16")}, r"Muon.* set split\.device_update_share to 1"),
     ],
 )
-def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(
-    share: str, asked: dict[str, Any], reason: str
-) -> None:
+def test_a_share_that_cannot_be_had_is_refused(share: str, asked: dict[str, Any], reason: str) -> None:
     split = Split(**{share: 0.5})
 
     def plan(split: Split | None) -> Plan:

@@ -153,9 +153,7 @@ def test_lines_are_all_that_is_held_only_what_lives_on_ssd_is_streamed_and_only_
 
 
 @pytest.mark.parametrize(("device", "most"), [(None, 32 << 20), (LARGE, 40 << 20)])
-def test_the_largest_gradient_leaves_a_device_of_its_own_without_being_waited_for(
-    device: int | None, most: int
-) -> None:
+def test_the_largest_gradient_leaves_a_device_of_its_own_without_a_wait(device: int | None, most: int) -> None:
     root = ModuleSpec("", (ParamSpec("w", (20 << 20,)), ParamSpec("b", (1024,)), ParamSpec("f", (30 << 20,), False)))
     plan = make_plan(root, STATES["bf16"], Budgets(LARGE, device), Options())
     assert plan.gradients_in_flight_bytes == most

@@ -105,9 +105,7 @@ def test_what_an_optimizer_held_is_given_back(placement: str, until: str, closed
     assert list(tmp_path.iterdir()) == []
 
 
-def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_that_have_not_begun_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
     feeder = optimizer._engine._executor.feeders[0]
     begun, end, updated = threading.Event(), threading.Event(), list[int]()

@@ -145,9 +145,7 @@ ROOM = {"weights": 0.1, "weights and gradients": 0.3, "moments of some units": 0
 
 
 @each_once(homes=[*ROOM], share=[1.0, 0.6], mode=["clipped", "during backward", "fp32 gradients"])
-def test_the_device_is_home_to_weights_first_then_to_gradients_then_to_moments(
-    homes: str, share: float, mode: str
-) -> None:
+def test_the_device_is_home_to_weights_then_gradients_then_moments(homes: str, share: float, mode: str) -> None:
     """Of the units that it updates: they take no link, and their other states do."""
     early, precision = mode == "during backward", "bf16+fp32" if mode == "fp32 gradients" else "bf16"
     recipe = Recipe(

@@ -173,9 +173,7 @@ def test_wrapped_training_is_plain_training_with_every_expert_a_unit(name: str) 
 
 
 @each_once(name=["mixtral", "gpt-oss"], implementation=["eager", "batched_mm"], precision=["fp32", "bf16"])
-def test_other_kernels_of_transformers_give_the_same_within_rounding(
-    name: str, implementation: str, precision: str
-) -> None:
+def test_other_kernels_give_the_same_within_rounding(name: str, implementation: str, precision: str) -> None:
     """They add up the results for a token in other orders."""
     outcomes = []
     for tiles in (WHOLE, None):
@@ -269,9 +267,7 @@ def fetched_experts(optimizer: Any) -> set[str]:
 
 
 @each_once(name=["qwen3-moe", "switch"], placement=[ARENA, ALL_ON_SSD], activations=["keep", "recompute"])
-def test_only_the_experts_that_run_are_fetched(
-    name: str, placement: str, activations: str, wrap: Wrap, tmp_path: Path
-) -> None:
+def test_only_used_experts_are_fetched(name: str, placement: str, activations: str, wrap: Wrap, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = (
         qwen3_moe(num_experts=16, num_experts_per_tok=1, moe_intermediate_size=256)

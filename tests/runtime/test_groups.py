@@ -66,9 +66,7 @@ SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
 
 
 @each_once(scheduler=[*SCHEDULERS], announced=[None, 1])
-def test_groups_and_their_schedules_do_what_they_do_to_torchs_adamw(
-    scheduler: str, announced: int | None, wrap: Wrap
-) -> None:
+def test_groups_and_schedules_do_what_they_do_in_torch(scheduler: str, announced: int | None, wrap: Wrap) -> None:
     model, plain = layers(), layers()
     mine = wrap(model, param_groups=by_layer(model), precision="fp32", accumulation_steps=announced)
     reference = torchs_adamw(by_layer(plain))

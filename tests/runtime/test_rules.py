@@ -106,9 +106,7 @@ def take(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
 
 
 @every_rule
-def test_a_checkpoint_resumes_every_rule_elsewhere_without_a_changed_bit(
-    rule: Rule, wrap: Wrap, tmp_path: Path
-) -> None:
+def test_a_checkpoint_resumes_every_rule_without_a_changed_bit(rule: Rule, wrap: Wrap, tmp_path: Path) -> None:
     """In RAM, and where it was: pages of it are kept there, and adopted."""
 
     def build() -> nn.Module:

@@ -147,9 +147,7 @@ def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_de
 
 
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA])
-def test_a_plan_that_is_accepted_has_room_for_parameters_held_by_enclosing_modules(
-    placement: str, tmp_path: Path
-) -> None:
+def test_a_plan_has_room_for_parameters_that_enclosing_modules_hold(placement: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return Nested(5)

@@ -114,9 +114,7 @@ def assert_same_step(
 
 
 @each_once(case=[*METHODS], place=[RESIDENT, ARENA])
-def test_methods_other_than_forward_use_their_modules_parameters(
-    case: str, place: str, wrap: Wrap, tmp_path: Path
-) -> None:
+def test_methods_other_than_forward_use_their_parameters(case: str, place: str, wrap: Wrap, tmp_path: Path) -> None:
     assert_same_step(*METHODS[case], wrap, memory_in(place, tmp_path))
     for activations in ("recompute", "auto") if case == "calls-the-forward" else ():
         assert_same_step(*METHODS[case], wrap, SMALL, activations=activations)

@@ -89,9 +89,7 @@ DATA = pytest.mark.parametrize("data", [pytest.param("texts.jsonl", marks=pytest
 
 
 @DATA
-def test_the_first_losses_are_those_of_transformers_on_the_same_documents(
-    data: str, folder: Path, tmp_path: Path
-) -> None:
+def test_the_first_losses_are_those_of_transformers_on_the_documents(data: str, folder: Path, tmp_path: Path) -> None:
     """Of every document by itself: packing changes nothing but the speed. Bits per byte are those of the text."""
     other = str(folder / data.replace("texts", "other"))
     config = config_of(folder, data, tmp_path / "run", steps=1, eval_data=other)

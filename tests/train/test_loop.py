@@ -22,9 +22,7 @@ def test_the_result_says_what_was_run(tmp_path: Path) -> None:
     assert result.plan.parameters == 26_784
 
 
-def test_a_user_error_in_the_first_step_leaves_no_run_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_error_in_the_first_step_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise NonFiniteGradientError("the gradient of embed_tokens.weight is NaN")
 

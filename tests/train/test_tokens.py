@@ -224,9 +224,7 @@ def test_tokens_are_made_once(model: ModelTokenizer, tmp_path: Path, monkeypatch
     assert open_tokens(str(path), model, cache=tmp_path / "cache").about.fingerprint != first.about.fingerprint
 
 
-def test_ram_does_not_grow_with_the_text(
-    model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ram_does_not_grow_with_text(model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python holds while it tokenises; the tokens themselves are mapped from the file."""
     peaks = []
     monkeypatch.setattr("pagoda.train.sources._PIECE", 1 << 11)
