@@ -174,7 +174,7 @@ def one_unit(_recipe: Recipe, _ssd: Path) -> pagoda.Memory:
 
 
 PLACES: dict[str, Place] = {place.__name__: place for place in (resident, on_ssd, arena, other_pages, one_unit)}
-LLAMA = Recipe("llama")
+LLAMA = Recipe("llama", layers=3)
 CASES = [
     (LLAMA, "on_ssd", "arena"),
     (LLAMA, "arena", "other_pages"),
