@@ -63,6 +63,7 @@ def four_bits(model: nn.Module) -> nn.Module:
             made = bitsandbytes.nn.Linear4bit(
                 module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type="nf4"
             )
+            made.support_avx512bf16_for_cpu = False  # else other bits in eval than in training
             made.weight = bitsandbytes.nn.Params4bit(
                 module.weight.data, requires_grad=False, quant_type="nf4", module=made
             )
