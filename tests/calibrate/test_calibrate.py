@@ -22,13 +22,7 @@ from tests.simulate.figures import walk
 
 CPU = torch.device("cpu")
 LEAST = Effort(
-    figure_s=0.01,
-    params=1 << 20,
-    copy_bytes=32 << 20,
-    tokens=64,
-    width=64,
-    file_bytes=64 << 20,
-    gathered_bytes=1 << 20,
+    figure_s=0.01, params=1 << 20, copy_bytes=32 << 20, tokens=64, width=64, file_bytes=64 << 20, gathered_bytes=1 << 20
 )
 SHORT = {
     **{f"drive.{name}": least for name, least in (("_ROUNDS", 1), ("_TURNS", 1), ("_WARM_S", 0.0))},

@@ -29,16 +29,8 @@ def small(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def profiled(
-    model: str, precision: str = "bf16", gradient_checkpointing: bool = True, seq_len: int = 128
-) -> ComputeProfile:
-    profiler = ComputeProfiler(
-        model,
-        batch_size=2,
-        seq_len=seq_len,
-        precision=precision,  # type: ignore[arg-type]
-        gradient_checkpointing=gradient_checkpointing,
-    )
+def profiled(model: str, precision: str = "fp32") -> ComputeProfile:
+    profiler = ComputeProfiler(model, batch_size=2, seq_len=128, precision=precision, gradient_checkpointing=True)
     return profiler.measure(budget_s=0.2)
 
 
@@ -46,12 +38,11 @@ def of_torch() -> tuple[object, ...]:
     return torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()
 
 
-@pytest.mark.parametrize(("precision", "seq_len"), [("bf16", 16), ("fp32", 128)])
-def test_all_takes_time_torch_is_as_before_and_no_tensor_stays(small: str, precision: str, seq_len: int) -> None:
-    """Some CPUs multiply bf16 fifty times slower than fp32, so with bf16 sequences are short."""
+def test_all_takes_time_torch_is_as_before_and_no_tensor_stays(small: str) -> None:
+    """Some CPUs multiply bf16 fifty times slower than fp32."""
     with torch.no_grad():
         before, drawn = of_torch(), torch.get_rng_state()
-        profile = profiled(small, precision, precision == "bf16", seq_len)
+        profile = profiled(small)
         assert of_torch() == before
         assert torch.equal(torch.get_rng_state(), drawn)
     assert min(*profile.layer, *profile.embedding) > 0

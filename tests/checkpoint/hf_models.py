@@ -88,7 +88,7 @@ def wrapped(model: nn.Module, place: str, ssd: Path, precision: str = "bf16") ->
         memory = pagoda.Memory(
             host=host, ssd=None if place == "ram" else f"{ssd}:64MiB", unit_limit="16KiB", page_size=4096
         )
-        return pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, precision=precision)  # type: ignore[arg-type]
+        return pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, precision=precision)
 
     if place == "ram":
         return wrap("64MiB")

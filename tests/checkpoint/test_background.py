@@ -3,21 +3,21 @@
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from zoo import RESIDENT, Recipe, loss_of
+from zoo import RESIDENT, Recipe
 
 import pagoda
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.tensors import TensorWriter
-from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime import capture
 from pagoda.runtime.capture import Capture
 
-from .test_resume import HALF, LLAMA, PLACES, Run, assert_same, data, on_ssd, uninterrupted
+from .test_resume import HALF, LLAMA, PLACES, Run, assert_resumes, assert_same, on_ssd
 
 Patch = pytest.MonkeyPatch
 
@@ -60,61 +60,44 @@ def let_updates_overtake(monkeypatch: Patch, kept: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("slow_disk")
-@pytest.mark.parametrize("place", ["resident", "on_ssd", "arena"])
+@pytest.mark.parametrize("place", ["resident", "on_ssd"])
 def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Path, monkeypatch: Patch) -> None:
     kept = counted(monkeypatch, "keep")
     if place == "resident":
         let_updates_overtake(monkeypatch, kept)
     run = Run(LLAMA, PLACES[place](LLAMA, tmp_path)).train(0, HALF)
-    run.optimizer.save_checkpoint(tmp_path / "step", {"schedule": run.schedule.state_dict()}, wait=False)
+    run.save(tmp_path / "step", wait=False)
     assert run.optimizer.checkpoint_pending
     assert not (tmp_path / "step").exists()
-    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+    run.goes_on()
     if place == "resident":
         assert kept, "updates overtook the writer"
-    resumed = Run(LLAMA, RESIDENT, seed=1).load(tmp_path / "step")
-    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+    assert_resumes(tmp_path / "step")
 
 
 @pytest.mark.usefixtures("slow_disk")
 def test_an_update_waits_for_the_writer_where_no_room_for_copies_is_left(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("pagoda.plan.place.COPIED_SHARE", 1 << 40)
     run = Run(LLAMA, pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=4096)).train(0, HALF)
-    run.optimizer.save_checkpoint(tmp_path / "step", {"schedule": run.schedule.state_dict()}, wait=False)
-    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
-    resumed = Run(LLAMA, RESIDENT, seed=1).load(tmp_path / "step")
-    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
-
-
-def during_backward(memory: pagoda.Memory) -> tuple[torch.nn.Module, PagedOptimizer]:
-    torch.manual_seed(0)
-    return pagoda.wrap(LLAMA.build(), pagoda.AdamW(lr=1e-2), memory=memory, accumulation_steps=1)
-
-
-def steps(model: torch.nn.Module, optimizer: PagedOptimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        loss_of(model(**data(LLAMA, step))).backward()
-        optimizer.step()
+    run.save(tmp_path / "step", wait=False)
+    run.goes_on()
+    assert_resumes(tmp_path / "step")
 
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("place", ["resident", "on_ssd"])
 def test_updates_during_backward_are_held_off_what_is_not_written_yet(place: str, tmp_path: Path) -> None:
-    memory = PLACES[place](LLAMA, tmp_path)
-    if place == "on_ssd":  # what clipping needs is more than enough
-        memory = pagoda.Memory(host="256KiB", ssd=str(tmp_path), unit_limit="16KiB", page_size=4096)
-    model, optimizer = during_backward(memory)
-    steps(model, optimizer, 0, 2)
-    optimizer.drain()
-    expected = model.state_dict(), optimizer.state_dict()
-    optimizer.save_checkpoint(tmp_path / "step", wait=False)
-    steps(model, optimizer, 2, 4)
-    optimizer.close()
-    model, optimizer = during_backward(RESIDENT)
-    optimizer.load_checkpoint(tmp_path / "step")
-    assert_same(model.state_dict(), expected[0])
-    assert_same(optimizer.state_dict()["state"], expected[1]["state"])
-    optimizer.close()
+    on_ssd = pagoda.Memory(host="256KiB", ssd=str(tmp_path), unit_limit="16KiB", page_size=4096)
+    memory = RESIDENT if place == "resident" else on_ssd
+    recipe, options = replace(LLAMA, clip=None), {"accumulation_steps": 1}
+    run = Run(recipe, memory, options=options).train(0, HALF)
+    run.optimizer.drain()
+    expected = run.model.state_dict(), run.optimizer.state_dict()
+    run.save(tmp_path / "step", wait=False)
+    run.train(HALF, 2 * HALF).optimizer.close()
+    run = Run(recipe, RESIDENT, options=options).load(tmp_path / "step")
+    assert_same((run.model.state_dict(), run.optimizer.state_dict()), expected)
+    run.optimizer.close()
 
 
 @pytest.mark.usefixtures("slow_disk")
@@ -146,36 +129,32 @@ def test_one_checkpoint_is_written_at_a_time_and_close_finishes_the_last(tmp_pat
     run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, 1)
     run.optimizer.save_checkpoint(tmp_path / "first", wait=False)
     run.train(1, HALF)
-    run.optimizer.save_checkpoint(tmp_path / "second", {"schedule": run.schedule.state_dict()}, wait=False)
+    run.save(tmp_path / "second", wait=False)
     assert (tmp_path / "first").exists()
     run.optimizer.close()
-    resumed = Run(LLAMA, RESIDENT, seed=1).load(tmp_path / "second")
-    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+    assert_resumes(tmp_path / "second")
 
 
-@pytest.mark.parametrize("asks", ["step", "save", "wait", "close"])
-def test_an_error_in_the_background_is_raised_once_by_the_next_call(
-    asks: str, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_an_error_in_the_background_is_raised_once_by_the_next_call(tmp_path: Path, monkeypatch: Patch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TensorWriter, "write", full)
     run = Run(LLAMA, RESIDENT).train(0, 1)
-    run.optimizer.save_checkpoint(tmp_path / "step", wait=False)
-    deadline = time.monotonic() + 30
-    while run.optimizer.checkpoint_pending and time.monotonic() < deadline:
-        time.sleep(0.01)
-    calls = {
-        "step": run.optimizer.step,
-        "save": lambda: run.optimizer.save_checkpoint(tmp_path / "next"),
-        "wait": run.optimizer.wait_for_checkpoint,
-        "close": run.optimizer.close,
-    }
-    with pytest.raises(pagoda.StorageError, match=r"step could not be written.*No space left"):
-        calls[asks]()
-    assert list(tmp_path.iterdir()) == []
-    run.optimizer.wait_for_checkpoint()
+    for asks in (
+        run.optimizer.step,
+        lambda: run.optimizer.save_checkpoint(tmp_path / "next"),
+        run.optimizer.wait_for_checkpoint,
+        run.optimizer.close,
+    ):
+        run.optimizer.save_checkpoint(tmp_path / "step", wait=False)
+        deadline = time.monotonic() + 30
+        while run.optimizer.checkpoint_pending and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(pagoda.StorageError, match=r"step could not be written.*No space left"):
+            asks()
+        assert list(tmp_path.iterdir()) == []
+        run.optimizer.wait_for_checkpoint()
     run.optimizer.close()
 
 

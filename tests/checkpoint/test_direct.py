@@ -18,7 +18,7 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.ssd.file import PageFile
 
 SIZE = 3 << 20
-in_a_folder = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_a_folder = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,7 @@ def written(path: Path, memory: Arena, shift: int, cuts: list[int]) -> bytes:
 
 @in_a_folder
 @given(st.sampled_from([0, 2, 8, 512, 4095]), st.lists(st.integers(1, SIZE - 1), max_size=8))
-def test_parts_of_any_length_are_written_from_any_address(
-    tmp_path: Path, memory: Arena, shift: int, cuts: list[int]
-) -> None:
+def test_parts_of_any_length_come_from_any_address(tmp_path: Path, memory: Arena, shift: int, cuts: list[int]) -> None:
     assert written(tmp_path / "file", memory, shift, cuts) == bytes(memory.view(shift, SIZE))
 
 

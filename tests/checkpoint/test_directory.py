@@ -3,12 +3,10 @@
 import errno
 import json
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import ended, fork
 
 from pagoda.checkpoint import directory as module
 from pagoda.checkpoint.directory import MANIFEST, committed, read_manifest, write_manifest
@@ -89,36 +87,6 @@ def test_a_directory_that_another_process_filled_meanwhile_is_not_overwritten(tm
     assert list(tmp_path.iterdir()) == [target]
 
 
-def kill_me() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("after_syncs", range(7))
-def test_a_process_killed_at_any_instant_leaves_all_or_nothing(
-    tmp_path: Path, after_syncs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed before each sync: of the parent's parent, the mark, its directory, the parent; then of the manifest, the
-    directory, and the parent (after the rename)."""
-    target = tmp_path / "step-1"
-    syncs = 0
-    fsync = os.fsync
-
-    def counted(descriptor: int) -> None:
-        nonlocal syncs
-        if syncs == after_syncs:
-            kill_me()
-        syncs += 1
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.os, "fsync", counted)
-        assert ended(fork(lambda: commit(target))) == -signal.SIGKILL
-    if after_syncs < 6:
-        assert not target.exists()
-        commit(target)
-    assert_complete(target)
-
-
 def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "runs"
     target = runs / "first" / "step-1"
@@ -138,7 +106,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     assert synced == [*((str(path), False) for path in (*in_parents, *before[1:])), (str(runs / "first"), True)]
 
 
-def test_a_disk_that_fails_is_a_storage_error_that_names_the_checkpoint_unless_it_is_another_disk(
+def test_a_disk_that_fails_is_an_error_that_names_the_checkpoint_unless_it_is_another_disk(
     tmp_path: Path,
 ) -> None:
     """Reading the states to save may fail, too."""
@@ -168,9 +136,7 @@ def test_a_disk_that_fails_is_a_storage_error_that_names_the_checkpoint_unless_i
         (json.dumps({"format": module.FORMAT, "version": module.VERSION + 1}), f"reads version {module.VERSION}"),
     ],
 )
-def test_a_directory_without_a_manifest_of_this_format_is_refused(
-    tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_a_directory_without_a_manifest_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / MANIFEST).write_text(text, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=message):

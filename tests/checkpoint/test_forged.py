@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 
 import pagoda
@@ -145,8 +146,7 @@ def test_parts_of_the_pages_that_contradict_each_other_are_refused(saved: Path, 
         shutil.rmtree(case)
 
 
-@pytest.mark.parametrize("file", [MANIFEST, "weight.safetensors", "buffers.safetensors"])
-@pytest.mark.parametrize("kind", ["pipe", "directory", "socket"])
+@each_once(file=[MANIFEST, "weight.safetensors", "buffers.safetensors"], kind=["pipe", "directory", "socket"])
 def test_what_is_no_file_is_an_error_and_does_not_hang(file: str, kind: str, saved: Path, tmp_path: Path) -> None:
     case = tmp_path / "step"
     shutil.copytree(saved, case)

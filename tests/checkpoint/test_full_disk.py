@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from zoo import RESIDENT
 
 import pagoda
 from pagoda.errors import StorageError
 
-from .test_resume import HALF, LLAMA, Run, on_ssd, uninterrupted
+from .test_resume import HALF, LLAMA, Run, assert_resumes, on_ssd, uninterrupted
 
 SIZE = 24 << 20
 
@@ -64,9 +63,7 @@ def test_training_goes_on_when_a_checkpoint_finds_no_space_and_the_one_before_lo
     with pytest.raises(StorageError, match="No space left"):
         run.optimizer.wait_for_checkpoint()
     run.train(HALF + 1, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
-
-    resumed = Run(LLAMA, RESIDENT, seed=1).load(disk / "first")
-    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+    assert_resumes(disk / "first")
 
 
 def test_a_run_that_needs_more_than_is_left_is_refused_before_it_starts(disk: Path) -> None:

@@ -62,29 +62,17 @@ def lazy_of(tensors: Sequence[torch.Tensor], counts: list[int] | None = None) ->
 
 
 @pytest.mark.parametrize("name", JOINS_AND_CUTS | OTHERS)
-@settings(deadline=None)
-@given(data=st.data())
-def test_any_piece_is_what_torch_has_there(name: str, data: st.DataObject) -> None:
+@settings(max_examples=8)
+@given(where=st.floats(0, 1), share=st.floats(0, 1))
+def test_any_piece_is_what_torch_has_there(name: str, where: float, share: float) -> None:
     apply = (JOINS_AND_CUTS | OTHERS)[name]
     tensors = originals()
-    results, expected = as_list(apply(lazy_of(tensors))), as_list(apply(tensors))
-    assert len(results) == len(expected)
-    for lazy, real in zip(results, expected, strict=True):
+    for lazy, real in zip(as_list(apply(lazy_of(tensors))), as_list(apply(tensors)), strict=True):
         assert lazy.shape == real.shape
-        start = data.draw(st.integers(0, real.numel()))
-        count = data.draw(st.integers(0, real.numel() - start))
+        start = int(where * real.numel())
+        count = int(share * (real.numel() - start))
         assert torch.equal(lazy.read(start, count), real.reshape(-1)[start : start + count])
         assert torch.equal(lazy.whole(), real)
-
-
-@pytest.mark.parametrize("name", JOINS_AND_CUTS)
-def test_what_is_read_for_a_piece_is_bounded_by_what_is_asked(name: str) -> None:
-    counts: list[int] = []
-    for lazy in as_list(JOINS_AND_CUTS[name](lazy_of(originals(), counts))):
-        for start in range(0, lazy.numel(), 7):
-            counts.clear()
-            lazy.read(start, min(7, lazy.numel() - start))
-            assert sum(counts) <= 16 * min(7, lazy.numel() - start)
 
 
 def test_parts_of_rows_are_read_at_once_unless_little_of_each_is_wanted() -> None:
@@ -107,5 +95,5 @@ def test_neighbours_are_read_at_once() -> None:
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     one, other = lazy_of([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(CheckpointError, match=r"\[1, 2, 3\].*\[1, 2, 4\]"):
-        torch.stack([one, other])  # type: ignore[list-item]
-    assert torch.cat([one, other], dim=1).shape == (2, 7)  # type: ignore[list-item]
+        torch.stack([one, other])
+    assert torch.cat([one, other], dim=1).shape == (2, 7)

@@ -17,7 +17,7 @@ from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.tensors import TensorFile
 from pagoda.cli.main import main
 
-from .hf_models import MODELS, build, ids, train, wrapped
+from .hf_models import build, ids, train, wrapped
 
 
 def saved(name: str, root: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
@@ -33,10 +33,8 @@ def first_loss(directory: Path, dtype: torch.dtype) -> float:
     return loss.item()
 
 
-@each_once(name=list(MODELS), max_shard_size=["1GB", "20KB"], place=["ram", "ssd"])
-def test_training_starts_where_plain_transformers_does(
-    name: str, max_shard_size: str, place: str, tmp_path: Path
-) -> None:
+@each_once(name=["llama-untied", "gpt2", "mixtral"], max_shard_size=["1GB", "20KB"], place=["ram", "ssd"])
+def test_training_starts_where_transformers_does(name: str, max_shard_size: str, place: str, tmp_path: Path) -> None:
     directory = saved(name, tmp_path, torch.bfloat16, max_shard_size)
     assert (directory / INDEX).exists() == (max_shard_size == "20KB")
     with warnings.catch_warnings():
@@ -120,7 +118,7 @@ def test_a_tied_weight_may_be_stored_under_either_name_or_both(tmp_path: Path) -
     expected = first_loss(directory, torch.bfloat16)
     embedding = safetensors.torch.load_file(directory / SINGLE)["model.embed_tokens.weight"]
     for tensors in ({"lm_head__weight": embedding}, {"model__embed_tokens__weight": None}):
-        change(directory, **tensors)  # type: ignore[arg-type]
+        change(directory, **tensors)
         model, optimizer = wrapped(pagoda.load(directory), "ram", tmp_path)
         assert abs(train(model, optimizer, 0, 1)[0] - expected) < 0.02
         optimizer.close()
@@ -129,14 +127,11 @@ def test_a_tied_weight_may_be_stored_under_either_name_or_both(tmp_path: Path) -
         pagoda.load(directory)
 
 
-def test_shapes_that_differ_are_refused(tmp_path: Path) -> None:
+def test_tensors_that_fit_neither_the_model_nor_each_other_are_refused(tmp_path: Path) -> None:
     directory = saved("llama-tied", tmp_path)
     change(directory, model__norm__weight=torch.ones(31))
     with pytest.raises(pagoda.ConfigError, match=r"'model\.norm\.weight' is \[31\] in the files and \[32\] in the"):
         pagoda.load(directory)
-
-
-def test_experts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     directory = saved("mixtral", tmp_path)
     found = safetensors.torch.load_file(directory / SINGLE)
     name = next(name for name in found if name.endswith("experts.2.w1.weight"))
@@ -174,13 +169,11 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         pagoda.load(directory)
 
 
-def test_the_command_trains_from_weights_and_from_config_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_trains_from_weights_or_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("pages of a book " * 200)
     model = build("llama-tied", seed=5)
-    model.resize_token_embeddings(256, mean_resizing=False)  # type: ignore[operator]
-    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")  # type: ignore[operator]
+    model.resize_token_embeddings(256, mean_resizing=False)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     (tmp_path / "alone").mkdir()
     shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "alone")
     args = ["train", "--data", str(tmp_path / "text.txt"), "--batch-size", "2", "--seq-len", "16"]

@@ -17,7 +17,7 @@ from pagoda.memory.arena import tensor_bytes
 DTYPES = sorted(tensors.DTYPE_NAMES, key=str)
 LIBRARY_READS = [dtype for dtype in DTYPES if dtype is not torch.float8_e8m0fnu]
 """The library writes the scales of MX formats, but has no torch dtype for them when it reads."""
-in_a_folder = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_a_folder = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite

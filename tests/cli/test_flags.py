@@ -50,7 +50,7 @@ def docstring(kind: Any, name: str) -> str:
     """What stands below the field, in the class that says it."""
     for cls in kind.__mro__[:-1]:
         (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body
-        body = definition.body  # type: ignore[attr-defined]
+        body = definition.body
         for field, below in pairwise(body):
             if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == name and isinstance(below, ast.Expr):
                 return str(ast.literal_eval(below.value))

@@ -58,7 +58,7 @@ def test_without_a_yes_or_an_orphan_nothing_is_deleted(
         assert saved.there() == [True, True]
 
 
-def test_a_moved_run_is_kept_where_the_user_says_it_is(
+def test_a_moved_run_is_kept_where_it_is_said_to_be(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = make_directory(tmp_path / "archive" / "runs") / "renamed"

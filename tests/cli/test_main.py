@@ -28,13 +28,10 @@ def exit_code(*args: str) -> int:
         return int(error.code or 0)
 
 
-def test_only_the_model_must_be_given() -> None:
+def test_only_the_model_must_be_given_and_flags_reach_the_configuration() -> None:
     assert parsed("--model", "llama-15m") == TrainRequest(model="llama-15m")
     given = parsed(*REQUIRED, "--out", "run")
     assert given == TrainRequest(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
-
-
-def test_flags_reach_the_configuration() -> None:
     flags = "--memory.host 64MiB --memory.page-size 1MiB --optim.betas 0.8 0.9 --optim.schedule constant"
     flags += " --clip-grad-norm None --activations keep --trace t.json --trace-step 5"
     assert parsed("--model", "llama-15m", *flags.split()) == TrainRequest(
@@ -51,7 +48,7 @@ def test_flags_reach_the_configuration() -> None:
 def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path) -> None:
     shape = {"model": "gpt2", "steps": 20, "batch_size": 2, "seq_len": 64}
     given = {"optim": OptimConfig(lr=1e-3), "memory": Memory(host="1GiB"), "out": Path("where-it-was-started")}
-    started = TrainConfig(**shape, **given)  # type: ignore[arg-type]
+    started = TrainConfig(**shape, **given)
     RunDir(tmp_path).create(started)
     for flags in (("--out", tmp_path, "--resume"), (f"--out={tmp_path}", "--resume")):
         assert parsed(*flags).with_choices() == replace(started, out=tmp_path, resume=True)

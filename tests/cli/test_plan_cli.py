@@ -65,12 +65,15 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
     fits, does_not = plan(*asked), plan(*asked, "--memory.host", "1MiB")
     assert (fits.returncode, fits.stderr, does_not.returncode, does_not.stderr) == (0, "", 1, "")
     answer: dict[str, Any] = json.loads(fits.stdout)
+    refused: dict[str, Any] = json.loads(does_not.stdout)
     assert set(answer) >= KEYS
+    assert list(refused) == list(answer)
     assert answer["fits"] is True
     assert answer["params"] == 10_745_088
+    assert answer["bytes"]["host"]["exp_avg"] >= 4 * answer["params"]
+    assert set(answer["lanes"]["compute"]) == {"busy_s", "stall_s"}
     assert sum(answer["state_bytes_per_parameter"].values()) == 12
-    refused = json.loads(does_not.stdout)
-    assert refused["fits"] is False
+    assert (refused["fits"], refused["step_s"]) == (False, None)
     assert "needs at least" in refused["refusal"]
 
 
@@ -80,10 +83,7 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         (("--model", "gpt2", "--hardware", "h10"), "Did you mean 'h100'?"),
         (("--model", "lama-8b", "--hardware", "rtx4090"), "Did you mean 'llama-8b'?"),
         (("--hardware", "h100"), "--max-model"),
-        (("--model", "gpt2", "--hardware", "h100", "--memory.host", "lots"), "memory.host"),
-        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "0"), "batch_size is 0"),
         (("--model", "gpt2", "--hardware", "h100", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
-        (("--model", "gpt-1b", "--hardware", "h100", "--tensor-parallel", "3"), "--tensor-parallel is 3, which"),
         (("--model", "gpt2", "--hardware", "rtx4090", "--search-degrees", "tensor"), "there is only one rank"),
         (
             ("--model", "gpt2", "--hardware", "v100-32g-8", "--replicas", "3", "--search-degrees", "pipeline"),
@@ -91,9 +91,7 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         ),
         (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
-        (("--model", "gpt2", "--hardware", "h100", "--memory.page-size", "3"), "memory.page_size is 3"),
         (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "tile_limit is '1'"),
-        (("--model", "gpt2", "--hardware", "h100", "--optimizer", "LBFGS"), "LBFGS"),
     ],
 )
 def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str, ...], complaint: str) -> None:

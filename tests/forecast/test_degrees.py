@@ -117,8 +117,8 @@ def test_stages_share_the_network_only_where_they_are_on_different_nodes() -> No
     assert Rates(NODE).exchange_seconds(sent(0, nodes)[0]) == pytest.approx(PER_NODE * GB / 1e10)
 
 
-@pytest.mark.parametrize("micro_batches", [3, 16])
-def test_a_stage_takes_no_less_than_its_compute_and_what_it_hands_on(micro_batches: int) -> None:
+def test_a_stage_takes_no_less_than_its_compute_and_what_it_hands_on() -> None:
+    micro_batches = 3
     config = named(pipeline_parallel=4, accumulation_steps=micro_batches, seq_len=512)
     made = forecast_pipeline(config, find_machine_for(config))
     hidden = 2 * 512 * 2048
@@ -160,7 +160,6 @@ def planned(config: PlanConfig) -> Made | None:
 
 
 SEARCHES = [
-    (named(model="llama-15m", seq_len=128, search_degrees=("pipeline", "tensor"), gpus_per_node=4), 4),
     (
         named(
             model="llama-15m",

@@ -1,6 +1,7 @@
 """What a forecast says, on a small machine that is not this one."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -19,7 +20,6 @@ from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.report import as_json
 from pagoda.models.papers import PAPER_SHAPES, gpt_of_step
 from pagoda.optim import AdamW
-from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
@@ -32,6 +32,7 @@ from .machines import GIB, MIB, SMALL, figure
 HERE_NOT = Machine(SMALL, here=False)
 
 
+@cache
 def made(machine: Machine = HERE_NOT, **settings: Any) -> Forecast:
     memory = {name: settings.pop(name) for name in ("host", "ssd", "device") if name in settings}
     config = {"model": "gpt-4x256", "seq_len": 128, "memory": Memory(**memory)} | settings
@@ -71,18 +72,6 @@ def test_asynchronous_updates_are_forecast_as_they_run() -> None:
     assert made(machine, host="240MiB", update="async").fits, "a search plans them too"
     with pytest.raises(ConfigError, match="ranks"):
         made(replace(machine, ranks=Ranks(2, 2)), update="async")
-
-
-def test_json_has_the_documented_keys_whether_it_fits_or_not() -> None:
-    fits, not_ = made(), made(host="1MiB")
-    known, unknown = as_json(fits, advise(fits)), as_json(not_, advise(not_))
-    assert known["fits"]
-    assert not unknown["fits"]
-    assert list(known) == list(unknown)
-    assert set(known["lanes"]["compute"]) == {"busy_s", "stall_s"}
-    assert known["bytes"]["host"]["exp_avg"] >= 4 * known["params"]
-    assert "host needs at least" in unknown["refusal"]
-    assert unknown["step_s"] is None
 
 
 def test_the_usual_plan_is_the_one_that_the_planner_makes() -> None:
@@ -212,15 +201,6 @@ def test_several_nodes_share_out_the_state_and_gather_it() -> None:
     assert as_json(two, ())["lanes"]["collective"]["busy_s"] > as_json(one, ())["lanes"]["collective"]["busy_s"]
 
 
-def test_ranks_that_have_a_copy_each_fetch_nothing_and_gather_sums() -> None:
-    two = replace(SMALL, intra_node_bytes_per_s=figure(1e9)).with_gpus(2)
-    machine = Machine(two, here=False, ranks=Ranks(2, 2, replicas=2))
-    one = made(machine, replicas=2)
-    sums = [span for span in one.timeline.spans if span.lane == COLLECTIVE]
-    assert {span.name.split()[0] for span in sums} == {"reduce"}
-    assert sum(span.nbytes for span in sums) == pytest.approx(4 * one.described.params, rel=0.05)
-
-
 def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40g", "seq_len": 512, "batch_size": 4}
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)
@@ -271,9 +251,8 @@ def test_an_unmeasured_machine_says_how_to_measure_it(tmp_path: Any, monkeypatch
         find_machine_for(PlanConfig(model="gpt2"))
 
 
-@pytest.mark.parametrize("memory", [Memory(ssd="0.2GiB"), Memory(host="100MiB")])
-def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: Memory) -> None:
-    config = PlanConfig(max_model=True, seq_len=64, memory=memory)
+def test_the_largest_model_fits_and_a_seventh_more_is_refused() -> None:
+    config = PlanConfig(max_model=True, seq_len=64, memory=Memory(host="100MiB"))
     name = largest_model(config, HERE_NOT)
     one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
     assert one.fits

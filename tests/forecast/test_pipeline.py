@@ -41,13 +41,12 @@ def test_stages_have_the_whole_model_together(name: str, tied: bool) -> None:
 def config(micro_batches: int, **settings: object) -> PlanConfig:
     memory = Memory(host="60MiB", ssd="1GiB")
     shape = {"model": "gpt-6x64", "seq_len": 64, "activations": "keep", "plan": "usual", "memory": memory}
-    return PlanConfig(**{**shape, "accumulation_steps": micro_batches, **settings})  # type: ignore[arg-type]
+    return PlanConfig(**{**shape, "accumulation_steps": micro_batches, **settings})
 
 
-@pytest.mark.parametrize("ranks", [3, 6])
-def test_a_step_is_that_of_the_slowest_stage_and_the_bubble(ranks: int) -> None:
-    hardware = replace(SMALL, intra_node_bytes_per_s=figure(1e10)).with_gpus(ranks)
-    machine = Machine(hardware, here=False, ranks=Ranks(ranks // 3, ranks, pipeline_parallel=3))
+def test_a_step_is_that_of_the_slowest_stage_and_the_bubble() -> None:
+    hardware = replace(SMALL, intra_node_bytes_per_s=figure(1e10)).with_gpus(6)
+    machine = Machine(hardware, here=False, ranks=Ranks(2, 6, pipeline_parallel=3))
     steps = []
     for micro_batches in (2, 8):
         made = forecast_pipeline(config(micro_batches, pipeline_parallel=3), machine)
@@ -57,7 +56,7 @@ def test_a_step_is_that_of_the_slowest_stage_and_the_bubble(ranks: int) -> None:
         assert said["step_s"] == pytest.approx(slowest.timeline.step_s + others)
         assert said["bubble"] == pytest.approx(others / slowest.timeline.step_s)
         assert 0 < said["bubble"] < 2.1 / micro_batches
-        assert said["tokens_per_s"] == pytest.approx(ranks // 3 * 64 * micro_batches / said["step_s"])
+        assert said["tokens_per_s"] == pytest.approx(2 * 64 * micro_batches / said["step_s"])
         assert said["stages"][said["slowest"]]["step_s"] == slowest.timeline.step_s
         steps.append(said["step_s"] / micro_batches)
     assert steps[1] < steps[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def gpu(memory: float, link: float, flops: float) -> Machine:
     return Machine(hardware, here=False)
 
 
+@cache
 def made(machine: Machine, **given: Any) -> Forecast:
     config = {"model": "gpt-4x256", "seq_len": 256, "batch_size": 4, "plan": "usual"} | given
     return forecast(PlanConfig(**config), machine)
@@ -181,7 +183,7 @@ def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.Monkey
     assert len(simulated) - searched <= 2 * 9
 
 
-def test_the_search_for_the_largest_builds_two_layers_at_most_and_simulates_nothing(
+def test_the_search_for_the_largest_builds_two_layers_and_simulates_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     built = counted(monkeypatch, pagoda.models, "build_model")

@@ -51,11 +51,11 @@ def trainers_of_ranks(out: Path) -> dict[str, Any]:
 
 
 def accelerate_on_ranks(out: Path) -> dict[str, Any]:
-    """Norms and losses of Accelerate's own loop on these ranks, of the paged one, and after its state was loaded."""
+    """What Accelerate's own loop finds on these ranks, the paged one, and that after its state was loaded."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from torch.utils.data import DataLoader
 
+    from integrations.test_accelerate import Run
     from pagoda.integrations.accelerate import Accelerator as PagedAccelerator
 
     found: dict[str, Any] = {}
@@ -63,25 +63,17 @@ def accelerate_on_ranks(out: Path) -> dict[str, Any]:
         AcceleratorState._reset_state()
         paging = Paging(memory=memory(out / "ssd", "2MiB"))
         accelerator = Accelerator(cpu=True) if name == "stock" else PagedAccelerator(cpu=True, paging=paging)
-        made = model()
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
-        made, optimizer, loader = accelerator.prepare(made, optimizer, DataLoader(samples(), batch_size=2))
+        run = Run(accelerator, clip=100.0, lr=0.3)
         if name == "loaded":
+            run.skip(2)
             accelerator.load_state(str(out / "state"))
-        found[name] = []
-        for step, batch in enumerate(loader):
-            if name == "paged" and step == 2:
-                accelerator.save_state(str(out / "state"))
-            if name == "loaded" and step < 2:
-                continue
-            loss = made(**batch).loss
-            accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(made.parameters(), 100.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            found[name] += [loss.item(), float(norm)]
+        else:
+            found[name] = run.steps(2)
+        if name == "paged":
+            accelerator.save_state(str(out / "state"))
+        found[name] = found.get(name, []) + run.steps(3)
         if name != "stock":
-            optimizer.optimizer.close()
+            run.optimizer.optimizer.close()
     return found
 
 
@@ -122,41 +114,37 @@ def _trl(out: Path, kind: str, way: str) -> list[float]:
     return logged(test_trl.trained(kind, out / "run", way == RESUME, paging, **more), "loss")
 
 
-def _loop(out: Path, kind: str, way: str) -> list[float]:
-    """Four steps of a loop; the state is saved after two, and the process ends after three."""
-    paging = Paging(memory=memory(out / "ssd"))
-    made, losses, start = model(attention_dropout=0.1), [], 0
-    optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-2)
-    if kind == "Accelerate":
-        from pagoda.integrations.accelerate import Accelerator
+def _accelerate(out: Path, _: str, way: str) -> list[float]:
+    from integrations.test_accelerate import Run
+    from pagoda.integrations.accelerate import Accelerator
 
-        tool: Any = Accelerator(cpu=True, paging=paging)
-        made, optimizer = tool.prepare(made, optimizer)
-        save, load = tool.save_state, tool.load_state
-    else:
-        import lightning
-
-        from pagoda.integrations.lightning import PagodaFabricStrategy
-
-        tool = lightning.Fabric(accelerator="cpu", devices=1, strategy=PagodaFabricStrategy(paging=paging))
-        tool.launch()
-        made, optimizer = tool.setup(made, optimizer)
-        state = {"model": made, "optimizer": optimizer}
-        save, load = lambda path: tool.save(path, state), lambda path: tool.load(path, state)
+    run = Run(Accelerator(cpu=True, paging=Paging(memory=memory(out / "ssd"))), torch.optim.AdamW, lr=1e-2)
     if way == RESUME:
-        start = 2
-        load(str(out / "state"))
-    for step, sample in enumerate(samples(4)[start:], start):
-        loss = made(**{name: value[None] for name, value in sample.items()}).loss
-        tool.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step == 1:
-            save(str(out / "state"))
-        if step == 2 and way == KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return losses
+        run.skip(2)
+        run.accelerator.load_state(str(out / "state"))
+        return run.steps(2)
+    losses = run.steps(2)
+    run.accelerator.save_state(str(out / "state"))
+    losses += run.steps(1)
+    if way == KILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return losses + run.steps(1)
+
+
+def _fabric(out: Path, _: str, way: str) -> list[float]:
+    import lightning
+
+    from integrations.test_lightning import fabric_run
+    from pagoda.integrations.lightning import PagodaFabricStrategy
+
+    strategy = PagodaFabricStrategy(paging=Paging(memory=memory(out / "ssd")))
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    if way == RESUME:
+        return fabric_run(fabric, 2, resume=out / "state")
+    if way == KILL:
+        fabric_run(fabric, 2, save=out / "state")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fabric_run(fabric, 4)
 
 
 def _lightning(out: Path, _: str, way: str) -> list[float]:
@@ -166,7 +154,7 @@ def _lightning(out: Path, _: str, way: str) -> list[float]:
     from integrations.test_lightning import QUIET, Module, loader
     from pagoda.integrations.lightning import PagodaStrategy
 
-    class Ends(lightning.Callback):  # type: ignore[misc, name-defined]
+    class Ends(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 5 and way == KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -183,7 +171,7 @@ def _lightning(out: Path, _: str, way: str) -> list[float]:
 
 def losses_of(out: Path, kind: str, way: str) -> list[float]:
     """The losses of a run of a framework."""
-    run = {"SFT": _trl, "DPO": _trl, "GRPO": _trl, "Lightning": _lightning}.get(kind, _loop)
+    run = {"Accelerate": _accelerate, "Lightning": _lightning, "Fabric": _fabric}.get(kind, _trl)
     return run(out, kind, way)
 
 

@@ -54,7 +54,7 @@ class Run:
         made = model(attention_dropout=0.1)
         optimizer = kind(made.parameters(), **{"lr": 0.1, **settings})
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 10)
-        loader: Any = DataLoader(samples(40), batch_size=2)  # type: ignore[arg-type]
+        loader: Any = DataLoader(samples(40), batch_size=2)
         self.model, self.optimizer, loader, self.scheduler = accelerator.prepare(made, optimizer, loader, scheduler)
         self._batches = iter(loader)
 
@@ -87,11 +87,11 @@ def test_losses_have_the_bits_of_the_stock_accelerator(paged: Make) -> None:
     assert sum(run.optimizer.optimizer.stats.bytes_moved.values()), "state was on the SSD"
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, tmp_path: Path) -> None:
     """Of losses that are near those of the stock accelerator, clipped and in 16 bits."""
     settings = {"kind": torch.optim.AdamW, "lr": 1e-2, "weight_decay": 0.1, "clip": 0.1}
-    scaled = Run(stock(mixed_precision=precision if precision == "bf16" else "no"), **settings).steps(6)
+    scaled = Run(stock(), **settings).steps(6)
     whole = Run(paged(mixed_precision=precision), **settings)
     begun = whole.steps(3)
     for _ in range(2):  # a script may save to the same directory each time

@@ -70,7 +70,7 @@ def test_the_table_in_the_readme_says_what_tests_show() -> None:
 @pytest.mark.parametrize(
     "section",
     [
-        pytest.param(title, marks=pytest.mark.slow if title == "torch.compile" else ())
+        pytest.param(title, marks=() if title in ("Trainer", "Frozen models") else pytest.mark.slow)
         for title, code in SECTIONS.items()
         if code
     ],

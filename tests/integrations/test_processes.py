@@ -15,7 +15,7 @@ from distributed.ranks import ROOT, RankServer
 from integrations.programs import HOST_BYTES, KILL, RESUME
 
 PROGRAMS = "integrations.programs"
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.slow
 UNDER_TORCHRUN = """
 import json, os, sys
 from pathlib import Path
@@ -43,15 +43,13 @@ def test_on_two_ranks_it_is_the_stock_trainer_on_two_ranks(ranks: RankServer, tm
     assert saved.dtype is torch.float32
 
 
-@SLOW
 def test_accelerate_on_two_ranks_is_the_stock_one_on_two_ranks(ranks: RankServer, tmp_path: Path) -> None:
     found = on_two_ranks(ranks, "accelerate_on_ranks", tmp_path)
-    assert found["paged"][::2] == found["stock"][::2]
-    assert found["paged"][1::2] == pytest.approx(found["stock"][1::2], rel=1e-6)
-    assert found["loaded"] == found["paged"][4:]
+    assert found["paged"][1::3] == found["stock"][1::3]
+    assert found["paged"] == pytest.approx(found["stock"], rel=1e-6)
+    assert found["loaded"] == found["paged"][6:]
 
 
-@SLOW
 def test_lightning_on_two_ranks_is_the_stock_one_on_two_ranks(tmp_path: Path) -> None:
     """Started by torchrun itself, by whose environment Lightning knows its ranks."""
     pytest.importorskip("lightning")
@@ -75,7 +73,6 @@ def killed_and_resumed(ranks: RankServer, program: str, out: Path, **arguments: 
     return whole, resumed
 
 
-@SLOW
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO", "Accelerate", "Lightning", "Fabric"])
 def test_a_killed_run_goes_on_as_one_that_was_not(kind: str, ranks: RankServer, tmp_path: Path) -> None:
     whole, resumed = killed_and_resumed(ranks, "losses_of", tmp_path, kind=kind)
@@ -83,7 +80,6 @@ def test_a_killed_run_goes_on_as_one_that_was_not(kind: str, ranks: RankServer, 
     assert len(resumed) in (len(whole) - 2, len(whole) - 4, len(whole))
 
 
-@SLOW
 def test_beyond_memory_it_takes_what_it_is_given_and_resumes_once_killed(ranks: RankServer, tmp_path: Path) -> None:
     whole, resumed = killed_and_resumed(ranks, "beyond_memory", tmp_path)
     assert whole["state"] > 8 * HOST_BYTES

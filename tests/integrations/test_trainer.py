@@ -79,8 +79,8 @@ def test_losses_have_the_bits_of_the_stock_trainer(case: str, paged: Make, tmp_p
 
 @pytest.mark.parametrize(
     ("settings", "near"),
-    [({"max_grad_norm": 0.1}, 1e-5), ({"bf16": True}, 3e-2), ({"fp16": True, "max_grad_norm": 0.5}, 3e-2)],
-    ids=["AdamW of Pagoda, clipping", "bf16", "fp16"],
+    [({"bf16": True}, 3e-2), ({"fp16": True, "max_grad_norm": 0.5}, 3e-2)],
+    ids=["bf16", "fp16, clipping"],
 )
 def test_losses_are_near_the_stock_trainers(settings: dict[str, Any], near: float, paged: Make, tmp_path: Path) -> None:
     trainer = paged(**settings)

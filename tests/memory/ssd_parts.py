@@ -108,12 +108,3 @@ def make_checkpoint(directory: Path) -> tuple[Path, str]:
     make_directory(directory)
     (directory / MANIFEST).write_text(json.dumps({"id": checkpoint_id}))
     return directory, checkpoint_id
-
-
-def flip_bit(path: Path, offset: int) -> None:
-    """Damage one byte of a file."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 16]))

@@ -71,13 +71,6 @@ def random_arena(nbytes: int, seed: int) -> Arena:
     return arena
 
 
-def test_one_transfer_spans_consecutive_pages(page_file: PageFile) -> None:
-    source, target = random_arena(2 * PAGE, 2), Arena(PAGE)
-    page_file.pwrite(5, source.view(0, PAGE_ALIGN), source.view(PAGE_ALIGN, 2 * PAGE - PAGE_ALIGN))
-    page_file.pread(6, target.view(0, PAGE))
-    assert target.view(0, PAGE) == source.view(PAGE, PAGE)
-
-
 def test_short_transfers_go_on_from_the_last_whole_block(page_file: PageFile, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets: list[int] = []
 
@@ -101,9 +94,7 @@ def test_short_transfers_go_on_from_the_last_whole_block(page_file: PageFile, mo
         assert all(offset % PAGE_ALIGN == 0 for offset in offsets)
 
 
-def test_a_failing_disk_is_named_with_offset_size_and_cause(
-    page_file: PageFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_disk_is_named_with_offset_and_cause(page_file: PageFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", raising(errno.EIO))
     with pytest.raises(StorageError, match=rf"write {PAGE} bytes at offset {2 * PAGE}: Input/output error"):
         page_file.pwrite(2, Arena(PAGE).view(0, PAGE))
@@ -137,9 +128,7 @@ def test_refused_direct_io_falls_back_with_a_reason_and_one_warning(
     assert str(tmp_path) in caplog.text
 
 
-def test_a_disk_that_fails_the_probe_is_an_error_not_a_fallback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_the_probe_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", raising(errno.EIO))
     with pytest.raises(StorageError, match="Input/output error"):
         PageFile(tmp_path, 1, PAGE)

@@ -4,18 +4,16 @@ import errno
 import os
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from files import flip
 
 from pagoda.errors import BudgetError, CorruptPageError, StorageError
-from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run
-from pagoda.memory.ssd.committed import open_commit
-from tests.memory.ssd_parts import PAGE, Tier, committed, flip_bit, loaded, make_checkpoint, pattern
+from tests.memory.ssd_parts import PAGE, Tier, committed, loaded, make_checkpoint, pattern
 
 
 @pytest.fixture(params=[1, 3], ids=["one-drive", "three-drives"])
@@ -26,24 +24,6 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         directory.mkdir()
     with Tier(dict.fromkeys(directories), 8, PAGE, 8) as tier:
         yield tier
-
-
-def test_what_is_frozen_stays_whatever_is_stored(tier: Tier, tmp_path: Path) -> None:
-    run = tier.alloc(5)
-    tier.store(run, 0, pattern(5, 1))
-    with closing(tier.freeze_all()) as frozen:
-        tier.store(run, PAGE, pattern(3, 2))
-        tier.store(run, 2 * PAGE, pattern(2, 3))
-        with closing(open_commit(frozen.commit(*make_checkpoint(tmp_path / "checkpoint")))) as kept:
-            into = Arena(5 * PAGE).view(0, 5 * PAGE)
-            kept.load(run, 0, into)
-            assert into == pattern(5, 1)
-            kept.load(run, 2 * PAGE, into[: 2 * PAGE])
-            assert into[: 2 * PAGE] == pattern(5, 1)[2 * PAGE : 4 * PAGE]
-    now = loaded(tier, run)
-    assert now[:PAGE] == pattern(5, 1)[:PAGE]
-    assert now[PAGE : 2 * PAGE] == pattern(3, 2)[:PAGE]
-    assert now[2 * PAGE : 4 * PAGE] == pattern(2, 3)
 
 
 def test_pages_never_stored_read_as_zeros_frozen_or_not(tier: Tier, tmp_path: Path) -> None:
@@ -118,12 +98,12 @@ def test_a_flipped_bit_in_any_page_is_an_error_that_names_file_and_offset(tier: 
     found = []
     for path in files:
         for page in range(path.stat().st_size // PAGE):
-            flip_bit(path, page * PAGE + 1000)
+            flip(path, page * PAGE + 1000)
             try:
                 loaded(tier, run)
             except CorruptPageError as error:
                 found.append(f"{path} at offset {page * PAGE} does not hold what was written" in str(error))
-            flip_bit(path, page * PAGE + 1000)
+            flip(path, page * PAGE + 1000)
     assert found == [True] * 8
     content = files[0].read_bytes()
     files[0].write_bytes(content[PAGE : 2 * PAGE] + content[:PAGE] + content[2 * PAGE :])  # two pages exchanged
@@ -222,10 +202,7 @@ def test_striping_and_drives_of_unequal_size_give_the_same_bytes(tmp_path: Path)
     for name in limits:
         (tmp_path / name).mkdir()
     directories = {tmp_path / name: limit for name, limit in limits.items() if limit}
-    with (
-        Tier({tmp_path / "a": None}, 9, PAGE, 5) as one,
-        Tier(directories, 9, PAGE, 5) as several,
-    ):
+    with Tier({tmp_path / "a": None}, 9, PAGE, 5) as one, Tier(directories, 9, PAGE, 5) as several:
         rng = random.Random(0)
         runs = [(one.alloc(n), several.alloc(n)) for n in (4, 2, 3)]
         for step in range(100):
@@ -257,56 +234,3 @@ def test_adjoining_pages_move_in_one_transfer(tmp_path: Path, monkeypatch: pytes
             loaded(tier, run)
         assert calls.count("pwritev") == 1 + 4
         assert calls.count("preadv") == 1
-
-
-def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_every_bit(
-    tier: Tier, tmp_path: Path
-) -> None:
-    """Each thread owns a run and knows what it must read as; snapshots of one thread see whole stores of the others."""
-    failures: list[BaseException] = []
-    runs = [tier.alloc(2) for _ in range(3)]
-
-    def own(seed: int) -> None:
-        try:
-            rng, run, value = random.Random(seed), runs[seed], 0
-            tier.store(run, 0, pattern(2, value))
-            for step in range(20):
-                action = rng.random()
-                if action < 0.5:
-                    value = seed + 3 * step
-                    tier.store(run, 0, pattern(2, value))
-                elif action < 0.7:
-                    frozen, before = tier.snapshot(awaited=False), value
-                    frozen.add(run)
-                    value += 1
-                    tier.store(run, 0, pattern(2, value))
-                    if rng.random() < 0.5:
-                        frozen.restore()
-                        value = before
-                    else:
-                        frozen.close()
-                time.sleep(0)
-                assert loaded(tier, run) == pattern(2, value)
-        except BaseException as error:
-            failures.append(error)
-
-    def snapshot() -> None:
-        try:
-            for step in range(4):
-                with closing(tier.freeze_all()) as frozen:
-                    reference = frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{step}"))
-                    for run in runs:
-                        into = committed(reference, run)
-                        assert into == bytes(2 * PAGE) or any(into == pattern(2, seed) for seed in range(251))
-                    frozen.release()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=own, args=(seed,)) for seed in range(3)]
-    threads.append(threading.Thread(target=snapshot))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failures == []

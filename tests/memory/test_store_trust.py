@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from pairwise import each_once
 
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
@@ -59,16 +60,15 @@ def test_a_directory_without_a_record_is_never_deleted(name: str, ssd: Path) -> 
     assert (ssd / name / "src" / "main.py").exists()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+@each_once(
+    changes=[
         {"id": "x/../../home/alice"},
         {"id": "../home"},
         {"directories": ["../home/alice", "HOME"], "portions": [[4, 4]]},
         {"directories": ["HOME", "HERE"], "portions": [[4, 4]], "stripe": 1},
     ],
+    version=[1, 2, 2, 2],
 )
-@pytest.mark.parametrize("version", [1, 2])
 def test_a_forged_record_deletes_nothing_elsewhere(
     changes: dict[str, Any], version: int, ssd: Path, tmp_path: Path
 ) -> None:

@@ -117,6 +117,18 @@ def update(name: str, precision: Precision, states: States, gradient: torch.Tens
     update_part(rule, precision, states, gradient, rule.scalars(3, 0.37), noise, index=INDEX)
 
 
+def randn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def floats(seed: int, n: int, low: int = -12, high: int = 3) -> torch.Tensor:
+    """Numbers of all magnitudes from 2**low to 2**high, and of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(low, high, (n,), generator=generator).float()
+    signs = torch.randint(2, (n,), generator=generator) * 2 - 1
+    return (1 + torch.rand(n, generator=generator)) * 2**exponents * signs
+
+
 def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
     """Copy `src` to `dst`; the sum of squares."""
     return gradient_kernels(dst.dtype, src.dtype).store_gradient(dst.data_ptr(), src.data_ptr(), dst.numel())

@@ -8,17 +8,13 @@ from pagoda.config.training import Precision
 from pagoda.optim import Adafactor, gradient_dtype
 from pagoda.optim.adafactor import as_matrices
 
-from .blocks import States, assert_same_states, copy_of, join, split
+from .blocks import States, assert_same_states, copy_of, join, randn, split
 
 DEFAULTS = Adafactor()
 OTHERS = Adafactor(lr=0.3, weight_decay=0.1, d=1.5, eps=(1e-5, 1e-2), beta2_decay=-0.5)
 AVERAGED = Adafactor(lr=0.1, beta1=0.9, scale_parameter=False, relative_step=False)
 RULES = (DEFAULTS, OTHERS, AVERAGED)
 SHAPES = ((), (16,), (2500,), (33, 20), (130, 3), (3, 5, 7, 2), (70, 1100), (2, 3, 2100))
-
-
-def randn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fresh(rule: Adafactor, shape: tuple[int, ...], precision: Precision = "fp32") -> States:
@@ -185,9 +181,7 @@ def test_factors_of_rows_are_summed_in_the_stated_order() -> None:
 
 
 @each_once(precision=["bf16", "fp16", "fp32"], arriving=[torch.float32, torch.bfloat16, torch.float16])
-def test_masters_and_gradients_are_computed_with_as_if_they_were_fp32(
-    precision: Precision, arriving: torch.dtype
-) -> None:
+def test_masters_and_gradients_count_as_if_they_were_fp32(precision: Precision, arriving: torch.dtype) -> None:
     shape = 40, 70
     ours, theirs = fresh(AVERAGED, shape, precision), fresh(AVERAGED, shape)
     for step in range(1, 3):
@@ -226,7 +220,7 @@ def test_torchs_result_after_twenty_steps_is_close(rule: Adafactor, shape: tuple
 def test_steps_are_relative_to_time_and_parameter_unless_told_otherwise() -> None:
     def first_move(size: float, step: int, **settings: object) -> float:
         """RMS of a step of a parameter of that RMS, whose update is clipped to an RMS of 1."""
-        rule = Adafactor(lr=1.0, **settings)  # type: ignore[arg-type]
+        rule = Adafactor(lr=1.0, **settings)
         states = fresh(rule, (8, 8)) | {"weight": torch.full((8, 8), size)}
         update(rule, step, states, torch.ones(8, 8))
         return (states["weight"] - size).norm().item() / 8

@@ -106,12 +106,7 @@ def test_the_map_is_the_papers(moment: str) -> None:
 
 @either
 @settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 1000),
-    magnitude=st.floats(-36, 37),
-    spread=st.floats(0, 9),
-    n=st.integers(1, 1000),
-)
+@given(seed=st.integers(0, 1000), magnitude=st.floats(-36, 37), spread=st.floats(0, 9), n=st.integers(1, 1000))
 def test_each_element_gets_the_nearest_value_of_the_map(
     moment: str, seed: int, magnitude: float, spread: float, n: int
 ) -> None:

@@ -14,7 +14,7 @@ from pagoda.jit import kernel
 from pagoda.optim import arithmetic, gradient_dtype
 from pagoda.optim.jit import bits_of, float_of
 
-from .blocks import EDGES, add_gradient, join, random_values, same_bits, split, store_gradient
+from .blocks import EDGES, add_gradient, floats, join, random_values, same_bits, split, store_gradient
 
 precisions = pytest.mark.parametrize("precision", get_args(Precision))
 SIZES = [0, 1, 128, 257, 100_003]
@@ -25,14 +25,6 @@ FP16 = torch.float16
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bits, those of a NaN included."""
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
-
-
-def floats(seed: int, n: int, low: int = -45, high: int = 15) -> torch.Tensor:
-    """Numbers of all magnitudes from 2**low to 2**high, and of both signs."""
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(low, high, (n,), generator=generator).float()
-    signs = torch.randint(2, (n,), generator=generator) * 2 - 1
-    return (1 + torch.rand(n, generator=generator)) * 2**exponents * signs
 
 
 # --- masters ----------------------------------------------------------------------------------------------------
@@ -60,7 +52,9 @@ def test_weights_are_the_master_rounded_to_nearest() -> None:
     assert same_bits(split(master, torch.bfloat16)[0][~tie], master.bfloat16()[~tie])
     halfway = torch.arange(0, 2**15 - 2**10, dtype=torch.int16).view(FP16).float()
     ties = (halfway + halfway.roll(-1)) / 2
-    master = torch.cat([floats(0, 100_000), ties, -ties, torch.tensor([65519.9, 65520.0, 1e30, torch.inf, -torch.inf])])
+    master = torch.cat(
+        [floats(0, 100_000, -45, 15), ties, -ties, torch.tensor([65519.9, 65520.0, 1e30, torch.inf, -torch.inf])]
+    )
     assert same_bits(split(master, FP16)[0], master.half())
 
 
@@ -98,7 +92,7 @@ def test_a_cpu_without_instructions_for_fp16_converts_to_the_same_bits() -> None
 
 
 def test_an_fp16_master_is_kept_exactly_from_the_magnitude_stated_on_and_within_the_bound_below() -> None:
-    master = floats(1, 200_000)
+    master = floats(1, 200_000, -45, 15)
     halves = split(master, FP16)
     for ours, theirs in zip(halves, reference.split_fp16(master), strict=True):
         assert torch.equal(raw(ours), raw(theirs))
@@ -123,8 +117,7 @@ def sum_of_squares(gradient: torch.Tensor) -> float:
     return gradient.double().square().sum().item()
 
 
-@precisions
-@pytest.mark.parametrize("n", SIZES)
+@each_once(n=SIZES, precision=get_args(Precision))
 def test_gradients_are_stored_and_added_with_torchs_bits_and_their_squares_summed(precision: Precision, n: int) -> None:
     source = random_gradient(precision, n, 1)
     ours = torch.full_like(source, torch.nan)
@@ -206,8 +199,7 @@ def test_no_parts_are_zeros() -> None:
     assert torch.equal(total, torch.zeros(5))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_once(value=[torch.nan, torch.inf, -torch.inf], dtype=[torch.bfloat16, torch.float32])
 def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
     parts = [torch.zeros(300, dtype=dtype), torch.full((300,), value, dtype=dtype)]
     total, mean = torch.empty(300), torch.empty(300, dtype=dtype)

@@ -25,7 +25,18 @@ from pagoda.optim.codecs import BLOCK
 from pagoda.optim.jit import HAS_CONVERSIONS
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
-from .blocks import EDGES, RULES, assert_same_states, copy_of, join, random_states, same_bits, split, update_part
+from .blocks import (
+    EDGES,
+    RULES,
+    assert_same_states,
+    copy_of,
+    floats,
+    join,
+    random_states,
+    same_bits,
+    split,
+    update_part,
+)
 
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 precisions = pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -59,7 +70,7 @@ def test_every_combination_of_edge_values_gives_the_bits_of_the_reference(name: 
         assert_same_states(ours, theirs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rule=st.sampled_from(list(RULES.values())),
     precision=st.sampled_from(get_args(Precision)),
@@ -79,14 +90,6 @@ def test_bits_do_not_depend_on_block_boundaries_or_threads(
         parts = map(slice, bounds[:-1], bounds[1:])
         list(pool.map(lambda part: update_part(rule, precision, cut, gradient, scalars, noise, part), parts))
     assert_same_states(whole, cut)
-
-
-def floats(seed: int, n: int) -> torch.Tensor:
-    """Numbers of many magnitudes, and of both signs."""
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-12, 3, (n,), generator=generator).float()
-    signs = torch.randint(2, (n,), generator=generator) * 2 - 1
-    return (1 + torch.rand(n, generator=generator)) * 2**exponents * signs
 
 
 @each_once(form=[*product(get_args(Precision), (torch.bfloat16, torch.float16, torch.float32))], rule=[*RULES.values()])
@@ -169,7 +172,7 @@ def test_ten_steps_agree_with_torch_within_rounding(name: str) -> None:
     [
         ("adamw", FP16, FP16),
         ("adamw", FP32, FP16),
-        *((RULES[name].kernel_name, BF16, BF16) for name in ("adamw-bf16", "momentum", "lion")),
+        (RULES["adamw-bf16"].kernel_name, BF16, BF16),
     ],
 )
 def test_kernels_compile_to_vectors_without_fused_operations(name: str, weights: int, gradients: int) -> None:

@@ -8,11 +8,9 @@ import torch
 
 from pagoda.optim import AdamW, Muon
 
+from .blocks import randn
+
 MATRICES = ((33, 20), (20, 33), (16, 16))
-
-
-def randn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fresh(rule: Muon, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

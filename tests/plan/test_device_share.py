@@ -8,19 +8,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pagoda.config.memory import Split
-from pagoda.errors import BudgetError, ConfigError
+from pagoda.errors import ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Choice, search
 from pagoda.optim import Muon
-from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
+from pagoda.plan.device_updates import on_device
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.traffic import traffic_of
-from pagoda.schedule.operations import schedule_plan
 from pagoda.simulate.hardware import Link
 
 from .strategies import FAST, GPU, LARGE, STATES, figure, unit
@@ -42,19 +40,6 @@ def test_a_share_is_spread_over_forward_and_never_passed(sizes: list[int], share
     assert on_device(units, 1.0) == {u.index for u in units}
 
 
-def plan_with(share: float, device: int = LARGE, **options: object) -> Plan:
-    asked = Options(page_bytes=4096, split=Split(device_update_share=share), **options)  # type: ignore[arg-type]
-    return make_plan(tower(8, 128), STATES["bf16"], Budgets(LARGE, device), asked)
-
-
-def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
-    without, half = plan_with(0.0), plan_with(0.5)
-    ring = DEVICE_SLOTS * slot_pages(half.layout) * 4096
-    assert half.bytes[DEVICE] == {**without.bytes[DEVICE], UPDATE_RING: ring}
-    assert UPDATE_RING not in without.bytes[DEVICE]
-    assert any("updated on the device" in reason for reason in half.reasons)
-
-
 @pytest.mark.parametrize("share", ["device_update_share", "device_home_share"])
 @pytest.mark.parametrize(
     ("asked", "reason"),
@@ -63,9 +48,7 @@ def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
         ({"states": Muon().states("bf16")}, r"Muon.* set split\.device_update_share to 1"),
     ],
 )
-def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(
-    share: str, asked: dict[str, Any], reason: str
-) -> None:
+def test_a_share_that_cannot_be_had_is_refused(share: str, asked: dict[str, Any], reason: str) -> None:
     split = Split(**{share: 0.5})
 
     def plan(split: Split | None) -> Plan:
@@ -79,18 +62,6 @@ def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(
         placement = plan(other).placement
         assert not placement.passing
         assert not placement.resident
-
-
-def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_states_back() -> None:
-    plan = plan_with(0.5)
-    passing = plan.placement.passing
-    assert 0 < len(passing) < len(plan.units)
-    for u in plan.units:
-        traffic, passes = traffic_of(plan)[u.index], u.index in passing
-        states = sum(state.nbytes(u.trainable_numel) for state in plan.layout.states)
-        gradient = u.trainable_numel * plan.layout.itemsize(GRAD)
-        assert (traffic.passed, traffic.brought) == ((states, gradient) if passes else (0, 0))
-        assert schedule_plan(plan).units[u.index].updater == int(passes)
 
 
 def searched(cpu_params_per_s: float, link_bytes_per_s: float, device: int = LARGE) -> Choice:
@@ -117,19 +88,6 @@ def test_updates_on_the_device_help_where_the_cpu_is_slow_and_not_where_the_link
     assert min(steps(slow_cpu, passing=True)) < 0.8 * min(steps(slow_cpu, passing=False))
     slow_link = searched(cpu_params_per_s=1e11, link_bytes_per_s=1e8)
     assert not steps(slow_link, passing=True)
-
-
-def test_units_live_on_the_device_as_far_as_it_goes_and_take_no_link() -> None:
-    options = Options(page_bytes=4096, clipping=True, split=Split(device_home_share=1.0))
-    plan = make_plan(tower(8, 128), STATES["bf16"], Budgets(LARGE, LARGE), options)
-    lives = plan.placement.resident
-    assert len(lives) == len(plan.units) - 1  # something is left to lease
-    for traffic in (traffic_of(plan)[index] for index in lives):
-        assert traffic.touched
-        assert (traffic.fetched, traffic.offloaded, traffic.streamed, traffic.brought) == (0, 0, 0, 0)
-    for state in (*(s.name for s in plan.layout.states), GRAD):
-        there = sum(plan.layout.pages(plan.units[index], state) for index in lives)
-        assert plan.bytes[DEVICE][state] == there * plan.page_bytes
 
 
 def test_the_device_is_home_to_what_moves_most_of_what_it_updates() -> None:
@@ -178,13 +136,3 @@ def test_a_search_lets_units_live_on_a_device_that_has_room_and_else_what_takes_
     assert choice.best.plan.placement.passing
     weights, moments = (choice.best.plan.placement.units_with(DEVICE, [name]) for name in ("weight", "exp_avg"))
     assert len(weights) > len(moments)
-
-
-def test_the_device_is_home_where_ram_and_ssd_do_not_hold_all() -> None:
-    root, states = tower(8, 128), STATES["bf16"]
-    params = sum(param.numel for param in root.walk())
-    budgets = Budgets(9 * params, 8 * params)
-    plan = make_plan(root, states, budgets, Options(page_bytes=4096, clipping=True))
-    assert plan.placement.resident
-    with pytest.raises(BudgetError):
-        make_plan(root, states, budgets, Options(page_bytes=4096, clipping=True, split=Split()))

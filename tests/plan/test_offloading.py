@@ -45,7 +45,7 @@ def planned(
     unit_limit: int | None = None,
     **options: object,
 ) -> Plan:
-    asked = Options(page_bytes=4096, unit_limit=unit_limit, activations=mode, **options)  # type: ignore[arg-type]
+    asked = Options(page_bytes=4096, unit_limit=unit_limit, activations=mode, **options)
     saved = ActivationPlan((Policy(mode),) * LAYERS, sizes=sizes)
     return make_plan(tower(LAYERS, 256), STATES["bf16"], budgets or Budgets(LARGE, LARGE), asked, saved=saved)
 

@@ -139,7 +139,7 @@ def test_ram_goes_to_weights_then_gradients_then_moments_of_the_first_units_of_f
     (Layout((unit(0, 19_000), unit(1, 19_000)), STATES["bf16"], 4096), Budgets(host=4096, ssd=LARGE), AFTER_BACKWARD)
 )
 @given(cases)
-def test_a_refusal_names_the_tier_and_the_least_budget_that_is_not_refused(
+def test_a_refusal_names_the_tier_and_the_least_budget_that_is_taken(
     case: tuple[Layout, Budgets, Options],
 ) -> None:
     layout, budgets, options = case
@@ -182,9 +182,7 @@ def test_an_update_of_a_frozen_unit_changes_nothing_that_could_be_copied() -> No
 
 
 @pytest.mark.parametrize(("precision", "states", "gradient"), [("bf16", 2 + 2 + 4 + 4, 2), ("fp32", 4 + 4 + 4, 4)])
-def test_an_update_reads_and_writes_every_state_and_reads_the_gradient(
-    precision: str, states: int, gradient: int
-) -> None:
+def test_an_update_moves_every_state_and_reads_the_gradient(precision: str, states: int, gradient: int) -> None:
     root = ModuleSpec("", (ParamSpec("weight", (64, 64)), ParamSpec("frozen", (64, 64), trainable=False)))
     layout = make_plan(root, STATES[precision], Budgets(1 << 30), Options(4096)).layout
     assert layout.bytes_per_update == 2 * states + gradient

@@ -40,7 +40,7 @@ NODE = replace(
 
 
 def shared(n: int, stage: int = 3, **settings: int) -> Ranks:
-    return Ranks(n, PER_NODE, stage, **settings)  # type: ignore[arg-type]
+    return Ranks(n, PER_NODE, stage, **settings)
 
 
 any_ranks = st.builds(shared, st.sampled_from([1, 2, 4, 8]), st.integers(1, 3))
@@ -53,7 +53,7 @@ of_ranks = any_ranks.flatmap(lambda ranks: plans(separate=True, ranks=ranks))
 @pytest.mark.parametrize("settings", [(0, 1), (1, 0), (6, 4), (4, 4, 0), (4, 4, 3, 3), (4, 4, 3, 0)])
 def test_groups_that_do_not_come_out_even_are_refused(settings: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError):
-        Ranks(*settings)  # type: ignore[arg-type]
+        Ranks(*settings)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -128,7 +128,7 @@ def test_a_plan_is_simulated_on_nodes_of_its_own_size_only() -> None:
 @pytest.mark.parametrize("settings", [{}, {"replicas": 2}, {"tensor_parallel": 2}])
 def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(settings: dict[str, int]) -> None:
     """Beside three whole gradients of the widest unit, and leases."""
-    for count in (2, 4, 8, 64, 512, 4096):
+    for count in (2, 64, 4096):
         for stage in (1, 2, 3):
             plan = make_plan(
                 tower(2, 1024),

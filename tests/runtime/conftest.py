@@ -22,11 +22,7 @@ def wrap() -> Iterator[Wrap]:
     opened: list[PagedOptimizer] = []
 
     def wrap(
-        model: nn.Module,
-        memory: pagoda.Memory = RESIDENT,
-        lr: float = 1e-2,
-        rule: Rule | None = None,
-        **options: Any,
+        model: nn.Module, memory: pagoda.Memory = RESIDENT, lr: float = 1e-2, rule: Rule | None = None, **options: Any
     ) -> tuple[nn.Module, PagedOptimizer]:
         rule = rule or pagoda.AdamW(lr=lr, weight_decay=0.1)
         model, optimizer = pagoda.wrap(model, rule, memory=memory, **options)

@@ -1,14 +1,14 @@
 """A model of layers and what users do with it; training loops that depart from the usual one, each with its model."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from reference import InMemory
 from torch import nn
-from zoo import ConvNet, Loop, Outcome, Plain, batch, loss_of, take_step
+from zoo import ConvNet, Loop, Outcome, Plain, assert_equal, batch, loss_of, take_step
 
 import pagoda
 from pagoda.optimizer import PagedOptimizer
@@ -68,7 +68,7 @@ def losses_of(loss_of: Callable[[int], torch.Tensor], optimizer: Any, steps: int
     losses = []
     for step in range(steps):
         loss = loss_of(step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -78,6 +78,26 @@ def losses_of(loss_of: Callable[[int], torch.Tensor], optimizer: Any, steps: int
 def state_of(model: nn.Module, optimizer: PagedOptimizer) -> Outcome:
     """All that training has changed."""
     return Outcome(weights=model.state_dict(), optimizer=optimizer.state_dict())
+
+
+def in_memory(model: nn.Module, loop: Loop, lr: float = 1e-2, is_split: bool = False) -> Outcome:
+    """Training with torch alone, one parameter at a time, by the definition of the update."""
+    outcome = Outcome()
+    optimizer = InMemory(model.parameters(), pagoda.AdamW(lr=lr, weight_decay=0.1), is_split)
+    torch.manual_seed(2)
+    loop(model, optimizer, outcome)
+    outcome.weights = model.state_dict()
+    taken = [optimizer.steps[param] for param in model.parameters()]
+    outcome.optimizer = {"state": {index: {"step": steps} for index, steps in enumerate(taken) if steps}}
+    return outcome
+
+
+def assert_trained_alike(wrapped: Any, by_torch: Any) -> None:
+    """A wrapped model was trained to the bits of one `in_memory`: a parameter without a gradient has no state."""
+    assert wrapped.losses == by_torch.losses
+    assert_equal(wrapped.weights, by_torch.weights)
+    steps = [{index: of["step"] for index, of in run.optimizer["state"].items()} for run in (wrapped, by_torch)]
+    assert steps[0] == steps[1]
 
 
 def assert_same_state(one: Wrapped, other: Wrapped) -> None:
@@ -117,17 +137,9 @@ class Nested(nn.Module):
         return x + self.inner(x @ self.weight) @ self.weight
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, and a loop that must not depend on where its state lives."""
-
-    build: Callable[[], nn.Module]
-    loop: Loop
-
-
 def learn(loss: torch.Tensor, outcome: Outcome, **options: bool) -> None:
     """Backward; notes the loss."""
-    loss.backward(**options)  # type: ignore[no-untyped-call]
+    loss.backward(**options)
     outcome.losses.append(loss.item())
 
 
@@ -257,8 +269,8 @@ def gradient_of_an_input(model: Any, generator: Any, outcome: Outcome, _step: in
     learn(model(**batch("conv", generator)), outcome)
 
 
-CASES = {
-    of_step.__name__: Case(build, every_step(of_step, steps))
+CASES: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    of_step.__name__: (build, every_step(of_step, steps))
     for build, of_step, steps in (
         (Plain, evaluation_between_forward_and_backward, STEPS),
         (Plain, inference_mode_between_steps, STEPS),
@@ -275,9 +287,10 @@ CASES = {
         (ConvNet, gradient_of_an_input, STEPS),
     )
 }
+"""A model, and a loop that must not depend on where its state lives."""
 
 
 def built(name: str) -> nn.Module:
     """The model of a case, the same each time."""
     torch.manual_seed(0)
-    return CASES[name].build().train()
+    return CASES[name][0]().train()

@@ -1,15 +1,13 @@
 """An engine without a model: gradients come from the test, over units of any sizes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from pagoda.config.training import Precision
 from pagoda.construction.construct import describe, live_units
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.stages import Links
@@ -23,7 +21,6 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.runtime.device import Device
 from pagoda.runtime.engine import Engine
-from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -47,8 +44,6 @@ class Parts:
     """The engine, and what a test tells it."""
 
     engine: Engine
-    groups: dict[tuple[int, int], dict[str, Any]]
-    """(unit, slot) -> the param group of each parameter."""
 
     @property
     def store(self) -> Store:
@@ -71,10 +66,6 @@ class Parts:
         """Dtype of weights and gradients."""
         return self.store.dtype(GRAD)
 
-    def bytes_moved(self, lane: str) -> int:
-        """Since the last call, or step."""
-        return self.engine._lanes[lane].take_counters()[1]
-
     def random_gradient(self, unit: LiveUnit, slot: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + 10 * unit.index + slot)
         return torch.randn(unit.params[slot].shape, generator=generator).to(self.dtype)
@@ -91,10 +82,6 @@ class Parts:
         for slot in reversed(slots or range(unit.trainable)):
             self.deliver(unit, slot, self.random_gradient(unit, slot, seed), accumulate)
 
-    def record(self, unit: LiveUnit) -> UnitGradient:
-        record = self.engine.gradients.get(unit)
-        return record
-
     def settle(self) -> None:
         """Wait until nothing is under way."""
         self.engine.accesses.wait_until_idle()
@@ -105,12 +92,11 @@ class Parts:
     def zero_grad(self) -> None:
         self.engine.stepper.zero_grad()
 
-    def only_look(self, before: Callable[[LiveUnit], None] = lambda _: None) -> Seen:
-        """From now on, updates change nothing: they note the gradients that they see here, once `before` returns."""
+    def only_look(self) -> Seen:
+        """From now on, updates change nothing: they note the gradients that they see here."""
         seen: Seen = {}
 
         def feed(update: Update) -> None:
-            before(update.unit)
             for record, _ in update.pieces:
                 for slot in range(update.unit.trainable):
                     placed = update.unit.spec.slots[slot]
@@ -120,7 +106,7 @@ class Parts:
             update.updated.finish()
             update.written.finish()
 
-        self.engine._executor.updaters[0].feed = feed  # type: ignore[method-assign]
+        self.engine._executor.updaters[0].feed = feed
         return seen
 
     def see_all(self) -> Seen:
@@ -147,9 +133,9 @@ def layers_of(sizes: Sizes) -> nn.Module:
     return nn.ModuleDict({"layers": layers})
 
 
-def plan_for(model: nn.Module, placement: str, precision: Precision, staged_units: int, block_limit: int) -> Plan:
+def plan_for(model: nn.Module, placement: str, staged_units: int, block_limit: int) -> Plan:
     """One unit for each layer, with every home where the placement says."""
-    states = AdamW().states(precision)
+    states = AdamW().states("bf16")
     plan = make_plan(describe(model), states, Budgets(LARGE), Options(page_bytes=PAGE, unit_limit=1))
     plan = replace(plan, layout=replace(plan.layout, block_limit=block_limit))
     on_ssd = {
@@ -184,24 +170,21 @@ def parts(
     *,
     placement: str = ALL_ON_SSD,
     staged_units: int = 2,
-    precision: Precision = "bf16",
     block_limit: int = BLOCK_ELEMENTS,
 ) -> Iterator[Parts]:
     """Everything but hooks; `staged_units` gradients of the widest unit fit into shared buffers at once."""
     model = layers_of(sizes)
-    plan = plan_for(model, placement, precision, staged_units, block_limit)
+    plan = plan_for(model, placement, staged_units, block_limit)
     rule = AdamW(lr=1e-2, weight_decay=0.1)
-    units = live_units(model, plan.units, rule.states(precision)[0].dtype, Device.torch_device)
+    units = live_units(model, plan.units, torch.bfloat16, Device.torch_device)
     for unit in units:
         unit.markers = [torch.empty(unit.params[slot].shape) for slot in range(unit.trainable)]
     alone = Links.open(Mesh(World(), Ranks(1, 1)))
-    engine = Engine(plan, units, precision, rule, {directory: None}, None, True, Device(), LossScaler(None), alone)
-    keys = [(unit.index, slot) for unit in units for slot in range(unit.trainable)]
-    groups = {(unit, slot): {**rule.defaults(), "lr": 1e-2 / (1 + slot)} for unit, slot in keys}
-    engine.stepper.group_of = lambda unit, slot: groups[unit.index, slot]
-    engine.stepper.groups = lambda: [*groups.values()]
-    part = Parts(engine, groups)
+    engine = Engine(plan, units, "bf16", rule, {directory: None}, None, True, Device(), LossScaler(None), alone)
+    group = rule.defaults()
+    engine.stepper.group_of = lambda unit, slot: group
+    engine.stepper.groups = lambda: [group]
     try:
-        yield part
+        yield Parts(engine)
     finally:
         engine.close()

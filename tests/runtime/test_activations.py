@@ -8,19 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import (
-    ALL_ON_SSD,
-    PAGE,
-    RESIDENT,
-    VOCABULARY,
-    Outcome,
-    Recipe,
-    batch,
-    least,
-    llama,
-    loss_of,
-    train,
-)
+from zoo import ALL_ON_SSD, PAGE, RESIDENT, VOCABULARY, Outcome, Recipe, batch, least, llama, loss_of, train
 
 import pagoda
 from pagoda.config.training import ActivationMode
@@ -224,7 +212,7 @@ def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(pagoda.ConfigError, match="nowhere to offload"):
         pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="offload")
     with pytest.raises(pagoda.ConfigError, match="recompute, offload"):
-        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="drop")  # type: ignore[arg-type]
+        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="drop")
     own = Recipe("llama", checkpointing=True).build()
     with pytest.raises(pagoda.UsageError, match="gradient_checkpointing_disable"):
         pagoda.wrap(own, pagoda.AdamW(), memory=RESIDENT, activations="recompute")

@@ -1,6 +1,7 @@
 """Batch tiling gives what accumulation gives and moves weights once; what cannot be tiled is refused."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 import pagoda
+
+from .conftest import Wrap
 
 SAMPLES, WIDTH = 8, 64
 
@@ -57,12 +60,7 @@ def data(generator: torch.Generator, samples: int) -> tuple[torch.Tensor, torch.
 
 
 def train(
-    memory: pagoda.Memory,
-    *,
-    tiles: int | str | None = None,
-    passes: int = 1,
-    layers: int = 4,
-    **wrap: Any,
+    memory: pagoda.Memory, *, tiles: int | str | None = None, passes: int = 1, layers: int = 4, **wrap: Any
 ) -> zoo.Outcome:
     torch.manual_seed(0)
 
@@ -88,8 +86,7 @@ def test_has_the_bits_of_ordinary_accumulation(tiles: int, clip: float | None) -
 def test_weights_move_once_for_all_micro_batches(tmp_path: Path) -> None:
     memory = zoo.squeeze(Model(6), zoo.ARENA, tmp_path, unit_limit="36KiB")
     moved = [
-        sum(step["h2d"] for step in train(memory, layers=6, **how).moved)  # type: ignore[arg-type]
-        for how in ({"passes": 8}, {"tiles": 8}, {})
+        sum(step["h2d"] for step in train(memory, layers=6, **how).moved) for how in ({"passes": 8}, {"tiles": 8}, {})
     ]
     assert moved[1] < 1.2 * moved[2]  # where a prefetch falls in time may differ
     assert moved[0] > 6 * moved[1]
@@ -99,7 +96,7 @@ RECIPES = {name: zoo.Recipe(name, checkpointing=True) for name in ("gpt2", "t5",
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_models_of_every_kind_are_tiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_every_kind_are_tiled(name: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer sees one sample at a time, and losses are those of the untiled model but for rounding."""
     monkeypatch.setattr(zoo, "BATCH", 4)
     losses, sizes = [], []
@@ -111,9 +108,7 @@ def test_models_of_every_kind_are_tiled(name: str, monkeypatch: pytest.MonkeyPat
         model.train()
         for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
             dropout.p = 0.0
-        model, optimizer = pagoda.wrap(
-            model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", tiles=pagoda.Tiles(batch_tiles=tiles)
-        )
+        model, optimizer = wrap(model, tiles=pagoda.Tiles(batch_tiles=tiles))
         seen: set[int] = set()
         handle = part.register_forward_pre_hook(lambda _, args, seen=seen: seen.add(len(args[0])))
         with warnings.catch_warnings():
@@ -125,7 +120,6 @@ def test_models_of_every_kind_are_tiled(name: str, monkeypatch: pytest.MonkeyPat
         optimizer.step()
         losses.append((loss.item(), optimizer.stats.grad_norm))
         sizes.append(seen)
-        optimizer.close()
     assert sizes == [{4}, {1}]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -133,6 +127,12 @@ def test_models_of_every_kind_are_tiled(name: str, monkeypatch: pytest.MonkeyPat
 def test_auto_keeps_micro_batches_as_large_as_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.plan.batch_tiles.TILE_TOKENS", 10)
     train(zoo.RESIDENT, tiles="auto").assert_same_bits(train(zoo.RESIDENT, tiles=4))
+
+
+@pytest.fixture
+def wrap(wrap: Wrap) -> Wrap:
+    """In fp32, where losses of other batches are near."""
+    return partial(wrap, precision="fp32")
 
 
 class Alone(nn.Module):
@@ -189,27 +189,23 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def wrapped(model: nn.Module, tiles: int | str | None) -> tuple[nn.Module, Any]:
-    return pagoda.wrap(
-        model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", tiles=pagoda.Tiles(batch_tiles=tiles)
-    )  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", REASONS)
-def test_what_cannot_be_tiled_is_refused_and_says_why(kind: str) -> None:
+def test_what_cannot_be_tiled_is_refused_and_says_why(kind: str, wrap: Wrap) -> None:
     x = torch.randn(*{"table": (WIDTH, WIDTH, WIDTH), "no batch": (WIDTH,)}.get(kind, (SAMPLES, WIDTH)))
     with pytest.raises(pagoda.ConfigError, match=REASONS[kind]):
-        wrapped(Stack(kind), 4)[0](x)
+        wrap(Stack(kind), tiles=pagoda.Tiles(batch_tiles=4))[0](x)
 
 
 @pytest.mark.parametrize("kind", ["batch norm", "cache"])
-def test_auto_runs_whole_what_cannot_be_tiled_and_the_plan_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_runs_whole_what_cannot_be_tiled_and_the_plan_says_so(
+    kind: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pagoda.plan.batch_tiles.TILE_TOKENS", 2)
     results = []
     x = torch.randn(SAMPLES, WIDTH)
     for tiles in (None, "auto"):
         torch.manual_seed(0)
-        model, optimizer = wrapped(Stack(kind), tiles)
+        model, optimizer = wrap(Stack(kind), tiles=pagoda.Tiles(batch_tiles=tiles))
         reason = {"batch norm": "batch norm 'norm'", "cache": "an argument is a Written"}[kind]
         with pytest.warns(UserWarning, match=reason) if tiles else warnings.catch_warnings():
             loss = model(x)
@@ -218,48 +214,44 @@ def test_auto_runs_whole_what_cannot_be_tiled_and_the_plan_says_so(kind: str, mo
         said = [reason for reason in pagoda.plan_of(model).reasons if "whole" in reason]
         assert len(said) == (2 if tiles else 0)
         results.append((loss.item(), optimizer.stats.grad_norm))
-        optimizer.close()
     assert results[0] == results[1]
 
 
-def test_a_batch_norm_that_uses_the_statistics_it_has_is_tiled() -> None:
+def test_a_batch_norm_that_uses_the_statistics_it_has_is_tiled(wrap: Wrap) -> None:
     losses = []
     x = torch.randn(SAMPLES, WIDTH)
     for tiles in (None, 4):
         torch.manual_seed(0)
         model = Stack("batch norm")
         for layer in model.layers:
-            layer.norm.eval()  # type: ignore[operator,union-attr]
-        model, optimizer = wrapped(model, tiles)
-        losses.append(model(x).item())
-        optimizer.close()
+            layer.norm.eval()
+        losses.append(wrap(model, tiles=pagoda.Tiles(batch_tiles=tiles))[0](x).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_hugging_face_model_that_caches_by_default_is_tiled_and_one_that_is_given_a_cache_refused() -> None:
+def test_a_hugging_face_model_that_caches_by_default_is_tiled_and_one_that_is_given_a_cache_refused(wrap: Wrap) -> None:
     losses = []
     for use_cache in (False, True):
         model = zoo.Recipe("llama").build()
-        model.config.use_cache = use_cache  # type: ignore[union-attr]
+        model.config.use_cache = use_cache
         seen: list[int] = []
-        model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))  # type: ignore[union-attr]  # noqa: B023
-        model, optimizer = wrapped(model, 2)
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))  # noqa: B023
+        model, _ = wrap(model, tiles=pagoda.Tiles(batch_tiles=2))
         with pytest.warns(UserWarning, match="no key-value cache") if use_cache else warnings.catch_warnings():
             loss = zoo.loss_of(model(**zoo.batch("llama", torch.Generator().manual_seed(5))))
         assert seen == [1, 1]
         losses.append(loss.item())
-        optimizer.close()
     assert losses[0] == losses[1]
     cache = DynamicCache()  # that attention would read
     for layer in range(zoo.LAYERS):
         cache.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16), layer)
-    model, optimizer = wrapped(zoo.Recipe("llama").build(), 2)
-    with optimizer, pytest.raises(pagoda.ConfigError, match="an argument is a DynamicCache"):
+    model, _ = wrap(zoo.Recipe("llama").build(), tiles=pagoda.Tiles(batch_tiles=2))
+    with pytest.raises(pagoda.ConfigError, match="an argument is a DynamicCache"):
         model(**zoo.batch("llama", torch.Generator().manual_seed(5)), past_key_values=cache)
 
 
-def test_refuses_what_has_no_blocks_and_counts_that_are_none() -> None:
+def test_refuses_what_has_no_blocks_and_counts_that_are_none(wrap: Wrap) -> None:
     with pytest.raises(pagoda.ConfigError, match="repeated layers"):
-        pagoda.wrap(nn.Linear(4, 4), pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(batch_tiles=2))
+        wrap(nn.Linear(4, 4), tiles=pagoda.Tiles(batch_tiles=2))
     with pytest.raises(pagoda.ConfigError, match="batch_tiles is 0"):
-        pagoda.wrap(Model(), pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(batch_tiles=0))
+        wrap(Model(), tiles=pagoda.Tiles(batch_tiles=0))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from zoo import RESIDENT, assert_equal
 
@@ -29,7 +30,7 @@ def fresh() -> nn.Module:
 
 
 def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(inputs(seed), [0, 1])  # type: ignore[no-any-return]
+    return model(inputs(seed), [0, 1])
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_a_part_of_the_parameters_can_be_clipped(wrap: Wrap) -> None:
                 norms.append(optimizer.clip_grad_norm_(0.02))
             else:
                 norms.append(clip_by_torch(module.parameters(), 0.02).item())
-            stepped.step()  # type: ignore[attr-defined]
+            stepped.step()
             module.zero_grad()
         assert norms[:3] == pytest.approx(norms[3:], rel=1e-5)
         assert norms[0] > 0.02
@@ -142,9 +143,9 @@ def test_a_wrapped_and_a_plain_model_can_be_clipped_together(wrap: Wrap) -> None
     assert total.item() == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("by", ["torch", "optimizer"])
-@pytest.mark.parametrize(("first", "second"), [(1e-3, 2e-3), (2e-3, 1e-3)], ids=["looser-later", "tighter-later"])
-def test_of_wraps_limit_and_a_later_one_the_smaller_holds(first: float, second: float, by: str, wrap: Wrap) -> None:
+@each_once(by=["torch", "optimizer"], limits=[(1e-3, 2e-3), (2e-3, 1e-3)])
+def test_of_wraps_limit_and_a_later_one_the_smaller_holds(limits: tuple[float, float], by: str, wrap: Wrap) -> None:
+    first, second = limits
     mine, twin = wrap(clip_grad_norm=first), wrap(clip_grad_norm=min(first, second))
 
     def clip(model: Any, optimizer: PagedOptimizer) -> float:
@@ -196,7 +197,7 @@ def test_wrap_clips_what_gradients_are_once_multiplied(limit: float, wrap: Wrap)
         torch.testing.assert_close(weight, twin[0].state_dict()[name], rtol=0, atol=1e-7)
 
 
-def test_gradients_that_are_not_finite_are_found(wrap: Wrap) -> None:
+def test_gradients_that_are_not_finite_are_found_and_limits_that_are_none_refused(wrap: Wrap) -> None:
     model, optimizer = wrap()
     (loss_of(model, 0) * math.nan).backward()
     with pytest.raises(RuntimeError, match="non-finite"):
@@ -204,10 +205,7 @@ def test_gradients_that_are_not_finite_are_found(wrap: Wrap) -> None:
     clip_by_torch(model.parameters(), 1.0)
     with pytest.raises(pagoda.NonFiniteGradientError):
         optimizer.step()
-
-
-def test_limits_that_are_none_are_refused(wrap: Wrap) -> None:
-    model, optimizer = wrap()
+    model.zero_grad()
     loss_of(model, 0).backward()
     for limit in (math.nan, -1.0):
         with pytest.raises(pagoda.UsageError, match="max_norm"):

@@ -43,7 +43,7 @@ def compiled(how: str, backend: str) -> Any:
     model = Model()
     if how == "torch.compile of layers":
         for index, layer in enumerate(model.layers):
-            model.layers[index] = torch.compile(layer, backend=backend)  # type: ignore[assignment]
+            model.layers[index] = torch.compile(layer, backend=backend)
     elif how == "compile() of layers":
         for layer in model.layers:
             layer.compile(backend=backend)
@@ -64,7 +64,7 @@ def losses(model: Any, optimizer: Any) -> list[float]:
     ("how", "activations"),
     [
         ("torch.compile of layers", "recompute"),
-        ("compile() of layers", "offload"),
+        pytest.param("compile() of layers", "offload", marks=pytest.mark.slow),
         pytest.param("compile() of all", "keep", marks=pytest.mark.slow),
         ("torch.compile of all", "keep"),
     ],

@@ -16,10 +16,7 @@ from pagoda.memory.cuda import CudaArena
 
 from .test_device import COPIED, WHOLE, assert_updated_on_device, device_bytes, memory as in_ram
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 STEPS = 5
 FEW, SSD, PASSING, BOTH, HOME = "few", "ssd", "passing", "both", "home"

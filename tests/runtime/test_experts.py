@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from pairwise import each_once
-from reference import InMemory
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -29,7 +28,6 @@ from zoo import (
     PLACEMENTS,
     RESIDENT,
     VOCABULARY,
-    Loop,
     Outcome,
     assert_equal,
     run,
@@ -41,6 +39,9 @@ import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.config.training import ActivationMode
 from pagoda.experts.modules import ExpertStack, RoutedExperts, SwitchRouter
+
+from .conftest import Wrap
+from .loops import assert_trained_alike, in_memory
 
 STEPS = 3
 WHOLE = pagoda.Tiles(tile_limit=1 << 40)
@@ -156,42 +157,28 @@ def test_placement_does_not_change_a_bit(
     outcome.assert_same_bits(resident(name, clip))
 
 
-def plain(model: nn.Module, loop: Loop) -> Outcome:
-    """Training with torch alone, one parameter at a time, by the definition of the update."""
+@pytest.mark.parametrize("name", BUILDERS)
+def test_wrapped_training_is_plain_training_with_every_expert_a_unit(name: str) -> None:
+    model = built(name)
     for router in [module for module in model.modules() if type(module).__name__ == "SwitchTransformersTop1Router"]:
         router.classifier = SwitchRouter.of(router.classifier)  # theirs casts its own weight to fp32, for good
-    outcome = Outcome()
-    optimizer = InMemory(model.parameters(), pagoda.AdamW(lr=1e-2, weight_decay=0.1), is_split=True)
-    torch.manual_seed(2)
-    loop(model, optimizer, outcome)
-    outcome.weights = model.state_dict()
-    taken = [optimizer.steps[param] for param in model.parameters()]
-    outcome.optimizer = {"steps": {index: steps for index, steps in enumerate(taken) if steps}}
-    return outcome
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_wrapped_training_is_plain_training(name: str) -> None:
-    wrapped: Any
-    by_torch: Any
-    wrapped, by_torch = resident(name, None), plain(built(name), few_tokens)
+    wrapped, by_torch = resident(name, None), in_memory(model, few_tokens, is_split=True)
+    if name == "switch":  # an idle expert has no state
+        assert_trained_alike(wrapped, by_torch)
     assert wrapped.losses == by_torch.losses
     assert_equal(wrapped.weights, by_torch.weights)
-    steps, states = by_torch.optimizer["steps"], wrapped.optimizer["state"]
-    if name == "switch":  # an idle expert has no state
-        assert steps == {index: state["step"] for index, state in states.items()}
-    assert (len(set(steps.values())) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
+    steps = {state["step"] for state in by_torch.optimizer["state"].values()}
+    assert (len(steps) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
+    assert sum(".experts." in unit.module for unit in wrapped.plan.units) == EXPERTS[name]
 
 
 @each_once(name=["mixtral", "gpt-oss"], implementation=["eager", "batched_mm"], precision=["fp32", "bf16"])
-def test_other_kernels_of_transformers_give_the_same_within_rounding(
-    name: str, implementation: str, precision: str
-) -> None:
+def test_other_kernels_give_the_same_within_rounding(name: str, implementation: str, precision: str) -> None:
     """They add up the results for a token in other orders."""
     outcomes = []
     for tiles in (WHOLE, None):
         model = built(name)
-        model.set_experts_implementation(implementation)  # type: ignore[operator]
+        model.set_experts_implementation(implementation)
         outcomes.append(run(model, RESIDENT, few_tokens, lr=1e-4, precision=precision, tiles=tiles))
     whole, cut = outcomes
     rounding = 2e-5 if precision == "fp32" else 4e-2
@@ -202,52 +189,34 @@ def test_other_kernels_of_transformers_give_the_same_within_rounding(
 # --- units ------------------------------------------------------------------------------------------------
 
 
-def wrapped(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    options = {"memory": pagoda.Memory(host="64MiB", page_size=PAGE), **options}
-    return pagoda.wrap(model, options.pop("rule", pagoda.AdamW(lr=1e-2)), **options)
+@pytest.fixture
+def wrap(wrap: Wrap) -> Wrap:
+    return partial(wrap, memory=pagoda.Memory(host="64MiB", page_size=PAGE))
 
 
 def rows_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, RoutedExperts)]
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_every_expert_is_a_unit_however_small(name: str) -> None:
-    model, optimizer = wrapped(built(name))
-    names = {module: name for name, module in model.named_modules()}
-    units = {unit.module for unit in pagoda.plan_of(model).units}
-    experts = [names[expert] for row in rows_of(model) for expert, count in row.pieces() if count == 1]
-    assert len(experts) == EXPERTS[name]
-    assert units >= {*experts}
-    optimizer.close()
-
-
-def test_a_tile_limit_makes_tiles_of_as_many_experts_as_fit() -> None:
+def test_a_tile_limit_makes_tiles_of_as_many_experts_as_fit(wrap: Wrap) -> None:
     one = 2 * ONE_EXPERT["qwen3-moe"]
     for limit, expected in ((one // 4, [1] * 8), (one, [1] * 8), (3 * one, [3, 3, 2]), (8 * one, [])):
-        model, optimizer = wrapped(built("qwen3-moe"), tiles=pagoda.Tiles(tile_limit=limit))
+        model, _ = wrap(built("qwen3-moe"), tiles=pagoda.Tiles(tile_limit=limit))
         assert [count for row in rows_of(model)[:1] for _, count in row.pieces()] == expected
-        optimizer.close()
 
 
-def test_a_stack_stays_whole_under_a_rule_that_takes_parameters_whole_or_with_hooks_or_compiled() -> None:
+def test_a_stack_stays_whole_under_a_rule_that_takes_parameters_whole_or_with_hooks_or_compiled(wrap: Wrap) -> None:
     hooked, compiled = built("mixtral"), built("mixtral")
     hooked.model.layers[0].mlp.experts.register_forward_hook(lambda *_: None)
     compiled.model.layers[1].compile()
-    for model, options, cut in (
-        (built("mixtral"), {"rule": pagoda.Muon(lr=1e-2)}, []),
-        (hooked, {}, [1]),
-        (compiled, {}, [0]),
-    ):
-        _, optimizer = wrapped(model, **options)
+    for model, rule, cut in ((built("mixtral"), pagoda.Muon(lr=1e-2), []), (hooked, None, [1]), (compiled, None, [0])):
+        wrap(model, rule=rule)
         assert [i for i, layer in enumerate(model.model.layers) if isinstance(layer.mlp.experts, ExpertStack)] == cut
-        optimizer.close()
 
 
-def test_names_and_shapes_are_those_of_transformers(tmp_path: Path) -> None:
-    """Of state dicts, checkpoints that resume without tiles, exports, and what transformers loads."""
-
-    kept, cut = wrapped(built("mixtral"), tiles=WHOLE), wrapped(built("mixtral"))
+def test_names_and_shapes_are_those_of_transformers(wrap: Wrap, tmp_path: Path) -> None:
+    """Of state dicts, and checkpoints that resume without tiles."""
+    kept, cut = wrap(built("mixtral"), tiles=WHOLE), wrap(built("mixtral"))
     assert {*built("mixtral").state_dict()} == {*cut[0].state_dict()}
     assert_equal(kept[0].state_dict(), cut[0].state_dict())
     few_tokens(*cut, Outcome())
@@ -257,32 +226,26 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path: Path) -> None:
     cut[0].load_state_dict({key: value / 2 for key, value in kept[0].state_dict().items()})
     down = "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(cut[0].state_dict()[down], kept[0].state_dict()[down] / 2)
-    masters = pagoda.ModelState(cut[0]).state_dict()
-    assert masters[down].shape == kept[0].state_dict()[down].shape
-    for _, optimizer in (kept, cut):
-        optimizer.close()
+    assert pagoda.ModelState(cut[0]).state_dict()[down].shape == kept[0].state_dict()[down].shape
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow), "switch"])
-def test_what_was_trained_is_exported_and_loaded_by_transformers(name: str, tmp_path: Path) -> None:
-    model, optimizer = wrapped(built(name), precision="fp32")
+def test_what_was_trained_is_exported_and_loaded_by_transformers(name: str, wrap: Wrap, tmp_path: Path) -> None:
+    model, optimizer = wrap(built(name), precision="fp32")
     few_tokens(model, optimizer, Outcome())
     ids = tokens((2, 5), 3)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "switch" else {})
     with torch.no_grad():
         expected, trained = model.eval()(**inputs).logits, model.state_dict()
-    model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "saved")
     optimizer.save_checkpoint(tmp_path / "checkpoint")
-    optimizer.close()
     export(tmp_path / "checkpoint", tmp_path / "exported", dtype="fp32")
     for directory in ("saved", "exported"):
         loaded = type(built(name)).from_pretrained(tmp_path / directory, dtype=torch.float32)
         assert_equal(trained, {key: loaded.state_dict()[key] for key in trained})
         with torch.no_grad():  # where weights lie in memory may decide how they are multiplied
             torch.testing.assert_close(loaded.eval()(**inputs).logits, expected)
-    again, optimizer = wrapped(pagoda.load(tmp_path / "exported"), precision="fp32")
-    assert_equal(again.state_dict(), trained)
-    optimizer.close()
+    assert_equal(wrap(pagoda.load(tmp_path / "exported"), precision="fp32")[0].state_dict(), trained)
 
 
 # --- what is fetched --------------------------------------------------------------------------------------
@@ -304,7 +267,7 @@ def fetched_experts(optimizer: Any) -> set[str]:
 
 
 @each_once(name=["qwen3-moe", "switch"], placement=[ARENA, ALL_ON_SSD], activations=["keep", "recompute"])
-def test_only_the_experts_that_run_are_fetched(name: str, placement: str, activations: str, tmp_path: Path) -> None:
+def test_only_used_experts_are_fetched(name: str, placement: str, activations: str, wrap: Wrap, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = (
         qwen3_moe(num_experts=16, num_experts_per_tok=1, moe_intermediate_size=256)
@@ -312,7 +275,7 @@ def test_only_the_experts_that_run_are_fetched(name: str, placement: str, activa
         else switch(num_experts=16)
     )
     memory = squeeze(model.train(), placement, tmp_path, activations=activations)
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, activations=activations)
+    model, optimizer = wrap(model, memory=memory, activations=activations)
     names, seen = ran(model), []
     for step in range(4):  # then the plan may count on experts that every step has used
         optimizer.trace_next_step()
@@ -324,16 +287,15 @@ def test_only_the_experts_that_run_are_fetched(name: str, placement: str, activa
         assert 0 < len(names) <= 2 * 4
         seen.append(frozenset(names))
     assert len(set(seen)) > 1
-    optimizer.close()
 
 
 @pytest.mark.usefixtures("lanes_keep_up")
 @pytest.mark.parametrize("name", ["qwen3-moe", "switch"])
-def test_routing_that_varies_makes_no_new_plans_and_no_faults(name: str) -> None:
+def test_routing_that_varies_makes_no_new_plans_and_no_faults(name: str, wrap: Wrap) -> None:
     torch.manual_seed(0)
     model = qwen3_moe(num_experts_per_tok=1) if name == "qwen3-moe" else switch()
     memory = pagoda.Memory(device="cpu:16MiB", host="64MiB", page_size=PAGE)
-    model, optimizer = pagoda.wrap(model.train(), pagoda.AdamW(lr=1e-2), memory=memory)
+    model, optimizer = wrap(model.train(), memory=memory)
     replanned, faults = [], []
     for step in range(10):
         ids = tokens((2, 5), step)
@@ -343,14 +305,13 @@ def test_routing_that_varies_makes_no_new_plans_and_no_faults(name: str) -> None
         faults.append(optimizer.stats.faults)
     assert sum(replanned[1:]) <= 2  # after 4 and 8 steps it is decided which experts a plan counts on
     assert faults[1:] == [0] * 9  # what chosen experts need is known before they are used
-    optimizer.close()
 
 
 @pytest.mark.usefixtures("lanes_keep_up")
-def test_experts_that_every_step_uses_are_fetched_ahead(tmp_path: Path) -> None:
+def test_experts_that_every_step_uses_are_fetched_ahead(wrap: Wrap, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = mixtral(num_local_experts=2, num_experts_per_tok=2).train()
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=squeeze(model, ARENA, tmp_path))
+    model, optimizer = wrap(model, memory=squeeze(model, ARENA, tmp_path))
     experts = pagoda.plan_of(model).layout.expert_units
     assert len(experts) == 4
 
@@ -365,4 +326,3 @@ def test_experts_that_every_step_uses_are_fetched_ahead(tmp_path: Path) -> None:
     assert planned() == experts
     assert not optimizer.stats.replanned
     assert optimizer.stats.faults == 0
-    optimizer.close()

@@ -99,7 +99,7 @@ def test_what_a_forked_process_does_to_its_copy_is_nothing_to_the_one_that_train
                 with optimizer:
                     pass
             else:
-                optimizer._engine.store.ssd._store._lock.close()  # type: ignore[union-attr]
+                optimizer._engine.store.ssd._store._lock.close()
                 optimizer._engine._dropped()  # as the collector calls both
             atexit._run_exitfuncs()
 

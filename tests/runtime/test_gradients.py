@@ -5,29 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 import pagoda
 from pagoda.config.memory import Memory
-from pagoda.config.training import Precision
-from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
+from pagoda.errors import BudgetError, StorageError
 from pagoda.runtime import gradients
 
-from .parts import ALL_ON_SSD, LARGE, RESIDENT, SHARED, Parts, parts
+from .parts import LARGE, SHARED, Parts, parts
 
-SIZES = [[3000, 17], [2000], [1, 129, 2500], [2048], [700, -900]]
 EQUAL = [[2048]] * 4
-
-
-@pytest.fixture
-def _each_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients come to buffers one by one, as large ones do: not once all of a unit have been made."""
-    monkeypatch.setattr(gradients, "_WORTH_BYTES", 1)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def assert_sees(part: Parts, seed: int) -> None:
@@ -36,50 +23,13 @@ def assert_sees(part: Parts, seed: int) -> None:
     wanted = {(unit.index, slot): (unit, slot) for unit in part.units for slot in range(unit.trainable)}
     assert seen.keys() == wanted.keys()
     for key, (unit, slot) in wanted.items():
-        assert torch.equal(bits(seen[key]), bits(part.random_gradient(unit, slot, seed)))
+        assert torch.equal(seen[key], part.random_gradient(unit, slot, seed))
     assert part.scheduler.gradients.pages.in_use == 0
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    placement=st.sampled_from([RESIDENT, ALL_ON_SSD]),
-    precision=st.sampled_from(["bf16", "fp32"]),
-    passes=st.integers(1, 3),
-    staged_units=st.integers(2, 6),
-    data=st.data(),
-)
-def test_updates_see_the_bits_torch_would_accumulate(
-    tmp_path: Path, placement: str, precision: Precision, passes: int, staged_units: int, data: st.DataObject
-) -> None:
-    with parts(tmp_path, SIZES, placement=placement, precision=precision, staged_units=staged_units) as part:
-        expected = {(unit.index, slot): torch.zeros(()) for unit in part.units for slot in range(unit.trainable)}
-        for number in range(passes):
-            for unit in data.draw(st.permutations(part.units)):
-                part.arrive(unit, seed=number, accumulate=number > 0)
-                for slot in range(unit.trainable):
-                    grad = part.random_gradient(unit, slot, number)
-                    key = (unit.index, slot)
-                    expected[key] = grad.clone() if number == 0 else expected[key].add_(grad)
-        part.settle()
-        records = part.engine.gradients.records()
-        assert [record.unit for record in records] == part.units
-        for record in records:
-            assert record.complete
-            for slot in range(record.unit.trainable):
-                square_sum = expected[record.unit.index, slot].double().square().sum().item()
-                assert record.square_sums[slot] == pytest.approx(square_sum, rel=1e-12)
-                assert record.arrivals[slot] == passes
-        if placement == RESIDENT:
-            assert part.scheduler.gradients.pages.peak == 0
-            assert part.bytes_moved("ssd_write") == 0
-        seen = part.see_all()
-        assert seen.keys() == expected.keys()
-        assert all(torch.equal(bits(seen[key]), bits(wanted)) for key, wanted in expected.items())
-        assert part.scheduler.gradients.pages.in_use == 0
-
-
-@pytest.mark.usefixtures("_each_travels_alone")
-def test_without_ssd_the_units_that_hold_the_buffers_are_named(tmp_path: Path) -> None:
+def test_without_ssd_the_units_that_hold_the_buffers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gradients come to buffers one by one, as large ones do: not once all of a unit have been made."""
+    monkeypatch.setattr(gradients, "_WORTH_BYTES", 1)
     with parts(tmp_path, [[1500, 548]] * 3, placement=SHARED, staged_units=2) as part:
         for unit in part.units[:2]:
             part.arrive(unit, slots=[0])
@@ -90,32 +40,8 @@ def test_without_ssd_the_units_that_hold_the_buffers_are_named(tmp_path: Path) -
             assert text in str(refused.value)
 
 
-@pytest.mark.parametrize("placement", [RESIDENT, ALL_ON_SSD])
-def test_gradients_that_are_dropped_or_not_finite_leave_nothing_behind(tmp_path: Path, placement: str) -> None:
-    """The first parameter with one that is not finite is named."""
-    with parts(tmp_path, EQUAL, placement=placement) as part:
-        for unit in part.units:
-            part.arrive(unit, seed=1)
-        part.zero_grad()
-        part.settle()
-        assert part.engine.gradients.records() == []
-        assert part.scheduler.gradients.pages.in_use == 0
-        for unit, value in zip(part.units, (1.0, float("inf"), float("nan"), 1.0), strict=True):
-            grad = part.random_gradient(unit, 0, 0)
-            grad[7] = value
-            part.deliver(unit, 0, grad)
-        with pytest.raises(NonFiniteGradientError, match=r"'layers\.1\.p0' is not finite"):
-            part.step()
-        part.settle()
-        assert part.scheduler.gradients.pages.in_use == 0
-        for unit in part.units:
-            part.arrive(unit, seed=2)
-        assert part.record(part.units[0]).arrivals == [1]
-        assert_sees(part, seed=2)
-
-
 def test_gradients_of_another_dtype_or_layout_are_taken_as_the_extent_keeps_them(tmp_path: Path) -> None:
-    with parts(tmp_path, [[6]], precision="bf16") as part:
+    with parts(tmp_path, [[6]]) as part:
         grad = torch.arange(12, dtype=torch.float32)[::2] / 3
         part.deliver(part.units[0], 0, grad)
         assert torch.equal(part.see_all()[0, 0], grad.bfloat16())
@@ -183,24 +109,13 @@ def test_a_write_to_ssd_that_failed_once_is_done_again_when_the_buffer_is_needed
         assert_sees(part, seed=0)
 
 
-class Table(nn.Module):
-    """An embedding whose gradient is sparse, or not, and a layer."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(64, 128, sparse=sparse)
-        self.layer = nn.Linear(128, 64)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.table(tokens))
-
-
 def test_a_sparse_gradient_trains_as_the_same_gradient_made_dense(tmp_path: Path) -> None:
     """With repeated tokens, two micro-batches a step, and a norm that clips."""
 
     def losses(sparse: bool, memory: Memory) -> list[float]:
         torch.manual_seed(0)
-        model, optimizer = pagoda.wrap(Table(sparse), pagoda.AdamW(lr=0.1), memory=memory, clip_grad_norm=0.1)
+        model = nn.Sequential(nn.Embedding(64, 128, sparse=sparse), nn.Linear(128, 64))
+        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=0.1), memory=memory, clip_grad_norm=0.1)
         found = []
         for tokens in torch.randint(0, 64, (6, 4, 8), generator=torch.Generator().manual_seed(1)):
             loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from zoo import RESIDENT, assert_equal
@@ -64,11 +65,8 @@ SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
 }
 
 
-@during_backward_too
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_groups_and_their_schedules_do_what_they_do_to_torchs_adamw(
-    scheduler: str, announced: int | None, wrap: Wrap
-) -> None:
+@each_once(scheduler=[*SCHEDULERS], announced=[None, 1])
+def test_groups_and_schedules_do_what_they_do_in_torch(scheduler: str, announced: int | None, wrap: Wrap) -> None:
     model, plain = layers(), layers()
     mine = wrap(model, param_groups=by_layer(model), precision="fp32", accumulation_steps=announced)
     reference = torchs_adamw(by_layer(plain))

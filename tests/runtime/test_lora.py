@@ -52,13 +52,7 @@ def on_ssd(directory: Path) -> pagoda.Memory:
     arena = 512 << 10
     host = least_host(root, states, Budgets(PAGE, arena, 1 << 40), options)
     assert host < frozen / 2
-    return pagoda.Memory(
-        device=f"cpu:{arena}",
-        host=host,
-        ssd=f"{directory}:1GiB",
-        page_size=PAGE,
-        unit_limit="64KiB",
-    )
+    return pagoda.Memory(device=f"cpu:{arena}", host=host, ssd=f"{directory}:1GiB", page_size=PAGE, unit_limit="64KiB")
 
 
 def train_in_memory(model: Any) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference import split
 from torch import nn
-from zoo import ARENA_ALL_ON_SSD, PAGE, RESIDENT, UNIT_LIMIT, assert_equal, squeeze
+from zoo import ARENA_ALL_ON_SSD, PAGE, UNIT_LIMIT, assert_equal, squeeze
 
 import pagoda
 
@@ -23,15 +23,10 @@ def fresh() -> Any:
     return layers(8)
 
 
-@pytest.fixture(params=["resident", ARENA_ALL_ON_SSD])
-def wrap_layers(request: pytest.FixtureRequest, wrap: Wrap, tmp_path: Path) -> WrapLayers:
-    """Wraps a fresh model in two placements."""
-
-    def wrap_layers(**options: Any) -> Wrapped:
-        memory = RESIDENT if request.param == "resident" else squeeze(fresh(), request.param, tmp_path)
-        return wrap(fresh(), memory, **options)
-
-    return wrap_layers
+@pytest.fixture
+def wrap_layers(wrap: Wrap, tmp_path: Path) -> WrapLayers:
+    """Wraps a fresh model whose weights come from SSD to an arena."""
+    return lambda **options: wrap(fresh(), squeeze(fresh(), ARENA_ALL_ON_SSD, tmp_path), **options)
 
 
 def masters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -301,9 +296,9 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
     }
     for name, place in moved.items():
         with pytest.raises(pagoda.UsageError, match=rf"{name} is not an argument of wrap: use wrap\({place}"):
-            pagoda.wrap(fresh(), pagoda.AdamW(), **{name: 1})  # type: ignore[arg-type]
+            pagoda.wrap(fresh(), pagoda.AdamW(), **{name: 1})
     with pytest.raises(TypeError, match="unexpected keyword argument 'presicion'"):
-        pagoda.wrap(fresh(), pagoda.AdamW(), presicion="fp32")  # type: ignore[call-arg]
+        pagoda.wrap(fresh(), pagoda.AdamW(), presicion="fp32")
 
 
 @pytest.mark.parametrize(
@@ -324,13 +319,13 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(
     fixed = {"page_size": PAGE, "unit_limit": UNIT_LIMIT}
     settings = {name: value.replace("DIR", str(tmp_path)) for name, value in settings.items()}
     with pytest.raises(pagoda.BudgetError, match=rf"{tier} needs at least .* short.*memory\.{tier}") as refused:
-        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(**settings, **fixed))  # type: ignore[arg-type]
+        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(**settings, **fixed))
     assert refused.value.tier == tier
     assert list(tmp_path.iterdir()) == []
     assert_equal(model.state_dict(), fresh().state_dict())
     needed = refused.value.needed_bytes
     settings[tier] = {"host": f"{needed}", "ssd": f"{tmp_path}:{needed}", "device": f"cpu:{needed}"}[tier]
-    memory = pagoda.Memory(**settings, **fixed)  # type: ignore[arg-type]
+    memory = pagoda.Memory(**settings, **fixed)
     model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory)
     train_layers(model, optimizer)
     optimizer.close()
@@ -385,8 +380,8 @@ def test_an_update_during_backward_that_begins_after_the_last_gradient_is_notice
                 pagoda.OptimizerState(optimizer).state_dict,
                 optimizer.state_dict,
                 model.state_dict,
-                lambda model=model: pagoda.full_state_dict(model),  # type: ignore[misc]
-                lambda optimizer=optimizer: next(optimizer.named_states()),  # type: ignore[misc]
+                lambda model=model: pagoda.full_state_dict(model),
+                lambda optimizer=optimizer: next(optimizer.named_states()),
             )
             for asked in states_of_two_steps:
                 with pytest.raises(pagoda.UsageError, match="between backward and step"):

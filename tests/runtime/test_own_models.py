@@ -33,7 +33,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.stem(x)[0]).square().mean()  # type: ignore[no-any-return]
+        return self.head(self.stem(x)[0]).square().mean()
 
 
 class Attentive(nn.Module):
@@ -45,7 +45,7 @@ class Attentive(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x).square().mean()  # type: ignore[no-any-return]
+        return self.encoder(x).square().mean()
 
 
 class Held(nn.Module):
@@ -83,7 +83,7 @@ class TiedByHand(nn.Module):
         return self._head(x).square().mean()
 
     def _head(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805
-        return nn.functional.linear(this.table.of(x), this.table.of.weight)  # type: ignore[operator,arg-type,union-attr]
+        return nn.functional.linear(this.table.of(x), this.table.of.weight)
 
 
 def test_a_parent_owns_what_it_reads_and_not_what_it_only_asks_about(wrap: Wrap) -> None:
@@ -141,7 +141,7 @@ def test_a_gradient_that_was_set_by_hand_is_refused(when: str, wrap: Wrap) -> No
 
 COPIES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "deepcopy": lambda model, optimizer: copy.deepcopy(model),
-    "deepcopy-of-a-layer": lambda model, optimizer: copy.deepcopy(model.layers[0]),  # type: ignore[index]
+    "deepcopy-of-a-layer": lambda model, optimizer: copy.deepcopy(model.layers[0]),
     "average": lambda model, optimizer: torch.optim.swa_utils.AveragedModel(model),
     "pickle": lambda model, optimizer: pickle.dumps(model),
     "torch-save": lambda model, optimizer: torch.save(model, io.BytesIO()),

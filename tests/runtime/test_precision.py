@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import PAGE, RESIDENT
+from zoo import RESIDENT
 
 import pagoda
 
@@ -23,18 +23,6 @@ def step(wrapped: Wrapped, seed: int = 1, factor: float = 1.0) -> None:
     optimizer.scale(model(inputs(seed), [0, 1, 2]) * factor).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("precision", "gradients", "size"), [("fp16", None, 2), ("bf16", "fp32", 4), ("fp32", "bf16", 2)]
-)
-def test_gradients_take_what_was_asked_for(precision: Any, gradients: Any, size: int, wrap: Wrap) -> None:
-    model, _ = wrap(layers(), precision=pagoda.MixedPrecision(precision, gradients))
-    plan = pagoda.plan_of(model)
-    elements = sum(unit.trainable_numel for unit in plan.units)
-    assert 0 <= plan.bytes["host"]["grad"] - size * elements <= PAGE * len(plan.units)
-    stated = plan.layout.bytes_per_parameter
-    assert f"{sum(stated.values()):.2f} bytes a parameter" in " ".join(plan.reasons)
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale(wrap: Wrap) -> None:
@@ -124,7 +112,7 @@ def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: 
         for module in (model, plain):
             module(inputs(seed), [0, 1, 2]).backward()
         for name, param in plain.named_parameters():
-            grad = param.grad.to(kept)  # type: ignore[union-attr]
+            grad = param.grad.to(kept)
             total[name] = total[name] + grad if name in total else grad
             param.grad = None
     optimizer.step()
@@ -134,7 +122,7 @@ def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: 
 
 def test_norms_of_groups_add_up_to_the_norm(wrap: Wrap) -> None:
     model, plain = layers(), layers()
-    groups = [{"params": layer.parameters()} for layer in model.get_submodule("layers")]  # type: ignore[union-attr]
+    groups = [{"params": layer.parameters()} for layer in model.get_submodule("layers")]
     model, optimizer = wrap(model, param_groups=groups, precision="fp32", clip_grad_norm=1e-3)
     for module in (model, plain):
         module(inputs(1), [0, 2]).backward()

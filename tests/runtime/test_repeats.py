@@ -82,26 +82,6 @@ def test_a_forward_that_is_repeated_counts_once() -> None:
         assert numbers == other_numbers
 
 
-def test_backward_through_a_repeated_forward_can_be_run_twice() -> None:
-    gradients = []
-    for activations in ("keep", "recompute"):
-        seed()
-        model, optimizer = pagoda.wrap(
-            nn.Sequential(Stateful(), Stateful()),
-            pagoda.AdamW(),
-            memory=RESIDENT,
-            activations=activations,
-            precision="fp32",
-        )
-        with optimizer:
-            x = torch.randn(8, WIDTH, requires_grad=True)
-            loss = model(x).square().mean()
-            gradients.append([torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)])
-            assert model[0].calls == 1
-    for kept, repeated in zip(*gradients, strict=True):
-        assert torch.equal(kept, repeated)
-
-
 # --- key-value caches ---------------------------------------------------------------------------------------
 
 XLM: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """Every update rule: torch's own bits where it has the rule, resumed as if never ended; and what moments take."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ import reference
 import torch
 from lion_pytorch import Lion as TheirLion
 from torch import nn
-from zoo import ALL_ON_SSD, RESIDENT, Outcome, Recipe, squeeze, train, usual_loop
+from zoo import ALL_ON_SSD, RESIDENT, Outcome, Recipe, assert_equal, squeeze, train, usual_loop
 
 import pagoda
 from pagoda.optim import AdamW, Rule
 from pagoda.optim.codecs import Moments
-from pagoda.optimizer import PagedOptimizer
 
+from .conftest import Wrap
 from .loops import losses_of
 
 RECIPE = Recipe("plain", clip=0.5, steps=3)
@@ -80,15 +81,14 @@ def test_in_fp32_a_run_has_the_bits_of_torch_in_memory(name: str, tmp_path: Path
     torch.manual_seed(2)
     usual_loop(recipe)(model, optimizer, theirs)
     assert ours.losses == theirs.losses
-    for key, weight in model.state_dict().items():
-        assert torch.equal(ours.weights[key], weight), key
+    assert_equal(ours.weights, model.state_dict())
     if len(optimizer.optimizers) == 1:
         state = optimizer.optimizers[0].state_dict()["state"]
         mine = ours.optimizer["state"]
-        assert mine.keys() == state.keys()  # type: ignore[attr-defined]
+        assert mine.keys() == state.keys()
         for index, of in state.items():
-            assert mine[index].keys() == of.keys()  # type: ignore[index]
-            assert all(torch.equal(mine[index][key], value) for key, value in of.items())  # type: ignore[index]
+            assert mine[index].keys() == of.keys()
+            assert all(torch.equal(mine[index][key], value) for key, value in of.items())
 
 
 def matrices() -> nn.Module:
@@ -106,9 +106,8 @@ def take(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
 
 
 @every_rule
-def test_a_checkpoint_resumes_every_rule_elsewhere_without_a_changed_bit(rule: Rule, tmp_path: Path) -> None:
-    def wrapped(memory: pagoda.Memory) -> tuple[nn.Module, PagedOptimizer]:
-        return pagoda.wrap(build(), rule, memory=memory, clip_grad_norm=1.0)
+def test_a_checkpoint_resumes_every_rule_without_a_changed_bit(rule: Rule, wrap: Wrap, tmp_path: Path) -> None:
+    """In RAM, and where it was: pages of it are kept there, and adopted."""
 
     def build() -> nn.Module:
         model = matrices()
@@ -116,25 +115,24 @@ def test_a_checkpoint_resumes_every_rule_elsewhere_without_a_changed_bit(rule: R
         return model
 
     ssd = squeeze(build(), ALL_ON_SSD, tmp_path, rule=rule, unit_limit="4KiB")
-    model, optimizer = wrapped(ssd)
+    model, optimizer = wrap(build(), ssd, rule=rule, clip_grad_norm=1.0)
     take(model, optimizer, range(2))
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     losses = take(model, optimizer, range(2, 4))
     weights, state = model.state_dict(), optimizer.state_dict()
     optimizer.close()
-    model, optimizer = wrapped(RESIDENT)
-    optimizer.load_checkpoint(tmp_path / "checkpoint")
-    assert take(model, optimizer, range(2, 4)) == losses
-    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
-    again = optimizer.state_dict()
-    assert again["param_groups"] == state["param_groups"]
-    assert_same_state(again, state)
-    optimizer.save_state_dict(tmp_path / "state.pt")
-    optimizer.close()
-    model, optimizer = wrapped(RESIDENT)
-    optimizer.load_state_dict(torch.load(tmp_path / "state.pt"))
-    assert_same_state(optimizer.state_dict(), state)
-    optimizer.close()
+    for memory in (ssd, RESIDENT):
+        model, optimizer = wrap(build(), memory, rule=rule, clip_grad_norm=1.0)
+        optimizer.load_checkpoint(tmp_path / "checkpoint")
+        assert take(model, optimizer, range(2, 4)) == losses
+        assert_equal(model.state_dict(), weights)
+        again = optimizer.state_dict()
+        assert again["param_groups"] == state["param_groups"]
+        assert_same_state(again, state)
+        optimizer.close()
+    other = wrap(build(), rule=rule)[1]
+    other.load_state_dict(state)
+    assert_same_state(other.state_dict(), state)
 
 
 def assert_same_state(mine: dict[str, Any], other: dict[str, Any]) -> None:
@@ -145,44 +143,23 @@ def assert_same_state(mine: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(torch.as_tensor(mine["state"][index][name]), torch.as_tensor(value)), (index, name)
 
 
-def test_a_checkpoint_on_ssd_keeps_pages_of_parameters_that_lie_otherwise(tmp_path: Path) -> None:
-    """Muon's states on SSD have places of their own; pages of them are kept, adopted, and read by a run in RAM."""
-    rule = WHOLE["muon"]
-    memory = squeeze(RECIPE.build(), ALL_ON_SSD, tmp_path, rule=rule)
-    model, optimizer = pagoda.wrap(RECIPE.build(), rule, memory=replace(memory, ssd_checkpoints=1))
-    usual_loop(RECIPE)(model, optimizer, Outcome())
-    optimizer.save_checkpoint(tmp_path / "checkpoint")
-    state = optimizer.state_dict()
-    optimizer.close()
-    for resumed in (memory, RESIDENT):
-        model, optimizer = pagoda.wrap(RECIPE.build(), rule, memory=resumed)
-        optimizer.load_checkpoint(tmp_path / "checkpoint")
-        assert_same_state(optimizer.state_dict(), state)
-        optimizer.close()
-
-
-def test_a_state_that_no_parameter_has_is_no_damage(tmp_path: Path) -> None:
+def test_a_state_that_no_parameter_has_is_no_damage(wrap: Wrap, tmp_path: Path) -> None:
     """Adafactor's `variance` is for vectors, and the model has none."""
-    model, optimizer = pagoda.wrap(matrices(), WHOLE["adafactor"], memory=RESIDENT)
+    model, optimizer = wrap(matrices(), rule=WHOLE["adafactor"])
     take(model, optimizer, range(2))
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     losses = take(model, optimizer, range(2, 4))
     optimizer.load_checkpoint(tmp_path / "checkpoint")
     assert take(model, optimizer, range(2, 4)) == losses
-    optimizer.close()
 
 
-def test_asynchronous_updates_of_whole_parameters_are_refused_for_weights_on_ssd(tmp_path: Path) -> None:
-    rule = WHOLE["muon"]
-    model = RECIPE.build()
+def test_what_cannot_be_run_with_a_rule_is_refused(tmp_path: Path) -> None:
+    rule, model = WHOLE["muon"], RECIPE.build()
     memory = squeeze(model, ALL_ON_SSD, tmp_path, rule=rule, max_staleness=1, clipping=False)
     with pytest.raises(pagoda.ConfigError, match="Muon needs every weight in RAM"):
         pagoda.wrap(model, rule, memory=memory, update="async")
-
-
-def test_a_class_is_no_rule() -> None:
     with pytest.raises(pagoda.ConfigError, match=r"pagoda.Optim\(torch.optim.Adagrad"):
-        pagoda.wrap(matrices(), torch.optim.Adagrad, memory=RESIDENT)  # type: ignore[arg-type]
+        pagoda.wrap(matrices(), torch.optim.Adagrad, memory=RESIDENT)
     with pytest.raises(pagoda.ConfigError, match="only supports 2D"):
         pagoda.wrap(nn.Linear(4, 4), pagoda.Optim(torch.optim.Muon), memory=RESIDENT)
 
@@ -190,34 +167,32 @@ def test_a_class_is_no_rule() -> None:
 # --- compressed moments --------------------------------------------------------------------------------------
 
 
-def linear(moments: Moments, seed: int = 0) -> tuple[nn.Module, PagedOptimizer]:
-    torch.manual_seed(0)
-    rule = pagoda.AdamW(lr=1e-2, moments=moments, seed=seed)
-    model, optimizer = pagoda.wrap(nn.Linear(100, 70), rule, memory=RESIDENT)
-    for scale in (1.0, 0.5, 2.0):
-        model(torch.full((1, 100), scale, dtype=torch.bfloat16)).float().square().sum().backward()
-        optimizer.step()
-    return model, optimizer
+@pytest.fixture
+def linear(wrap: Wrap) -> Callable[..., Any]:
+    """The optimizer of a layer after three steps."""
+
+    def linear(moments: Moments, seed: int = 0) -> Any:
+        torch.manual_seed(0)
+        model, optimizer = wrap(nn.Linear(100, 70), rule=pagoda.AdamW(lr=1e-2, moments=moments, seed=seed))
+        for scale in (1.0, 0.5, 2.0):
+            model(torch.full((1, 100), scale, dtype=torch.bfloat16)).float().square().sum().backward()
+            optimizer.step()
+        return optimizer
+
+    return linear
 
 
-def test_the_seed_is_that_of_the_rounding() -> None:
-    moments = []
-    for seed in (1, 1, 2):
-        _, optimizer = linear("bf16", seed)
-        moments.append(optimizer.state_dict()["state"][0]["exp_avg_sq"])
-        optimizer.close()
+def test_the_seed_is_that_of_the_rounding(linear: Callable[..., Any]) -> None:
+    moments = [linear("bf16", seed).state_dict()["state"][0]["exp_avg_sq"] for seed in (1, 1, 2)]
     assert torch.equal(moments[0], moments[1])
     assert not torch.equal(moments[0], moments[2])
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
-def test_a_state_dict_is_fp32_and_loads_without_a_changed_bit(moments: Moments) -> None:
-    _, optimizer = linear(moments)
-    state = optimizer.state_dict()
+def test_a_state_dict_is_fp32_and_loads_without_a_changed_bit(moments: Moments, linear: Callable[..., Any]) -> None:
+    state = linear(moments).state_dict()
     assert {s.dtype for s in state["state"][0].values()} == {torch.float32}
-    optimizer.close()
     for kind in (moments, "fp32"):
-        _, other = linear(kind)
+        other = linear(kind)
         other.load_state_dict(state)
         assert_same_state(other.state_dict(), state)
-        other.close()

@@ -1,13 +1,10 @@
-"""Training agrees with plain torch within rounding, and where training state lives never changes a bit.
+"""Training has the bits of plain torch with the update's definition, and where training state lives never changes one.
 
-Plain torch keeps an fp32 master, a bf16 copy for compute, and runs torch.optim.AdamW on the master. It rounds the same
-values in other places (the master to bf16 with ties to even or away from zero, the update in several kernels or in
-one). An element whose gradient is rounding noise may still step the other way, since Adam normalises it; hence a bound
-on the mean and one on the share of such elements.
+Parameters are fp32 here. `test_experts.py` has the same of bf16 weights with their masters.
 """
 
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from zoo import (
     PAGE,
     RESIDENT,
     UNIT_LIMIT,
-    Loop,
     Outcome,
     Recipe,
     least,
@@ -28,135 +24,49 @@ from zoo import (
     squeeze,
     take_step,
     train,
-    usual_loop,
 )
 
 import pagoda
-from pagoda.config.training import Precision
+from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 from pagoda.plan.trace import Phase
 
-from .loops import CASES, WIDTH, Nested, built
-
-LR = 1e-3
-BF16_SHARE = 0.25
-"""Distance of elements that differ by more than a rounding to bf16, as a share of how far training moved the tensor."""
-
+from .loops import CASES, WIDTH, Nested, assert_trained_alike, built, in_memory
 
 # --- plain torch -------------------------------------------------------------------------------------------
-
-
-class Reference:
-    """The same methods as Pagoda's optimizer, in plain torch."""
-
-    def __init__(self, model: nn.Module, precision: str, clip: float | None) -> None:
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        self.masters = [p.detach().clone().requires_grad_() for p in self.params]
-        self.clip = clip
-        self.adamw = torch.optim.AdamW(self.masters, lr=LR, weight_decay=0.1)
-        self.stats = SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
-        if precision == "bf16":
-            for param in model.parameters():
-                param.data = param.data.bfloat16()
-
-    def step(self) -> None:
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.grad = None if param.grad is None else param.grad.float()
-        graded = [master for master in self.masters if master.grad is not None]
-        self.stats.grad_norm = nn.utils.clip_grad_norm_(graded, self.clip or float("inf")).item() if graded else None
-        self.adamw.step()
-        with torch.no_grad():
-            for param, master in zip(self.params, self.masters, strict=True):
-                param.copy_(master)
-
-    def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-
-def reference(model: nn.Module, loop: Loop, precision: str, clip: float | None) -> Outcome:
-    outcome = Outcome()
-    optimizer = Reference(model, precision, clip)
-    torch.manual_seed(2)
-    loop(model, optimizer, outcome)
-    outcome.weights = model.state_dict()
-    outcome.optimizer = {"state": optimizer.adamw.state_dict()["state"]}
-    return outcome
-
-
-def assert_close(paged: Outcome, plain: Outcome, precision: str, start: dict[str, torch.Tensor]) -> None:
-    relative = 2e-3 if precision == "bf16" else 2e-6
-    assert paged.losses == pytest.approx(plain.losses, rel=relative)
-    assert paged.norms == [norm and pytest.approx(norm, rel=10 * relative) for norm in plain.norms]
-    assert paged.weights.keys() == plain.weights.keys()
-    for name, weight in paged.weights.items():
-        other = plain.weights[name]
-        assert weight.dtype == other.dtype, name
-        apart = (weight.double() - other.double()).abs()
-        if precision == "fp32":
-            # 5% of a step where gradients are rounding noise (the bias of attention keys), far less elsewhere.
-            assert apart.mean() <= 2e-7, name
-            assert apart.max() <= 0.05 * LR, name
-            continue
-        ulp = torch.maximum(weight.double().abs(), other.double().abs()) * 2**-7
-        beyond = torch.where(apart > ulp, apart, 0.0)
-        assert beyond.norm() <= BF16_SHARE * (other.double() - start[name].double()).norm(), name
-    # A parameter that never got a gradient has no state in either.
-    mine, others = paged.optimizer["state"], plain.optimizer["state"]
-    assert {index: of["step"] for index, of in mine.items()} == {index: of["step"] for index, of in others.items()}  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "precision"),
-    [
-        (Recipe("llama", frozen=True, checkpointing=True), "bf16"),
-        (Recipe("conv", clip=None, accumulation=4, steps=4), "bf16"),
-        (Recipe("conv", steps=4), "fp32"),
-    ],
-    ids=["llama-frozen-bf16", "conv-accumulation-bf16", "conv-fp32"],
-)
-def test_training_agrees_with_plain_torch_within_rounding(recipe: Recipe, precision: Precision) -> None:
-    loop = usual_loop(recipe)
-    paged = run(recipe.build(), RESIDENT, loop, lr=LR, precision=precision, clip_grad_norm=recipe.clip)
-    plain = reference(recipe.build(), loop, precision, recipe.clip)
-    assert_close(
-        paged, plain, precision, {name: value.bfloat16() for name, value in recipe.build().state_dict().items()}
-    )
-    assert len(set(plain.losses)) == len(plain.losses)
 
 
 @pytest.mark.parametrize(
     ("name", "placement"), [(name, (ALL_ON_SSD, ARENA)[number % 2]) for number, name in enumerate(CASES)]
 )
-def test_unusual_loops_agree_with_plain_torch_and_do_not_depend_on_placement(
-    name: str, placement: str, tmp_path: Path
+def test_unusual_loops_have_the_bits_of_torch_and_do_not_depend_on_placement(
+    name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In fp32, where nothing but a true difference exceeds the bound. Weights are read from SSD, or copied to another
-    memory: not both, as these weights take less RAM than what would stream them from SSD."""
-    loop, fixed = CASES[name].loop, {"lr": LR, "precision": "fp32", "clip_grad_norm": 0.5}
-    resident = run(built(name), RESIDENT, loop, **fixed)  # type: ignore[arg-type]
-    assert_close(resident, reference(built(name), loop, "fp32", 0.5), "fp32", {})
+    """Weights are read from SSD, or copied to another memory: not both, as these weights take less RAM than what would
+    stream them from SSD. One of the drives is slow: what is being written is read."""
+    loop, fixed = CASES[name][1], {"lr": 1e-3, "precision": "fp32"}
+    resident, by_torch = run(built(name), RESIDENT, loop, **fixed), in_memory(built(name), loop, lr=1e-3)
+    assert_trained_alike(resident, by_torch)
     activations: Any = {"backward_twice": "recompute", "two_graphs_at_once": "offload"}.get(name, "keep")
     if name == "gradient_penalty":
         return  # needs the weights of all layers at once
-    memory = squeeze(built(name), placement, tmp_path, precision="fp32", activations=activations)
+    if name == "no_gradient_in_one_micro_batch":
+        store = SSDTier.store
+        monkeypatch.setattr(SSDTier, "store", lambda *args: (time.sleep(0.002), store(*args))[1])
+    memory = squeeze(built(name), placement, tmp_path, precision="fp32", clipping=False, activations=activations)
     outcome = run(built(name), memory, loop, activations=activations, **fixed)
-    assert "weight" in outcome.plan.bytes["ssd" if placement == ALL_ON_SSD else "host"]  # type: ignore[union-attr]
+    assert "weight" in outcome.plan.bytes["ssd" if placement == ALL_ON_SSD else "host"]
     outcome.assert_same_bits(resident)
 
 
 # --- budgets, threads, orders ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("recipe", "share"),
-    [(Recipe("llama", steps=3), 0.3), (Recipe("t5", steps=3, layers=2, clip=None, announced=True), 0.4)],
-)
-def test_any_budget_between_least_and_all_gives_the_same_bits(recipe: Recipe, share: float, tmp_path: Path) -> None:
+def test_any_budget_between_least_and_all_gives_the_same_bits(tmp_path: Path) -> None:
+    recipe = Recipe("t5", steps=3, layers=2, clip=None, announced=True)
     lowest = least(recipe, ALL_ON_SSD, tmp_path).host
     resident = train(recipe, RESIDENT)
-    most = resident.plan.peak_bytes["host"]  # type: ignore[union-attr]
-    host = int(lowest + share * (most - lowest))
+    host = int(lowest + 0.4 * (resident.plan.peak_bytes["host"] - lowest))
     memory = pagoda.Memory(host=host, ssd=f"{tmp_path}:1GiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
     outcome = train(recipe, memory)
     outcome.assert_same_bits(resident)
@@ -176,8 +86,7 @@ def test_several_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     ("recipe", "placement"),
     [
         (Recipe("llama", steps=3, layers=6), ARENA_ALL_ON_SSD),
-        (Recipe("gpt2", steps=3, checkpointing=True), ALL_ON_SSD),
-        (Recipe("conv", steps=3), ALL_ON_SSD),  # a module that holds a parameter
+        (Recipe("conv", steps=3, checkpointing=True), ALL_ON_SSD),  # a module that holds a parameter
     ],
     ids=lambda value: value.model if isinstance(value, Recipe) else value,
 )
@@ -192,7 +101,7 @@ def test_only_the_first_step_has_faults(recipe: Recipe, placement: str, tmp_path
 def test_a_trace_has_all_micro_batches_of_a_step_in_the_order_of_their_forwards_and_backwards(tmp_path: Path) -> None:
     """The loop has F F B F B F B B in three steps, and F F F F B B B B in the last two, which makes that the plan."""
     name = "several_forwards_before_their_backwards"
-    outcome = run(built(name), squeeze(built(name), ALL_ON_SSD, tmp_path), CASES[name].loop, clip_grad_norm=0.5)
+    outcome = run(built(name), squeeze(built(name), ALL_ON_SSD, tmp_path), CASES[name][1], clip_grad_norm=0.5)
     assert outcome.faults[1:3] == [0, 0]
     phases = [access.phase for access in outcome.plan.trace.accesses if access.unit == len(outcome.plan.units) // 2]
     assert phases == [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4
@@ -238,9 +147,7 @@ def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_de
 
 
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA])
-def test_a_plan_that_is_accepted_has_room_for_parameters_held_by_enclosing_modules(
-    placement: str, tmp_path: Path
-) -> None:
+def test_a_plan_has_room_for_parameters_that_enclosing_modules_hold(placement: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return Nested(5)

@@ -45,7 +45,7 @@ def always_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loss_of(model: nn.Module, seed: int = 100) -> torch.Tensor:
-    return model(inputs(seed), [*range(LAYERS)])  # type: ignore[no-any-return]
+    return model(inputs(seed), [*range(LAYERS)])
 
 
 def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.Memory:
@@ -142,11 +142,6 @@ def test_it_pauses_until_some_steps_were_not_clipped(tmp_path: Path, monkeypatch
     assert [bool(undone) for _, undone in training.counts] == [False, True] + [False] * 8
 
 
-def gathered(model: nn.Module, _optimizer: Any, outcome: Outcome) -> None:
-    with pagoda.gathered(model):
-        outcome.losses.append(sum(p.double().sum().item() for p in model.parameters()))
-
-
 def gathered_to_modify(model: nn.Module, _optimizer: Any, _outcome: Outcome) -> None:
     with pagoda.gathered(model, modify=True):
         for param in model.parameters():
@@ -182,10 +177,6 @@ def one_gradient_dropped(model: nn.Module, _optimizer: Any, _outcome: Outcome) -
         param.grad = None
 
 
-def clipped_by_hand(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
-    optimizer.clip_grad_norm_(1e-6)
-
-
 def clipped_by_torch(model: nn.Module, _optimizer: Any, _outcome: Outcome) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
 
@@ -217,7 +208,6 @@ def interrupted_backward(model: Any, optimizer: Any, _outcome: Outcome) -> None:
 
 
 BETWEEN = (
-    gathered,
     gathered_to_modify,
     evaluation,
     state_dicts,
@@ -225,7 +215,6 @@ BETWEEN = (
     another_learning_rate,
     gradients_dropped,
     one_gradient_dropped,
-    clipped_by_hand,
     clipped_by_torch,
     another_backward,
     gradients_that_are_not_finite,

@@ -2,6 +2,7 @@
 that names the parameter."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ SMALL = pagoda.Memory(host="64MiB", unit_limit="4KiB", page_size=PAGE)
 WIDTH = 32
 
 
-@pytest.fixture(params=["resident", "arena"])
-def memory(request: pytest.FixtureRequest, tmp_path: Path) -> pagoda.Memory:
-    """Weights that are leased in place, and weights that are fetched to where compute is."""
-    if request.param == "resident":
+RESIDENT, ARENA = "resident", "arena"
+"""Weights that are leased in place, and weights that are fetched to where compute is."""
+
+
+def memory_in(place: str, ssd: Path) -> pagoda.Memory:
+    if place == RESIDENT:
         return SMALL
-    return pagoda.Memory(device="cpu:256KiB", host="1MiB", ssd=f"{tmp_path}:64MiB", unit_limit="4KiB", page_size=PAGE)
+    return pagoda.Memory(device="cpu:256KiB", host="1MiB", ssd=f"{ssd}:64MiB", unit_limit="4KiB", page_size=PAGE)
 
 
 class Codebook(nn.Module):
@@ -110,9 +113,9 @@ def assert_same_step(
         plain.load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("case", METHODS)
-def test_methods_other_than_forward_use_their_modules_parameters(case: str, wrap: Wrap, memory: pagoda.Memory) -> None:
-    assert_same_step(*METHODS[case], wrap, memory)
+@each_once(case=[*METHODS], place=[RESIDENT, ARENA])
+def test_methods_other_than_forward_use_their_parameters(case: str, place: str, wrap: Wrap, tmp_path: Path) -> None:
+    assert_same_step(*METHODS[case], wrap, memory_in(place, tmp_path))
     for activations in ("recompute", "auto") if case == "calls-the-forward" else ():
         assert_same_step(*METHODS[case], wrap, SMALL, activations=activations)
 
@@ -129,7 +132,7 @@ class Twice(torch.autograd.Function):
         return x @ weight * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         return grad @ weight.t() * 2, x.t() @ grad * 2
 
@@ -166,11 +169,13 @@ USES: dict[str, Callable[[torch.Tensor, nn.Linear], torch.Tensor]] = {
 }
 
 
-@each_once(use=[*USES], called=[False, True], frozen=[False, False, True])
+@each_once(use=[*USES], called=[False, True], case=[(False, RESIDENT), (False, ARENA), (True, ARENA)])
 def test_a_forward_may_use_the_parameters_of_any_module(
-    use: str, called: bool, frozen: bool, wrap: Wrap, memory: pagoda.Memory
+    use: str, called: bool, case: tuple[bool, str], wrap: Wrap, tmp_path: Path
 ) -> None:
-    assert_same_step(lambda: Meddler(USES[use], called, frozen), lambda m: m(batch()), wrap, memory)
+    frozen, place = case
+    kind = partial(Meddler, USES[use], called, frozen)
+    assert_same_step(kind, lambda m: m(batch()), wrap, memory_in(place, tmp_path))
 
 
 @each_once(use=["matmul", "product", "custom-function"], frozen=[False, True])
@@ -181,7 +186,7 @@ def test_a_block_that_is_recomputed_may_use_the_parameters_of_another(use: str, 
             self.blocks = nn.ModuleList(Meddler(USES[use], True, frozen) for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return sum(block(x) for block in self.blocks)  # type: ignore[return-value]
+            return sum(block(x) for block in self.blocks)
 
     assert_same_step(Blocks, lambda m: m(batch()), wrap, SMALL, activations="recompute")
 
@@ -249,15 +254,17 @@ HOOKS: dict[str, Callable[[], Any]] = {
 }
 
 
-@each_once(hooks=[*HOOKS], inside=[False, True], activations=["keep", "recompute", "recompute"])
+@each_once(hooks=[*HOOKS], inside=[False, True], case=[("keep", ARENA), ("recompute", RESIDENT), ("recompute", ARENA)])
 def test_hooks_for_saved_tensors_do_not_change_gradients(
-    hooks: str, inside: bool, activations: Any, wrap: Wrap, memory: pagoda.Memory
+    hooks: str, inside: bool, case: tuple[Any, str], wrap: Wrap, tmp_path: Path
 ) -> None:
+    activations, memory = case[0], memory_in(case[1], tmp_path)
+
     def loss_of(model: nn.Module) -> torch.Tensor:
         if inside:
-            return model(batch())  # type: ignore[no-any-return]
+            return model(batch())
         with HOOKS[hooks]():
-            return model(batch())  # type: ignore[no-any-return]
+            return model(batch())
 
     assert_same_step(lambda: Deep(HOOKS[hooks] if inside else None), loss_of, wrap, memory, activations=activations)
 
@@ -274,7 +281,7 @@ def test_hooks_for_saved_tensors_and_offloaded_activations_exclude_each_other(wr
     optimizer.step()
 
 
-def test_two_models_pack_inside_each_other(wrap: Wrap, memory: pagoda.Memory) -> None:
+def test_two_models_pack_inside_each_other(wrap: Wrap, tmp_path: Path) -> None:
     """The hooks of a wrapped model are, to another one that its forward calls, those of a user."""
 
     class Outer(Deep):
@@ -285,7 +292,7 @@ def test_two_models_pack_inside_each_other(wrap: Wrap, memory: pagoda.Memory) ->
             return super().forward(x) + inner
 
     inner, inner_optimizer = wrap(fresh(Deep), precision="fp32")
-    outer, optimizer = wrap(fresh(Outer), memory, precision="fp32")
+    outer, optimizer = wrap(fresh(Outer), memory_in(ARENA, tmp_path), precision="fp32")
     outer.other = (inner,)
     plain, plain_inner = fresh(Outer), fresh(Deep)
     plain.other = (plain_inner,)
@@ -302,7 +309,7 @@ def test_two_models_pack_inside_each_other(wrap: Wrap, memory: pagoda.Memory) ->
 def test_a_view_that_outlives_its_forward_keeps_its_frames(wrap: Wrap) -> None:
     """Four of eight layers fit the device at once: the frames of the first are not given to others while it is held."""
     model = loops.Layers()
-    weight = model.layers[0][0].weight.detach().bfloat16()  # type: ignore[index]
+    weight = model.layers[0][0].weight.detach().bfloat16()
     memory = pagoda.Memory(device="cpu:256KiB", host="64MiB", unit_limit="64KiB", page_size=PAGE)
     wrapped, _ = wrap(model, memory)
     kept: list[torch.Tensor] = []

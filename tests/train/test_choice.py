@@ -44,10 +44,19 @@ def test_a_run_may_be_resumed_with_another_plan_and_its_bits_stay(config: TrainC
     assert curve(begun) == curve(whole)
 
 
-def test_a_machine_that_has_not_been_measured_takes_the_usual_plan(config: TrainConfig) -> None:
+def test_a_machine_that_has_not_been_measured_takes_the_usual_plan_and_is_told_where_16_bits_are_slow(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slowdown, precision, told in ((1.1, "bf16", False), (7.4, "fp32", False), (7.4, "bf16", True)):
+        monkeypatch.setattr("pagoda.train.choice.cpu_slowdown", lambda dtype, slowdown=slowdown: slowdown)
+        assert (precision_hint(replace(config, precision=precision)) is not None) == told
     result, shown = trained(config)
     assert result.plan.options.unit_limit is None
     assert "search" not in shown
+    assert "multiplies bf16 matrices 7 times slower" in shown
+    assert "--precision fp32" in shown
+    _, shown = trained(replace(config, steps=4, resume=True))
+    assert "--precision" not in shown
     with pytest.raises(ConfigError, match="pagoda calibrate"):
         trained(replace(config, plan="search", out=config.out / "other"))
     write_hardware(replace(SMALL, ssd=None), hardware_file())
@@ -62,19 +71,6 @@ def test_what_no_plan_can_hold_is_refused_before_anything_is_written(config: Tra
     with pytest.raises(BudgetError, match="host needs"):
         trained(replace(config, memory=replace(config.memory, host="100KiB")))
     assert not config.out.exists()
-
-
-def test_a_cpu_that_is_slow_in_16_bits_is_told_of_fp32_unless_the_run_is_resumed(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for slowdown, precision, told in ((1.1, "bf16", False), (7.4, "fp32", False), (7.4, "bf16", True)):
-        monkeypatch.setattr("pagoda.train.choice.cpu_slowdown", lambda dtype, slowdown=slowdown: slowdown)
-        assert (precision_hint(replace(config, precision=precision)) is not None) == told
-    _, shown = trained(config)
-    assert "multiplies bf16 matrices 7 times slower" in shown
-    assert "--precision fp32" in shown
-    _, shown = trained(replace(config, steps=4, resume=True))
-    assert "--precision" not in shown
 
 
 def test_a_measured_machine_runs_what_is_forecast_and_says_so(config: TrainConfig) -> None:

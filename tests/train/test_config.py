@@ -74,7 +74,7 @@ def test_json_that_is_no_configuration_is_refused() -> None:
 def test_a_resumed_run_may_change_what_does_not_decide_its_bits() -> None:
     memory = Memory(host="1GiB", device="cpu:512MiB")
     free = {"steps": 40, "out": Path("moved"), "data": "elsewhere", "resume": True, "checkpoint_every": 5}
-    replace(BASE, **free, memory=memory).check_resumes(BASE)  # type: ignore[arg-type]
+    replace(BASE, **free, memory=memory).check_resumes(BASE)
     for change, names in (
         ({"model": "gpt2"}, "--model gpt2 .the run has llama-15m"),
         ({"batch_size": 8}, "--batch-size 8 .the run has 4"),
@@ -84,7 +84,7 @@ def test_a_resumed_run_may_change_what_does_not_decide_its_bits() -> None:
         ({"precision": "fp32"}, "--precision"),
     ):
         with pytest.raises(ConfigError, match=names):
-            replace(BASE, **change).check_resumes(BASE)  # type: ignore[arg-type]
+            replace(BASE, **change).check_resumes(BASE)
 
 
 def test_the_learning_rate_warms_up_then_stays_or_follows_the_cosine_to_its_minimum() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
@@ -89,9 +89,7 @@ DATA = pytest.mark.parametrize("data", [pytest.param("texts.jsonl", marks=pytest
 
 
 @DATA
-def test_the_first_losses_are_those_of_transformers_on_the_same_documents(
-    data: str, folder: Path, tmp_path: Path
-) -> None:
+def test_the_first_losses_are_those_of_transformers_on_the_documents(data: str, folder: Path, tmp_path: Path) -> None:
     """Of every document by itself: packing changes nothing but the speed. Bits per byte are those of the text."""
     other = str(folder / data.replace("texts", "other"))
     config = config_of(folder, data, tmp_path / "run", steps=1, eval_data=other)
@@ -131,16 +129,6 @@ def test_micro_batches_of_layers_know_where_documents_end(data: str, folder: Pat
     plain = config_of(folder, data, tmp_path / "plain", steps=2, accumulation_steps=1, batch_size=4)
     tiled = replace(plain, out=tmp_path / "tiled", batch_tiles=2)
     assert trained(tiled)[0] == pytest.approx(trained(plain)[0], rel=1e-5)
-
-
-def test_the_loss_counts_what_assistants_say(folder: Path, tmp_path: Path) -> None:
-    config = config_of(folder, "chats.jsonl", tmp_path / "run")
-    batch = batches_of(config, config.data).batch(0)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    said = tokenizer.decode(batch["labels"][batch["labels"] != -100])
-    assert said.startswith("It is ")
-    assert "What" not in said
-    assert said.endswith("count.<|im_end|>\n")
 
 
 def test_evaluations_and_samples_change_no_bit_of_the_training(folder: Path, tmp_path: Path) -> None:

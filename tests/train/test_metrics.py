@@ -86,7 +86,7 @@ class Short:
 
 def test_a_short_write_loses_no_part_of_a_line_and_a_full_disk_is_named(tmp_path: Path) -> None:
     with closing(MetricsFile(tmp_path / "m")) as file:
-        file._file = Short(file._file)  # type: ignore[assignment]
+        file._file = Short(file._file)
         file.write(METRICS)
         assert (tmp_path / "m").read_text() == METRICS.to_json() + "\n"
     with closing(MetricsFile(tmp_path / "m")) as file, open("/dev/full", "ab", buffering=0) as full:

@@ -109,7 +109,7 @@ def test_ten_thousand_steps_are_a_small_page(directory: Path, tmp_path: Path) ->
     assert "10,000 of" in page
 
 
-def test_only_a_report_is_written_over(
+def test_only_reports_are_replaced(
     directory: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2

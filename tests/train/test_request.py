@@ -74,7 +74,7 @@ def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restar
     console = Console(file=io.StringIO(), width=300)
     again = TrainRequest(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)
     assert run(again, console) is None
-    assert "has finished: 3 of 3 steps are done" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "has finished: 3 of 3 steps are done" in console.file.getvalue()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     with pytest.raises(ConfigError, match="name its directory with --out"):
         run(TrainRequest(model=str(folder / "model"), **given))
@@ -89,7 +89,7 @@ def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> N
         return completed(TrainRequest(**{**one, **given}), open_mesh(), console).optim.lr
 
     assert [rate(optimizer=name) for name in ("adamw", "lion", "sgd")] == [2e-5, 4e-6, 3e-4]
-    assert "a guess: sgd may need another" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "a guess: sgd may need another" in console.file.getvalue()
     assert rate(model=str(folder / "random"), tokenizer="bytes") == 3e-4
     assert rate(lora=LoraConfig(rank=2)) == 2e-4
 

@@ -171,11 +171,9 @@ def edited(path: Path, old: str, new: str) -> None:
     path.write_text(re.sub(old, new, text))
 
 
-@pytest.mark.parametrize("old", ['"lr": 0.0003', '"steps": 4', '"hash": ".', r"\s*}\s*$"])
-def test_a_configuration_that_was_edited_is_noticed(
-    old: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whether a setting decides the bits or not, and the hash itself, and the end of the file."""
+@pytest.mark.parametrize("old", ['"steps": 4', r"\s*}\s*$"])
+def test_an_edited_configuration_is_noticed(old: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting that decides no bits, and the end of the file."""
     edited(RunDir(config.out).config, old, old[:-1] + "9" if old[-1].isalnum() else "")
     before = content_of(config.out)
     assert main(["train", "--resume", "--out", str(config.out), "--steps", "6"]) == 2
