@@ -30,7 +30,7 @@ ALWAYS: dict[str, frozenset[Feature]] = {
 
 
 def mesh(count: int, **divided: int) -> pagoda.Mesh:
-    return pagoda.Mesh(World(0, 2, 0, 2), Ranks(count, 2, **divided))  # type: ignore[arg-type]
+    return pagoda.Mesh(World(0, 2, 0, 2), Ranks(count, 2, **divided))
 
 
 SETTINGS: dict[Feature, dict[str, Any]] = {

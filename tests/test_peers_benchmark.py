@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -105,16 +106,15 @@ def test_a_run_writes_its_figures_and_goes_on_where_it_stopped(tmp_path: Path, m
     monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     monkeypatch.setenv("KMP_BLOCKTIME", "1")
 
-    def run(*more: str) -> dict[str, object]:
+    def run(*more: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [*command, *more])
         peers.main()
-        found: dict[str, object] = json.loads(out.read_text())
-        return found
+        return json.loads(out.read_text())
 
     first = run("--part", "speed", "--systems", PLAIN, "pagoda-ssd")
     second = run("--part", "speed", "--systems", PLAIN, "pagoda-ssd", "fsdp2-offload")
-    speed = second["speed"]["figures"]  # type: ignore[index]
-    assert {**speed, "fsdp2-offload": None} == {**first["speed"]["figures"], "fsdp2-offload": None}  # type: ignore[index]
+    speed = second["speed"]["figures"]
+    assert {**speed, "fsdp2-offload": None} == {**first["speed"]["figures"], "fsdp2-offload": None}
     for figures in speed.values():
         assert set(figures["tokens"]) == {"8", "16"}
         assert figures["start_s"] > 0

@@ -17,7 +17,8 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>  // torch/extension.h takes twice as long to compile
+#include <torch/library.h>
 #include <unistd.h>
 
 #include <algorithm>
