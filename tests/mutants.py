@@ -3,7 +3,7 @@
     python tests/mutants.py [--only PATTERN] [--whole]
 
 Each mutant is tried in a copy of the checkout, by the tests named with it; with --whole, by all that `make test` runs.
-The table says which test noticed it first, or that none did. The scheduler's own mutants are in
+It prints which test noticed it first, or that none did. The scheduler's own mutants are in
 tests/schedule/mutants.py.
 
 `python tests/mutants.py` with the tests named here: 49 of 52 are noticed. Nobody notices that frames are filled while
@@ -22,8 +22,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S, TIMEOUT_OF_ALL_S = 300.0, 1800.0
@@ -374,53 +372,31 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
 MUTANTS = tuple(Mutant(breaks, file, *change) for file, of in _CHANGES.items() for breaks, change in of.items())
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a mutant."""
-
-    noticed: str | None
-    """The first test that failed; None where none did."""
-    seconds: float
-
-
-def try_mutant(mutant: Mutant, checkout: Path, whole: bool) -> Outcome:
-    """Change one line of a copy, and run tests until one fails. Raises ValueError where the line is not there once."""
+def noticed_by(mutant: Mutant, checkout: Path, whole: bool) -> str | None:
+    """Change one line of a copy, and run tests until one fails; returns that one, and None where none does. Raises
+    ValueError where the line is not there once."""
     path = checkout / "pagoda" / mutant.file
     source = path.read_text()
     if source.count(mutant.old) != 1:
         raise ValueError(f"{mutant.file} has {source.count(mutant.old)} places like this: {mutant.old!r}")
     path.write_text(source.replace(mutant.old, mutant.new))
     tests = ["tests"] if whole else [f"tests/{name}" for name in mutant.tests.split()]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        "not slow and not gpu",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
+    options = ["-q", "-x", "-m", "not slow and not gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "HYPOTHESIS_PROFILE": "unshrunk"}
     limit = TIMEOUT_OF_ALL_S if whole else TIMEOUT_S
-    start = time.perf_counter()
     try:
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=limit)
         failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        noticed = None if done.returncode == 0 else (failed or [f"exit code {done.returncode}"])[0]
+        return None if done.returncode == 0 else (failed or [f"exit code {done.returncode}"])[0]
     except subprocess.TimeoutExpired:
-        noticed = "it hangs"
+        return "it hangs"
     finally:
         path.write_text(source)
-    return Outcome(noticed, time.perf_counter() - start)
 
 
 def main(only: str = "*", whole: bool = False) -> None:
     """Try every mutant that matches a pattern, and print which test notices each."""
-    console = Console()
-    table = Table("mutant", "file", "noticed by", "seconds")
     chosen = [mutant for mutant in MUTANTS if fnmatch(f"{mutant.file} {mutant.breaks}", f"*{only}*")]
     survivors = 0
     with tempfile.TemporaryDirectory() as directory:
@@ -428,14 +404,12 @@ def main(only: str = "*", whole: bool = False) -> None:
         kept_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
         shutil.copytree(ROOT, checkout, ignore=kept_out)
         for mutant in chosen:
-            outcome = try_mutant(mutant, checkout, whole)
-            survivors += outcome.noticed is None
-            table.add_row(mutant.breaks, mutant.file, outcome.noticed or "nobody", f"{outcome.seconds:.0f}")
-            console.print(
-                f"{mutant.breaks}: {outcome.noticed or 'NOT NOTICED'}, {outcome.seconds:.0f} s", highlight=False
-            )
-    console.print(table)
-    console.print(f"{len(chosen) - survivors} of {len(chosen)} noticed")
+            start = time.perf_counter()
+            noticed = noticed_by(mutant, checkout, whole)
+            survivors += noticed is None
+            seconds = time.perf_counter() - start
+            print(f"{mutant.file}, {mutant.breaks}: {noticed or 'NOT NOTICED'}, {seconds:.0f} s", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} noticed")
 
 
 if __name__ == "__main__":

@@ -48,10 +48,10 @@ def covering(axes: Axes, possible: Callable[[Case], bool], strength: int = 2, tr
         return numbers
 
     missing = {
-        group
+        frozenset(zip(names, numbers, strict=True))
         for names in combinations(axes, strength)
-        for group in _products([(name, numbered[name]) for name in names])
-        if possible(case_of(dict(group)))
+        for numbers in product(*(numbered[name] for name in names))
+        if possible(case_of(dict(zip(names, numbers, strict=True))))
     }
     while missing:
         start = min(missing, key=sorted)
@@ -61,16 +61,6 @@ def covering(axes: Axes, possible: Callable[[Case], bool], strength: int = 2, tr
         best = max(found, key=lambda numbers: len(groups_of(numbers) & missing))
         missing -= groups_of(best)
         yield {name: axes[name][best[name]] for name in axes}
-
-
-def _products(choices: Sequence[tuple[str, Sequence[int]]]) -> Iterator[Group]:
-    if not choices:
-        yield frozenset()
-        return
-    (name, values), *rest = choices
-    for group in _products(rest):
-        for value in values:
-            yield group | {(name, value)}
 
 
 def each_once(**axes: Sequence[Any]) -> Any:

@@ -151,10 +151,10 @@ _STEPS: dict[str, Callable[[States, torch.Tensor, torch.Tensor, Numbers, Key | N
 """`ElementwiseRule.kernel_name` -> (states, master, gradient, scalars, noise) to the new master; changes the states."""
 
 
-def random_bits(numel: int, key: Key, index: int = 0) -> torch.Tensor:
-    """The 32 random bits of elements [index, index + numel) of a parameter, shape [numel], int64."""
+def random_bits(numel: int, key: Key) -> torch.Tensor:
+    """The 32 random bits of the first elements of a parameter, shape [numel], int64."""
     mask = 0xFFFFFFFF
-    x = (torch.arange(index, index + numel, dtype=torch.int64) & mask) ^ key.low
+    x = torch.arange(numel, dtype=torch.int64) ^ key.low
     x = _times(x ^ (x >> 16), 0x7FEB352D)
     x = ((x ^ (x >> 15)) + key.high) & mask
     x = _times(x, 0x846CA68B)
@@ -216,7 +216,6 @@ def _encode(states: Mapping[str, torch.Tensor], m: torch.Tensor, v: torch.Tensor
     if "exp_avg" in states:
         new = {"exp_avg": m, "exp_avg_sq": v}
     elif "exp_avg_bf16" in states:
-        assert noise is not None
         bits = random_bits(m.numel(), noise).view(m.shape)
         new = {"exp_avg_bf16": round_noisily(m, bits & 0xFFFF), "exp_avg_sq_bf16": round_noisily(v, bits >> 16)}
     else:

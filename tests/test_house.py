@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -51,6 +52,11 @@ MODULES = {
 }
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
 def part(module: str) -> str:
     """The part of the house a module is in: `pagoda.plan.units` -> `plan`."""
     return module.split(".")[1] if "." in module else "__init__"
@@ -76,7 +82,7 @@ def imports(module: str, *, at_import_time: bool = False) -> Iterator[tuple[str,
             yield child
             yield from visit(child)
 
-    for node in visit(ast.parse(MODULES[module].read_text())):
+    for node in visit(tree_of(module)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -117,7 +123,7 @@ def test_a_module_fits_a_readers_head() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert not [module for module, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not [module for module in MODULES if not ast.get_docstring(tree_of(module))]
 
 
 def test_every_mutant_fits_the_code() -> None:
@@ -142,10 +148,6 @@ def test_every_public_name_is_explained() -> None:
     assert not unexplained
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-
-
 def test_importing_pagoda_is_silent_light_and_leaves_the_root_logger_alone() -> None:
     code = """
 import logging, sys
@@ -159,5 +161,5 @@ import pagoda.api
 slow = {"torch._dynamo", "transformers", "matplotlib"} & {*sys.modules}
 assert not slow, f"import pagoda.api imported {slow}, which takes seconds"
 """
-    done = run_python(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout, done.stderr) == ("", "")

@@ -125,9 +125,9 @@ def possible(case: Case) -> bool:
 
 def build(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = MODELS[case["model"]]()
+    model = MODELS[case["model"]]()
     if case["activations"] in OWN:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=OWN[case["activations"]])  # type: ignore[operator]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=OWN[case["activations"]])
     if case["frozen"]:
         for param in [*model.parameters()][2::3]:
             param.requires_grad_(False)
@@ -136,14 +136,13 @@ def build(case: Case) -> nn.Module:
 
 def settings(case: Case) -> dict[str, Any]:
     """The arguments of `wrap`."""
-    precision, _, gradients = case["numbers"].partition("+")
     announced = case["passes"] if case["update"] in ("announced", "speculate") else None
     tiles = {"batch": pagoda.Tiles(batch_tiles=2), "layers": pagoda.Tiles(tile_limit="8KiB")}.get(case["tiles"])
     update = pagoda.Updates("async" if case["update"] == "async" else "sync")
     if case["update"] == "speculate":
         update = pagoda.Updates(speculate=True)
     return {
-        "precision": pagoda.MixedPrecision(precision, gradients or None),  # type: ignore[arg-type]
+        "precision": zoo.precision_of(case["numbers"]),
         "clip_grad_norm": case["clip"],
         "accumulation_steps": announced,
         "update": update,
@@ -233,7 +232,6 @@ def reference(*items: tuple[str, Any]) -> Outcome:
 def check(case: Case, directory: Path) -> None:
     outcome = train(case, memory_of(case, directory))
     plan, place = outcome.plan, case["place"]
-    assert plan is not None
     on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
     small = len(plan.units) < 4 or case["rule"] == "sgd"  # all may fit the buffers that are needed
     assert "weight" not in on_ssd or place in NO_WEIGHTS_IN_RAM

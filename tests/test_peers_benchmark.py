@@ -113,12 +113,12 @@ def test_a_run_writes_its_figures_and_goes_on_where_it_stopped(tmp_path: Path, m
 
     first = run("--part", "speed", "--systems", PLAIN, "pagoda-ssd")
     second = run("--part", "speed", "--systems", PLAIN, "pagoda-ssd", "fsdp2-offload")
-    speed = second["speed"]["bf16"]["figures"]  # type: ignore[index]
-    earlier = first["speed"]["bf16"]["figures"]  # type: ignore[index]
+    speed = second["speed"]["bf16"]["figures"]
+    earlier = first["speed"]["bf16"]["figures"]
     assert {**speed, "fsdp2-offload": None} == {**earlier, "fsdp2-offload": None}
     third = run("--part", "speed", "--systems", PLAIN, "--micro-batches", "2")
-    assert third["speed"]["bf16"] == second["speed"]["bf16"]  # type: ignore[index]
-    assert [*third["speed"]["bf16, 2 micro-batches a step"]["figures"]] == [PLAIN]  # type: ignore[index]
+    assert third["speed"]["bf16"] == second["speed"]["bf16"]
+    assert [*third["speed"]["bf16, 2 micro-batches a step"]["figures"]] == [PLAIN]
     for figures in speed.values():
         assert set(figures["tokens"]) == {"8", "16"}
         assert figures["start_s"] > 0

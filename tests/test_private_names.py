@@ -4,6 +4,7 @@ pyproject.toml bounds both packages. Where a name here is gone in a new version,
 """
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import version
@@ -117,16 +118,10 @@ def test_no_other_private_names_are_used() -> None:
 
 
 def test_installed_versions_are_below_the_bounds() -> None:
-    requirements = [*map(Requirement, pagoda_requirements())]
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    requirements = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["transformers"]])
     bounded = {r.name: r.specifier for r in requirements if r.name in ("torch", "transformers")}
     for name, specifier in bounded.items():
         assert any(bound.operator == "<" for bound in specifier), name
         assert Version(version(name)).base_version in specifier, name
     assert bounded.keys() == {"torch", "transformers"}
-
-
-def pagoda_requirements() -> list[str]:
-    import tomllib
-
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["transformers"]]

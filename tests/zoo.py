@@ -39,9 +39,20 @@ LAYERS = 4
 Batch = dict[str, torch.Tensor]
 
 
-class ConvNet(nn.Module):
-    """Residual convolutions, a parameter held directly by the model, a linear layer used twice, and optionally
-    checkpoints, which a plain module has to make itself."""
+class Checkpointed(nn.Module):
+    """Can make checkpoints of its blocks, as models of transformers do."""
+
+    kwargs: dict[str, bool] | None = None
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, bool]) -> None:
+        self.kwargs = gradient_checkpointing_kwargs
+
+    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x) if self.kwargs is None else checkpoint(block, x, **self.kwargs)
+
+
+class ConvNet(Checkpointed):
+    """Residual convolutions, a parameter held directly by the model, and a linear layer used twice."""
 
     def __init__(self, channels: int = 64, blocks: int = LAYERS) -> None:
         super().__init__()
@@ -53,18 +64,11 @@ class ConvNet(nn.Module):
         )
         self.mix = nn.Linear(64, 64)
         self.head = nn.Linear(channels * 4, VOCABULARY)
-        self._checkpoint_kwargs: dict[str, bool] | None = None
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, bool]) -> None:
-        self._checkpoint_kwargs = gradient_checkpointing_kwargs
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.stem(images.to(self.scale.dtype)) * self.scale
         for block in self.blocks:
-            if self._checkpoint_kwargs is None:
-                hidden = hidden + block(hidden)
-            else:
-                hidden = hidden + checkpoint(block, hidden, **self._checkpoint_kwargs)
+            hidden = hidden + self.through(block, hidden)
         hidden = self.mix(torch.relu(self.mix(hidden.flatten(2)))).unflatten(2, (8, 8))
         hidden = nn.functional.adaptive_avg_pool2d(hidden, 2)
         return nn.functional.cross_entropy(self.head(hidden.flatten(1)).float(), labels)
@@ -82,7 +86,7 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.down(torch.tanh(self.up(self.norm(x)))), 0.1, self.training)
 
 
-class Plain(nn.Module):
+class Plain(Checkpointed):
     """A plain module with a parameter of its own, a layer that is used twice and tied weights; faster than those of
     transformers."""
 
@@ -94,31 +98,30 @@ class Plain(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-        self._checkpoint: dict[str, bool] | None = None
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, bool]) -> None:
-        self._checkpoint = gradient_checkpointing_kwargs
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) * self.scale
         for block in (*self.blocks, self.blocks[0]):
-            x = block(x) if self._checkpoint is None else checkpoint(block, x, **self._checkpoint)
+            x = self.through(block, x)
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+
+
 def llama(layers: int = LAYERS) -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-            use_cache=False,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers, tie_word_embeddings=True))
+
+
+def qwen3(layers: int = LAYERS) -> nn.Module:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False))
 
 
 def gpt2(layers: int = LAYERS) -> nn.Module:
@@ -135,22 +138,6 @@ def gpt2(layers: int = LAYERS) -> nn.Module:
             attn_pdrop=0.0,
             bos_token_id=0,
             eos_token_id=0,
-        )
-    )
-
-
-def qwen3(layers: int = LAYERS) -> nn.Module:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            tie_word_embeddings=False,
-            use_cache=False,
         )
     )
 
@@ -190,16 +177,25 @@ def batch(name: str, generator: torch.Generator) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
-def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """The same names, with the same bits."""
-    assert mine.keys() == other.keys()
-    for name, value in mine.items():
-        assert torch.equal(value, other[name]), name
+def assert_equal(mine: Any, other: Any, name: object = "") -> None:
+    """The same names, and below them the same, with the same bits."""
+    if isinstance(mine, dict):
+        assert mine.keys() == other.keys(), name
+        for key, value in mine.items():
+            assert_equal(value, other[key], f"{name} {key}")
+    else:
+        assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other, name
 
 
-def loss_of(output: object) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     """The loss, whether a model returns it bare or in a Hugging Face output."""
-    return output if isinstance(output, torch.Tensor) else output.loss  # type: ignore[attr-defined,no-any-return]
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def precision_of(numbers: str) -> pagoda.MixedPrecision:
+    """That of weights and, with "+", that of gradients, as in "bf16+fp32"."""
+    weights, _, gradients = numbers.partition("+")
+    return pagoda.MixedPrecision(weights, gradients or None)
 
 
 @dataclass(frozen=True)
@@ -213,7 +209,7 @@ class Recipe:
     announced: bool = False
     frozen: bool = False
     precision: str = "bf16"
-    """Of weights, and with "+" that of gradients: "bf16+fp32"."""
+    """As `precision_of` takes it."""
     moments: Moments = "fp32"
     rule: Rule | None = None
     """None: AdamW."""
@@ -224,8 +220,7 @@ class Recipe:
 
     @property
     def numbers(self) -> pagoda.MixedPrecision:
-        weights, _, gradients = self.precision.partition("+")
-        return pagoda.MixedPrecision(weights, gradients or None)  # type: ignore[arg-type]
+        return precision_of(self.precision)
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -233,8 +228,7 @@ class Recipe:
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.frozen:
-            params = list(model.parameters())
-            for param in params[2::3]:
+            for param in [*model.parameters()][2::3]:
                 param.requires_grad_(False)
         return model.train()
 
@@ -256,16 +250,9 @@ class Outcome:
     plan: Plan | None = None
 
     def assert_same_bits(self, other: "Outcome") -> None:
-        assert self.losses == other.losses
-        assert self.norms == other.norms
-        assert self.weights.keys() == other.weights.keys()
-        for name, weight in self.weights.items():
-            assert torch.equal(weight, other.weights[name]), name
-        mine, others = self.optimizer["state"], other.optimizer["state"]
-        assert mine.keys() == others.keys()  # type: ignore[attr-defined]
-        for index, states in mine.items():  # type: ignore[attr-defined]
-            for name, value in states.items():
-                assert torch.equal(value, others[index][name]), (index, name)  # type: ignore[index]
+        for of in "losses", "norms", "weights":
+            assert_equal(getattr(self, of), getattr(other, of), of)
+        assert_equal(self.optimizer["state"], other.optimizer["state"])
 
 
 Loop = Callable[[nn.Module, Any, Outcome], None]
@@ -401,7 +388,7 @@ def least(recipe: Recipe, placement: str, directory: Path, **others: Any) -> pag
         recipe.build(),
         placement,
         directory,
-        precision=recipe.precision,  # type: ignore[arg-type]
+        precision=recipe.precision,
         announced=recipe.accumulation if recipe.announced else None,
         clipping=recipe.clip is not None,
         moments=recipe.moments,
@@ -416,40 +403,4 @@ def least_host(root: ModuleSpec, states: tuple[StateSpec, ...], too_small: Budge
     with pytest.raises(pagoda.BudgetError) as refused:
         make_plan(root, states, too_small, options)
     assert refused.value.tier == "host"
-    assert refused.value.needed_bytes is not None
     return refused.value.needed_bytes
-
-
-def assert_placed(outcome: Outcome, placement: str) -> None:
-    """The run really kept its states where the placement says, and moved them from there."""
-    assert outcome.plan is not None
-    plan, layout = outcome.plan, outcome.plan.layout
-    host, ssd = plan.bytes["host"], plan.bytes.get("ssd", {})
-    moments = [state.name for state in layout.moments]
-    weights, moved = layout.total_pages(WEIGHT) * PAGE, outcome.moved[-1]
-    assert plan.budgets.device == (plan.peak_bytes["device"] if "device" in plan.bytes else None)
-    if placement in (ARENA, ARENA_ALL_ON_SSD):
-        assert len(layout.units) > 2
-        assert plan.peak_bytes["device"] == PAGE * layout.lease_pages(ahead=1)
-        assert 0 < outcome.peak_bytes["device"] <= plan.peak_bytes["device"] < weights
-        assert moved["h2d"] > 0
-    else:
-        assert moved["h2d"] == 0
-    if placement == ARENA:
-        assert host["weight"] == weights
-        assert not ssd
-        return
-    assert host.keys().isdisjoint(moments)
-    assert all(ssd[state] == layout.total_pages(state) * PAGE for state in moments)
-    assert outcome.peak_bytes["ssd"] == plan.peak_bytes["ssd"]
-    if placement == HOST_WEIGHTS:
-        assert host["weight"] == weights
-        assert "weight" not in ssd
-    else:
-        assert "weight" not in host
-        assert ssd["weight"] == weights
-    trainable = sum(unit.trainable_numel for unit in layout.units)
-    # An update may run on into the next step, so only the sum over steps is sure; the last one's may not count at all.
-    streamed = trainable * sum(state.dtype.itemsize for state in layout.moments) * (len(outcome.moved) - 1)
-    assert sum(step["ssd_read"] for step in outcome.moved) >= streamed
-    assert sum(step["ssd_write"] for step in outcome.moved) >= streamed

@@ -1,17 +1,13 @@
-"""One server for all tests of crashes: it imports everything once and forks for each command."""
-
-from collections.abc import Iterator
+"""What runs the command lines of all tests of crashes."""
 
 import pytest
+from distributed.ranks import RankServer, compiler
 
-from tests.crash.world import Server, compiler
+from tests.crash.world import Commands
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = compiler()
-    if found is None:
+def commands(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    if compiler() is None:
         pytest.skip("recording what a process writes needs Linux and a C compiler")
-    server = Server(tmp_path_factory.mktemp("server"), found)
-    yield server
-    server.close()
+    return Commands(ranks, tmp_path_factory.mktemp("commands"))

@@ -182,7 +182,6 @@ class Disk:
             self._by_inode[event.inode] = directory = _Directory()
             self._rename({event.path: directory})
         elif event.kind == "l":
-            assert node is not None
             self._rename({event.path: node})
         elif event.kind == "u":
             self._rename({event.path: None})

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.crash.disk import LOSSES, Image, image_of, put
-from tests.crash.world import CHECKPOINT, STEPS, Recording, Server, World, half_way
+from tests.crash.world import CHECKPOINT, STEPS, Commands, Recording, World, half_way
 
 Case = tuple[str, Callable[[], object]]
 PAGE = 4096
@@ -29,17 +29,17 @@ pytestmark = pytest.mark.timeout(3600)
 class Scenarios:
     """Recordings of commands, made when they are first asked for."""
 
-    def __init__(self, server: Server, folder: Path) -> None:
+    def __init__(self, commands: Commands, folder: Path) -> None:
         self._made: dict[str, tuple[World, Recording]] = {}
         self.worlds = {
-            "in RAM": World(server, folder / "ram"),
-            "on a drive": World(server, folder / "drive", drives=1),
-            "on two drives": World(server, folder / "drives", drives=2),
-            "on a drive, copied": World(server, folder / "copied", 1, ("--keep-checkpoints", "0")),
-            "in RAM, unclipped": World(server, folder / "unclipped", 0, ("--clip-grad-norm", "None")),
-            "on a drive, unclipped": World(server, folder / "drive2", 1, ("--clip-grad-norm", "None")),
+            "in RAM": World(commands, folder / "ram"),
+            "on a drive": World(commands, folder / "drive", drives=1),
+            "on two drives": World(commands, folder / "drives", drives=2),
+            "on a drive, copied": World(commands, folder / "copied", 1, ("--keep-checkpoints", "0")),
+            "in RAM, unclipped": World(commands, folder / "unclipped", 0, ("--clip-grad-norm", "None")),
+            "on a drive, unclipped": World(commands, folder / "drive2", 1, ("--clip-grad-norm", "None")),
             "beside a device": World(
-                server, folder / "device", 1, ("--memory.device", "cpu:128KiB", "--memory.host", "170KiB")
+                commands, folder / "device", 1, ("--memory.device", "cpu:128KiB", "--memory.host", "170KiB")
             ),
         }
 
@@ -64,13 +64,12 @@ class Scenarios:
     def half_way(self, name: str) -> tuple[World, Image, dict[str, Any]]:
         """A world, a run in it that has two of its three checkpoints, and the bits that it is to end with."""
         world, recording = self[name]
-        assert recording.digest is not None
         return world, half_way(recording, world), recording.digest
 
 
 @pytest.fixture(scope="module")
-def scenarios(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
-    return Scenarios(server, tmp_path_factory.mktemp("worlds").resolve())
+def scenarios(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
+    return Scenarios(commands, tmp_path_factory.mktemp("worlds").resolve())
 
 
 def check_all(cases: Iterable[Case]) -> None:
@@ -120,7 +119,6 @@ RARER = (
 @pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)])
 def test_a_run_that_lost_power_ends_with_the_same_bits(name: str, many: bool, scenarios: Scenarios) -> None:
     world, recording = scenarios[name]
-    assert recording.digest is not None
     end = f"after {len(recording.events)} events"
     points = points_of(recording, 60 if many else 3, name)
     check_all(
@@ -171,15 +169,13 @@ def test_a_run_whose_disk_failed_ends_with_the_same_bits_on_a_healthy_one(
     args = world.start if name in scenarios.worlds else world.resume
     args = [*args, "--keep-checkpoints", "4"] if name.startswith("growing") else args
     before = next(recording.images({(0, "all is kept")}))[1]
-    expected = recording.digest
-    assert expected is not None
 
     def check(first: int, length: int, error: int, loss: str) -> None:
         done, failed = world.watch(args, before, (first, first + length, error))
         done.check(0, 2)
-        assert done.status != 0 or done.digest == expected, f"OTHER BITS\n{done}"
+        assert done.status != 0 or done.digest == recording.digest, f"OTHER BITS\n{done}"
         world.check_not_ours(before)
-        world.check_ends_well(failed.end(loss), expected, all_done=done.status == 0)
+        world.check_ends_well(failed.end(loss), recording.digest, all_done=done.status == 0)
 
     turns = [i for i, event in enumerate(recording.events) if event.kind != "w"]
     faults = [
@@ -213,7 +209,7 @@ def check_harmed(world: World, image: Image, expected: dict[str, Any], harm: Cal
     world.check_not_ours(harmed)
     if done.status == 0 and done.resumed_after != STEPS - 1:
         assert f"step-{STEPS - 1:06d}" in done.out + done.err, f"it does not say why it falls back\n{done}"
-    assert done.status == 2 or done.digest["state"] == expected["state"], f"OTHER BITS\n{done}"  # type: ignore[index]
+    assert done.status == 2 or done.digest["state"] == expected["state"], f"OTHER BITS\n{done}"
     if state and (done.status == 2 or done.resumed_after != STEPS - 1):
         assert verified.status != 0, f"what is refused passes --verify:\n{verified}\n{done}"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.world import Server, World
+from tests.crash.world import Commands, World
 
 STEPS = 8
 MODES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -32,10 +32,10 @@ SLOW = [pytest.param(name, 20, marks=pytest.mark.slow) for name in MODES]
 
 @pytest.mark.parametrize(("name", "kills"), [*((name, 3) for name in QUICK), *SLOW])
 def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(
-    name: str, kills: int, server: Server, tmp_path: Path
+    name: str, kills: int, commands: Commands, tmp_path: Path
 ) -> None:
     drives, extra = MODES[name]
-    world = World(server, tmp_path / "world", drives, (*extra, "--steps", str(STEPS)))
+    world = World(commands, tmp_path / "world", drives, (*extra, "--steps", str(STEPS)))
     draw, killed = random.Random(name), 0
     world.fresh()
     began = time.monotonic()

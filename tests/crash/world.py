@@ -1,16 +1,17 @@
 """A model, a text, drives, and files that are none of Pagoda's business; and command lines of `pagoda` run there."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from distributed.ranks import RankServer
 
 from tests.crash.disk import LOSSES, Disk, Event, Image, image_of, put, read_log
 from tests.tiny import write_model, write_text
@@ -22,7 +23,8 @@ SETTINGS = [
 ]
 PAGED = ["--memory.host", "150KiB", "--memory.unit-limit", "16KiB", "--memory.page-size", "4KiB"]
 CHECKPOINT = re.compile(r"run/checkpoints/step-(\d+)")
-_FLAGS = ("-O1", "-fPIC", "-shared")
+LIMIT_S = 60
+"""A command that takes longer hangs."""
 _OURS = re.compile(r"(run|exported|\.exported\.partial)(/|$)|(.*/)?pagoda-[0-9a-f]{16}(/|$)")
 """What `pagoda` may change: what the command line names, and stores, wherever a configuration has them made."""
 _NOT_OURS = {
@@ -69,49 +71,35 @@ class Done:
         return int(found[1]) if found else None
 
 
-def compiler() -> str | None:
-    """What compiles recorder.c, if it can be used here."""
-    return shutil.which(os.environ.get("CC", "cc")) if sys.platform.startswith("linux") else None
+def start_in(folder: Path) -> list[str]:
+    """A command that starts a run, but for its directory, of a model and a text that this writes."""
+    write_model(folder / "model", hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    return [*SETTINGS, "--model", str(folder / "model"), "--data", write_text(folder / "text")]
 
 
-class Server:
-    """The process that imports everything once, and forks for each command."""
+class Commands:
+    """Runs command lines of `pagoda`, each in a process of its own."""
 
-    def __init__(self, folder: Path, compiler: str) -> None:
-        here, library = Path(__file__).parent, folder / "recorder.so"
-        subprocess.run([compiler, *_FLAGS, str(here / "recorder.c"), "-o", str(library), "-ldl"], check=True)
-        write_model(folder / "model", hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-        self.start = [*SETTINGS, "--model", str(folder / "model"), "--data", write_text(folder / "text")]
-        self._output = folder / "output"
-        self._process = subprocess.Popen(
-            [sys.executable, str(here / "server.py"), json.dumps([self.start, PAGED])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "LD_PRELOAD": str(library),
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "COLUMNS": "1000",
-            },
-            text=True,
-        )
-        assert self._process.stdout.readline() == "ready\n"
+    def __init__(self, ranks: RankServer, folder: Path) -> None:
+        self.start = start_in(folder)
+        self._ranks, self._out = ranks, folder / "out"
+        self.run(["--help"], None, None, None, False)  # from now on no time is taken to import anything
 
     def run(
-        self, args: list[str], digest: Path | None, record: list[Any] | None, kill_after: float | None, restored: bool
+        self, args: list[str], run: Path | None, record: list[Any] | None, kill_after: float | None, restored: bool
     ) -> Done:
-        request = {"args": args, "output": str(self._output), "digest": digest and str(digest), "record": record}
-        request |= {"kill_after": kill_after, "restored": restored}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        out, err = (Path(f"{self._output}.{name}").read_text(errors="replace") for name in ("out", "err"))
-        return Done(tuple(args), answer["status"], out, err, answer["digest"], answer["restored"])
-
-    def close(self) -> None:
-        self._process.communicate()
+        """With arguments as `command.run_line`; the process is killed after so many seconds."""
+        shutil.rmtree(self._out, ignore_errors=True)
+        arguments = {"args": args, "run": run and str(run), "record": record, "restored": restored}
+        settings = {"arguments": arguments, "environment": {"COLUMNS": "1000"}, "timeout_s": kill_after or LIMIT_S}
+        (status,) = self._ranks.ask("tests.crash.command:run_line", 1, self._out, **settings)
+        if status is None and kill_after is not None:
+            status = -signal.SIGKILL
+        found = torch.load(self._out / "rank-0.pt") if status == 0 else {"status": status, "digest": None}
+        out, err = ((self._out / name).read_text(errors="replace") for name in ("out", "err"))
+        said = self._out / "restored"
+        hashes = json.loads(said.read_text()) if said.exists() else None
+        return Done(tuple(args), found["status"], out, err, found["digest"], hashes)
 
 
 @dataclass(frozen=True)
@@ -144,7 +132,7 @@ class Recording:
 class World:
     """Everything below one directory, which each case fills anew."""
 
-    server: Server
+    commands: Commands
     root: Path
     drives: int = 0
     extra: tuple[str, ...] = ()
@@ -158,7 +146,7 @@ class World:
         """The command that starts the run."""
         drives = ",".join(str(self.root / f"ssd{drive}") for drive in range(self.drives))
         memory = [*PAGED, "--memory.ssd", drives] if drives else []
-        return [*self.server.start, *memory, *self.extra, "--out", str(self.run_dir)]
+        return [*self.commands.start, *memory, *self.extra, "--out", str(self.run_dir)]
 
     @property
     def resume(self) -> list[str]:
@@ -185,8 +173,8 @@ class World:
     ) -> Done:
         """Run a command line; calls [first, last) that change anything fail with an error, 0 for short writes."""
         record = None if fault is None else [str(self.root), str(self._log), *fault]
-        digest = (run or self.run_dir) if args[0] == "train" else None
-        return self.server.run(args, digest, record, kill_after, restored)
+        trains_in = (run or self.run_dir) if args[0] == "train" else None
+        return self.commands.run(args, trains_in, record, kill_after, restored)
 
     def watch(self, args: list[str], before: Image, fault: tuple[int, int, int] = (0, 0, 0)) -> tuple[Done, Recording]:
         """Record a command line on an image."""

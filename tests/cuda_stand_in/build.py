@@ -30,18 +30,13 @@ def missing() -> str | None:
 
 def torch_root() -> Path:
     """Where torch lies, without importing it."""
-    spec = find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(find_spec("torch").origin).parent
 
 
 def build() -> Path:
     """The compiled library; it takes most of a minute when there is none yet. Raises CalledProcessError."""
-    command = compiler()
     if (reason := missing()) is not None:
         raise SystemExit(reason)
-    assert command is not None
     made_for = f"{importlib.metadata.version('torch')} {sysconfig.get_config_var('SOABI')}"
     key = hashlib.sha256(SOURCE.read_bytes() + made_for.encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"pagoda-{os.getuid()}-{key}" / f"{MODULE}.so"
@@ -58,6 +53,6 @@ def build() -> Path:
             *(str(SOURCE), "-o", made.name, f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"),
             *("-ltorch_cpu", "-ltorch_python", "-lc10"),
         ]
-        subprocess.run([command, *arguments], check=True, capture_output=True, text=True)
+        subprocess.run([compiler(), *arguments], check=True, capture_output=True, text=True)
     os.replace(made.name, library)  # whole or not at all: others may be building it too
     return library

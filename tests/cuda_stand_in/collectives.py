@@ -86,7 +86,7 @@ def install_collectives(native: ModuleType) -> None:
 
     def batch_isend_irecv(ops: Sequence[dist.P2POp]) -> Sequence[Any]:
         if not ops[0].tensor.is_cuda:
-            return gloo["batch_isend_irecv"](ops)  # type: ignore[no-any-return]
+            return gloo["batch_isend_irecv"](ops)
         assert ops[0].group in connected, "NCCL would wait here for ranks that do not take part"
         sent, received = ([op.tensor for op in ops if op.op is do] for do in (dist.isend, dist.irecv))
         event = issue(sent, received)

@@ -27,8 +27,6 @@ def install() -> ModuleType:
     import torch
 
     spec = importlib.util.spec_from_file_location(MODULE, library)
-    assert spec is not None
-    assert spec.loader is not None
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
     for name, value in _torch_cuda(native).items():

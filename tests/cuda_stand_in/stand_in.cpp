@@ -7,6 +7,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -17,7 +19,8 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>  // torch/extension.h takes twice as long to compile
+#include <torch/library.h>
 #include <unistd.h>
 
 #include <algorithm>

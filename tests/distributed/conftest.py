@@ -1,4 +1,9 @@
-"""A run that tests of ranks share."""
+"""Runs that tests of ranks share."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -15,3 +20,15 @@ def whole(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> TrainC
     config = tiny_config(folder)
     assert started(ranks, 2, folder / "ranks", config) == [0, 0]
     return config
+
+
+@pytest.fixture(scope="session")
+def once(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """As `ranks.run`, for what tests compare others with: it runs once, however many of them ask for it."""
+
+    @cache
+    def run(said: str) -> list[Any]:
+        scenario, count, arguments = json.loads(said)
+        return ranks.run(scenario, count, tmp_path_factory.mktemp("once"), **arguments)
+
+    return lambda scenario, count, **arguments: run(json.dumps([scenario, count, arguments], sort_keys=True))

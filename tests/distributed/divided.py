@@ -1,7 +1,7 @@
 """Models that torch's tensor parallelism divides, trained in Pagoda's pages and without them: scenarios of a rank."""
 
-import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from pagoda.config.training import ActivationMode
 from pagoda.models import build_model
 from pagoda.optim.rule import TensorRule
 
-from .scenarios import RULES, in_pages, load, place, save, state_of
+from .scenarios import RULES, in_pages, left_behind, place, refusal, save_or_resume, settings_of, state_of
 
 
 class Mixer(nn.Module):
@@ -89,81 +89,59 @@ def divide(model: nn.Module, name: str, mesh: pagoda.Mesh) -> nn.Module:
     return parallelize_module(model, mesh.tensor, plan)
 
 
-class PlainAdamW:
-    """AdamW with Pagoda's arithmetic on tensors that torch alone holds, with the methods of Pagoda's optimizer."""
+class PlainOptimizer:
+    """A rule on tensors that torch alone holds, with the methods of Pagoda's optimizer. An element-wise rule updates
+    this rank's part of each parameter. One that takes whole parameters, in fp32, updates all of each on every rank,
+    which keeps its part."""
 
-    def __init__(self, model: nn.Module, rule: pagoda.AdamW) -> None:
-        self.rule = rule
-        self.params = list(model.parameters())
+    def __init__(self, model: nn.Module, rule: Any) -> None:
+        self.rule, self.takes_whole = rule, isinstance(rule, TensorRule)
+        self.params = dict(model.named_parameters())
         self.steps = 0
         self.stats = SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
-        self.states = []
-        self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
-        for param in self.params:
-            part = part_of(param).view(-1)
-            own = {spec.name: torch.zeros(spec.elements(part.numel()), dtype=spec.dtype) for spec in rule.own_states()}
-            self.states.append({"weight": part, **own})
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.states = {name: self._states_of(name, param) for name, param in self.params.items()}
+
+    def _states_of(self, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        weight = whole_of(param).clone() if self.takes_whole else part_of(param).view(-1)
+        found = {"weight": weight}
+        for spec in self.rule.own_states():
+            shape: Any = weight.shape if self.takes_whole else spec.elements(weight.numel())
+            if self.takes_whole and spec.shape_of is not None:
+                shape = spec.shape_of(name, tuple(weight.shape))
+            if shape is not None:
+                found[spec.name] = torch.zeros(shape, dtype=spec.dtype)
+        return found
 
     @torch.no_grad()
     def take(self) -> None:
         """Add the gradients of a micro-batch to those before; torch would add up partial sums of ranks first."""
-        for index, param in enumerate(self.params):
-            grad = param.grad
-            if isinstance(grad, DTensor):
+        for name, param in self.params.items():
+            grad, param.grad = param.grad, None
+            if self.takes_whole:
+                grad = whole_of(grad)
+            elif isinstance(grad, DTensor):
                 grad = grad.redistribute(placements=param.placements).to_local()
-            before = self.gradients[index]
-            self.gradients[index] = grad if before is None else before + grad
-            param.grad = None
+            self.gradients[name] = self.gradients[name] + grad if name in self.gradients else grad
 
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
-        for gradient, states in zip(self.gradients, self.states, strict=True):
-            assert gradient is not None
-            reference.update(self.rule, states, gradient.reshape(-1), self.rule.scalars(self.steps))
-
-    def zero_grad(self) -> None:
-        self.gradients = [None] * len(self.params)
-
-
-class PlainTensorRule(PlainAdamW):
-    """A rule that takes whole parameters, in fp32, on tensors that torch alone holds: every rank updates all of each
-    parameter, and keeps its part."""
-
-    def __init__(self, model: nn.Module, rule: Any) -> None:
-        self.rule = rule
-        self.params = list(model.parameters())
-        self.steps = 0
-        self.stats = SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
-        self.states = []
-        self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
-        for name, param in model.named_parameters():
-            own = {}
-            for spec in rule.own_states():
-                shape = param.shape if spec.shape_of is None else spec.shape_of(name, tuple(param.shape))
-                if shape is not None:
-                    own[spec.name] = torch.zeros(shape, dtype=spec.dtype)
-            self.states.append({"weight": whole_of(param).clone(), **own})
-
-    @torch.no_grad()
-    def take(self) -> None:
-        for index, param in enumerate(self.params):
-            assert param.grad is not None
-            grad, before = whole_of(param.grad), self.gradients[index]
-            self.gradients[index] = grad if before is None else before + grad
-            param.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.steps += 1
-        for param, gradient, states in zip(self.params, self.gradients, self.states, strict=True):
-            assert gradient is not None
-            whole = states["weight"]
-            self.rule.update(self.steps, whole, gradient, {key: s for key, s in states.items() if key != "weight"})
+        for name, states in self.states.items():
+            param, gradient = self.params[name], self.gradients[name]
+            if not self.takes_whole:
+                reference.update(self.rule, states, gradient.reshape(-1), self.rule.scalars(self.steps))
+                continue
+            own = {**states}
+            whole = own.pop("weight")
+            self.rule.update(self.steps, whole, gradient, own)
             if isinstance(param, DTensor):
                 whole = DTensor.from_local(whole, param.device_mesh, [Replicate()])
                 whole = whole.redistribute(placements=param.placements).to_local()
             part_of(param).copy_(whole)
+
+    def zero_grad(self) -> None:
+        self.gradients = {}
 
 
 @torch.no_grad()
@@ -177,7 +155,7 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def plain(name: str, mesh: pagoda.Mesh, precision: str, rule: str) -> tuple[nn.Module, PlainAdamW]:
+def plain(name: str, mesh: pagoda.Mesh, precision: str, rule: str) -> tuple[nn.Module, PlainOptimizer]:
     """A divided model in torch's own memory."""
     model = build(name)
     masters = {
@@ -187,10 +165,9 @@ def plain(name: str, mesh: pagoda.Mesh, precision: str, rule: str) -> tuple[nn.M
         for param in model.parameters():
             param.data = param.data.bfloat16()
     model = divide(model, name, mesh)
-    made = RULES[rule]()
-    optimizer = PlainTensorRule(model, made) if isinstance(made, TensorRule) else PlainAdamW(model, made)
+    optimizer = PlainOptimizer(model, RULES[rule]())
     if precision == "bf16":
-        for (key, _), states in zip(model.named_parameters(), optimizer.states, strict=True):
+        for key, states in optimizer.states.items():
             high, states["weight_low"] = reference.split(masters[key])
             states["weight"].copy_(high)
     return model, optimizer
@@ -213,7 +190,7 @@ def take_steps(
             loss = loss_of(model(**data))
             (loss / (parts // groups)).backward()
             outcome.losses.append(loss.item())
-            if isinstance(optimizer, PlainAdamW):
+            if isinstance(optimizer, PlainOptimizer):
                 optimizer.take()
         if step >= steps.start:
             take_step(optimizer, outcome)
@@ -221,23 +198,10 @@ def take_steps(
 
 
 def wrapped(
-    out: Path,
-    name: str,
-    tensor: int,
-    precision: str = "bf16",
-    kind: str = "ram",
-    on_meta: bool = False,
-    rule: str | None = None,
-    **settings: Any,
+    out: Path, name: str, tensor: int, kind: str = "ram", on_meta: bool = False, by_torch: bool = False, **settings: Any
 ) -> tuple[nn.Module, Any, pagoda.Mesh]:
-    """A divided model in pages; `rule` is the name of one, AdamW where it is left out."""
-    rule = RULES[rule or "adamw"]()
+    """A divided model in pages; with `by_torch`, torch's mesh says what is divided."""
     chosen = {key: settings.pop(key) for key in ("stage", "replicas", "expert_parallel") if key in settings}
-    by_torch = settings.pop("by_torch", False)
-    if "tile_limit" in settings:
-        settings["tiles"] = pagoda.Tiles(tile_limit=settings.pop("tile_limit"))
-    if settings.pop("partition", False):
-        settings["activations"] = pagoda.Activations(settings["activations"], partition_activations=True)
     mesh = pagoda.open_mesh(tensor_parallel=tensor, **chosen)
     if on_meta:
         torch.manual_seed(mesh.rank)
@@ -245,13 +209,14 @@ def wrapped(
             model = Mixer()
     else:
         model = build(name)
+    given: Any = mesh
     if by_torch:
-        of_torch = init_device_mesh("cpu", (mesh.ranks.data_parallel, tensor), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(model, of_torch["tp"], _llama_plan())
+        given = init_device_mesh("cpu", (mesh.ranks.data_parallel, tensor), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(model, given["tp"], _llama_plan())
     else:
         model = divide(model, name, mesh)
-    given = of_torch if by_torch else mesh
-    model, optimizer = in_pages(model, rule, kind, out, given, precision=precision, **settings)
+    settings = settings_of(**{"precision": "bf16", **settings})
+    model, optimizer = in_pages(model, settings.pop("optimizer"), kind, out, given, **settings)
     return model, optimizer, mesh
 
 
@@ -266,43 +231,34 @@ def train_divided(
     tensor: int,
     parts: int,
     steps: int = 3,
-    precision: Any = "bf16",
+    precision: str = "bf16",
     larger: int = 1,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train in pages."""
-    model, optimizer, mesh = wrapped(out, name, tensor, precision, **settings)
+    model, optimizer, mesh = wrapped(out, name, tensor, precision=precision, **settings)
     outcome = take_steps(name, model, optimizer, mesh, parts, range(steps), larger)
     plan = pagoda.plan_of(model)
-    result = {
-        "losses": outcome.losses,
-        "norms": outcome.norms,
-        "kept": optimizer.stats.activation_bytes.kept,
+    found = {
         "hidden": BATCH * LENGTH * 64 * larger * (2 if precision == "bf16" else 4),
-        "peak": optimizer.stats.peak_bytes,
-        "plan_peak": dict(plan.peak_bytes),
         "on_device": sorted(plan.placement.on_device),
         "modules": [unit.module for unit in plan.units],
-        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
         "moved": outcome.moved,
         "full": pagoda.full_state_dict(model, all_ranks=True),
         "parts": parts_of(model),
-        **state_of(model, optimizer),
     }
-    optimizer.close()
-    return result
+    return {**found, **left_behind(model, optimizer, outcome)}
 
 
 def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
     """Train with the settings of a row of the matrix."""
-    precision, _, gradients = case["numbers"].partition("+")
-    announced = case["update"] in ("announced", "speculate")
+    update = case["update"]
     return train_divided(
         out,
         name,
         case["tensor"],
-        parts=int(os.environ["WORLD_SIZE"]) // case["tensor"],
-        precision=pagoda.MixedPrecision(precision, gradients or None),  # type: ignore[arg-type]
+        parts=place()[1] // case["tensor"],
+        precision=case["numbers"],
         rule=case["rule"],
         kind=case["place"],
         stage=case["stage"],
@@ -311,13 +267,10 @@ def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
         activations=case["activations"],
         partition=case["partition"],
         clip_grad_norm=case["clip"],
-        accumulation_steps=1 if announced else None,
-        update=pagoda.Updates(
-            "async" if case["update"] == "async" else "sync",
-            max_staleness=2,
-            speculate=True if case["update"] == "speculate" else None,
-        ),
-        tiles={"batch": pagoda.Tiles(batch_tiles=2), "layers": pagoda.Tiles(tile_limit="16KiB")}.get(case["tiles"]),
+        accumulation_steps=1 if update in ("announced", "speculate") else None,
+        guess=update == "speculate",
+        late=2 if update == "async" else None,
+        tiles={"batch": {"batch_tiles": 2}, "layers": {"tile_limit": "16KiB"}}.get(case["tiles"]),
     )
 
 
@@ -328,36 +281,26 @@ def train_plain(
     mesh = pagoda.open_mesh(tensor_parallel=tensor)
     model, optimizer = plain(name, mesh, precision, rule)
     outcome = take_steps(name, model, optimizer, mesh, parts, range(steps))
-    return {
-        "losses": outcome.losses,
-        "parts": parts_of(model),
-    }
+    return {"losses": outcome.losses, "parts": parts_of(model)}
 
 
 def save_divided(
-    out: Path, name: str, tensor: int, directory: str, parts: int = 1, way: str = "checkpoint", **settings: Any
+    out: Path,
+    name: str,
+    tensor: int,
+    directory: str,
+    parts: int = 1,
+    way: str = "checkpoint",
+    resumes: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train two steps, save, and go on for one; what was saved, and the losses after it."""
+    """As `save_or_resume`."""
     model, optimizer, mesh = wrapped(out, name, tensor, **settings)
-    take_steps(name, model, optimizer, mesh, parts, range(2))
-    saved = state_of(model, optimizer)
-    save(model, optimizer, directory, way)
-    after = take_steps(name, model, optimizer, mesh, parts, range(2, 3))
-    optimizer.wait_for_checkpoint()
-    optimizer.close()
-    return {"losses": after.losses, **saved}
+    take = partial(take_steps, name, model, optimizer, mesh, parts)
+    return save_or_resume(model, optimizer, take, directory, way, resumes)
 
 
-def resume_divided(
-    out: Path, name: str, tensor: int, directory: str, parts: int = 1, way: str = "checkpoint", **settings: Any
-) -> dict[str, Any]:
-    """Load what `save_divided` has saved, and take the step after it."""
-    model, optimizer, mesh = wrapped(out, name, tensor, **settings)
-    assert load(model, optimizer, directory, way) == {"step": 2}
-    loaded = state_of(model, optimizer)
-    after = take_steps(name, model, optimizer, mesh, parts, range(2, 3))
-    optimizer.close()
-    return {"losses": after.losses, **loaded}
+resume_divided = partial(save_divided, resumes=True)
 
 
 def choose_together(
@@ -382,17 +325,8 @@ def choose_together(
         outcome.losses.append(loss.item())
         take_step(optimizer, outcome)
     chosen = pagoda.plan_of(model).activations
-    assert chosen is not None
-    result = {
-        "losses": outcome.losses,
-        "norms": outcome.norms,
-        "weights": parts_of(model),
-        "policies": [str(policy) for policy in chosen.policies],
-        "peak": chosen.peak.kept,
-        "kept": optimizer.stats.activation_bytes.kept,
-    }
-    optimizer.close()
-    return result
+    found = {"policies": [str(policy) for policy in chosen.policies], "most_kept": chosen.peak.kept}
+    return {**found, "parts": parts_of(model), **left_behind(model, optimizer, outcome)}
 
 
 def change_divided(out: Path, name: str, rule: str) -> dict[str, Any]:
@@ -435,11 +369,4 @@ REFUSED: dict[str, Callable[[pagoda.Mesh], Any]] = {
 def refuse(out: Path) -> dict[str, str]:
     """What wrap says of what it does not support."""
     mesh = pagoda.open_mesh(tensor_parallel=2)
-    said = {}
-    for name, wrap in REFUSED.items():
-        try:
-            wrap(mesh)
-            said[name] = "wrapped"
-        except pagoda.ConfigError as error:
-            said[name] = str(error)
-    return said
+    return {name: refusal(partial(wrap, mesh)) for name, wrap in REFUSED.items()}

@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from zoo import BATCH, LENGTH, VOCABULARY, Outcome, take_step
+from zoo import BATCH, LENGTH, VOCABULARY, Outcome, assert_equal, take_step
 
 import pagoda
 from pagoda.models import build_model
 
-from .scenarios import RULES, in_pages, load, save, state_of as whole_state_of
+from .scenarios import in_pages, left_behind, refusal, save_or_resume, settings_of, state_of as whole_state_of
 
 PAGE, WIDTH, BLOCKS, MICRO_BATCHES = 4096, 64, 8, 4
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -88,23 +89,6 @@ def build(mesh: pagoda.Mesh, schedule: str, experts: int = 0) -> tuple[nn.Module
     return (parts[0] if chunks == 1 else nn.ModuleList(parts)), parts
 
 
-def settings_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """What `wrap` is given for some settings that are said by name."""
-    given = {**settings}
-    given["optimizer"] = RULES[given.pop("rule", "adamw")]()
-    if (tiles := given.pop("tiles", None)) is not None:
-        given["tiles"] = pagoda.Tiles(**tiles)
-    if (gradients := given.pop("gradients", None)) is not None:
-        given["precision"] = pagoda.MixedPrecision(given["precision"], gradients)
-    if given.pop("guess", False):
-        given["update"] = pagoda.Updates(speculate=True)
-    if given.pop("late", False):
-        given["update"] = "async"
-    if given.pop("partition", False):
-        given["activations"] = pagoda.Activations(given["activations"], partition_activations=True)
-    return given
-
-
 def wrapped(
     out: Path,
     schedule: str = "1f1b",
@@ -118,9 +102,8 @@ def wrapped(
     mesh = pagoda.open_mesh(**(divided or {}))
     given = init_device_mesh("cpu", (2, mesh.size), mesh_dim_names=("pp", "dp")) if by_torch else mesh
     model, parts = build(mesh, schedule, experts)
-    given_settings = settings_of(settings)
-    rule = given_settings.pop("optimizer")
-    _, optimizer = in_pages(model, rule, kind, out, given, **given_settings)
+    settings = settings_of(**settings)
+    _, optimizer = in_pages(model, settings.pop("optimizer"), kind, out, given, **settings)
     return model, parts, optimizer, mesh
 
 
@@ -147,20 +130,13 @@ def data_of(generator: torch.Generator, mesh: pagoda.Mesh) -> torch.Tensor:
 
 
 def take_steps(
-    name: str,
-    parts: list[Part],
-    optimizer: Any,
-    mesh: pagoda.Mesh,
-    steps: range,
-    scale_grads: bool = False,
-    spoil: int | None = None,
+    name: str, parts: list[Part], optimizer: Any, mesh: pagoda.Mesh, steps: range, scale_grads: bool = False
 ) -> Outcome:
-    """Steps of a pipeline. Without `scale_grads`, the loss is divided instead. The loss of step `spoil` is NaN."""
-    outcome, generator, step = Outcome(), torch.Generator().manual_seed(1), 0
+    """Steps of a pipeline. Without `scale_grads`, the loss is divided instead."""
+    outcome, generator = Outcome(), torch.Generator().manual_seed(1)
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        of_part = loss_of(logits, labels) * (torch.nan if step == spoil else 1)
-        return optimizer.scale(of_part if scale_grads else of_part / MICRO_BATCHES)  # type: ignore[no-any-return]
+        return optimizer.scale(loss_of(logits, labels) / (1 if scale_grads else MICRO_BATCHES))
 
     last = mesh.pipeline_stage == mesh.ranks.pipeline_parallel - 1
     schedule = schedule_of(name, parts, mesh, loss, scale_grads)
@@ -187,26 +163,18 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     }
 
 
+def joined(results: list[dict[str, Any]], what: str) -> dict[str, Any]:
+    """Of all stages, without the counts of their calls."""
+    return {name: v for result in results for name, v in result[what].items() if not name.endswith("calls")}
+
+
 def train_pipeline(
     out: Path, schedule: str = "1f1b", steps: int = 3, scale_grads: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """Train a stage in pages."""
     model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
     outcome = take_steps(schedule, parts, optimizer, mesh, range(steps), scale_grads)
-    plan = pagoda.plan_of(model)
-    result = {
-        "stage": mesh.pipeline_stage,
-        "losses": outcome.losses,
-        "norms": outcome.norms,
-        "faults": outcome.faults,
-        "kept": optimizer.stats.activation_bytes.kept,
-        "peak": optimizer.stats.peak_bytes,
-        "plan_peak": dict(plan.peak_bytes),
-        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
-        **state_of(model, optimizer),
-    }
-    optimizer.close()
-    return result
+    return left_behind(model, optimizer, outcome, state_of)
 
 
 def train_alone(
@@ -217,7 +185,7 @@ def train_alone(
     mesh = pagoda.open_mesh(**(divided or {}))
     model = Part(range(BLOCKS), experts)
     memory = pagoda.Memory(host="64MiB", page_size=PAGE, unit_limit="64KiB")
-    model, optimizer = pagoda.wrap(model, memory=memory, mesh=mesh, **settings_of(settings))
+    model, optimizer = pagoda.wrap(model, memory=memory, mesh=mesh, **settings_of(**settings))
     generator, outcome = torch.Generator().manual_seed(1), Outcome()
     for _ in range(steps):
         ids = torch.randint(VOCABULARY, (groups, MICRO_BATCHES * BATCH, LENGTH), generator=generator)
@@ -226,78 +194,51 @@ def train_alone(
             optimizer.scale(loss / (groups // mesh.size)).backward()
             outcome.losses.append(loss.item())
         take_step(optimizer, outcome)
-    result = {"losses": outcome.losses, "norms": outcome.norms, **state_of(model, optimizer)}
-    optimizer.close()
-    return result
+    return left_behind(model, optimizer, outcome, state_of)
 
 
 def save_pipeline(
-    out: Path, directory: str, schedule: str = "1f1b", way: str = "checkpoint", **settings: Any
+    out: Path, directory: str, schedule: str = "1f1b", way: str = "checkpoint", resumes: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """Train two steps, save, and go on for one; what was saved, and the losses after it."""
+    """As `save_or_resume`, but one rank without a pipeline takes no steps."""
     model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
-    take_steps(schedule, parts, optimizer, mesh, range(2))
-    saved = state_of(model, optimizer)
-    save(model, optimizer, directory, way)
-    after = take_steps(schedule, parts, optimizer, mesh, range(2, 3))
-    optimizer.wait_for_checkpoint()
-    optimizer.close()
-    return {"losses": after.losses, "norms": after.norms, **saved}
+    take = partial(take_steps, schedule, parts, optimizer, mesh) if mesh.everyone.size > 1 else lambda _: Outcome()
+    return save_or_resume(model, optimizer, take, directory, way, resumes, state_of)
 
 
-def resume_pipeline(
-    out: Path, directory: str, schedule: str = "1f1b", way: str = "checkpoint", **settings: Any
-) -> dict[str, Any]:
-    """Load what `save_pipeline` has saved, and take the step after it."""
-    model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
-    extra = load(model, optimizer, directory, way)
-    loaded = state_of(model, optimizer)
-    after = take_steps(schedule, parts, optimizer, mesh, range(2, 3)) if mesh.everyone.size > 1 else Outcome()
-    optimizer.close()
-    return {"losses": after.losses, "norms": after.norms, "extra": extra, **loaded}
+resume_pipeline = partial(save_pipeline, resumes=True)
 
 
-def not_finite(out: Path) -> dict[str, Any]:
-    """A gradient of the second stage is NaN: no stage may change a weight."""
+def stage_not_finite(out: Path) -> str:
+    """The error of a step in which a gradient of the second stage is NaN: no stage changes a weight."""
     model, parts, optimizer, mesh = wrapped(out, divided={"pipeline_parallel": 2})
-    before = model.state_dict()
-    spoiling: Any = None
-    if mesh.pipeline_stage == 1:
-        spoiling = parts[0].blocks["7"].up.weight.register_hook(lambda grad: grad * torch.nan)
-    try:
-        take_steps("1f1b", parts, optimizer, mesh, range(1))
-        error = ""
-    except pagoda.NonFiniteGradientError as found:
-        error = str(found)
-    after = model.state_dict()
-    same = all(torch.equal(before[name], after[name]) for name in before if not name.endswith("calls"))
-    if spoiling is not None:
-        spoiling.remove()
+    before = state_of(model, optimizer)
+    last = parts[0].blocks["7"].up.weight if mesh.pipeline_stage == 1 else torch.ones(1, requires_grad=True)
+    spoiling = last.register_hook(lambda grad: grad * torch.nan)
+    error = refusal(partial(take_steps, "1f1b", parts, optimizer, mesh, range(1)))
+    for of in "weights", "states":
+        assert_equal(joined([state_of(model, optimizer)], of), joined([before], of))
+    spoiling.remove()
     optimizer.zero_grad()
     take_steps("1f1b", parts, optimizer, mesh, range(1))
     optimizer.close()
-    return {"error": error, "same": same}
+    return error
 
 
 def refuse_pipelines(out: Path) -> dict[str, str]:
     """Errors of what two stages cannot do."""
     mesh = pagoda.open_mesh(pipeline_parallel=2)
-    said = {}
-
-    def refused(what: str, work: Callable[[], Any]) -> None:
-        try:
-            work()
-        except pagoda.PagodaError as error:
-            said[what] = f"{type(error).__name__}: {error}"
 
     def wrap(model: nn.Module | None = None, lr: float = 1e-2, host: Any = "64MiB", **settings: Any) -> Any:
         memory = pagoda.Memory(host=host, page_size=PAGE, unit_limit="64KiB")
         model = build(mesh, "1f1b")[0] if model is None else model
         return pagoda.wrap(model, pagoda.AdamW(lr=lr), memory=memory, mesh=mesh, **settings)
 
-    refused("names", lambda: wrap(nn.Linear(4, 4)))
-    refused("settings", lambda: wrap(lr=1e-2 * (1 + mesh.pipeline_stage)))
-    refused("memory", lambda: wrap(host=PAGE if mesh.pipeline_stage == 1 else "64MiB"))
+    said = {
+        "names": refusal(lambda: wrap(nn.Linear(4, 4))),
+        "settings": refusal(lambda: wrap(lr=1e-2 * (1 + mesh.pipeline_stage))),
+        "memory": refusal(lambda: wrap(host=PAGE if mesh.pipeline_stage == 1 else "64MiB")),
+    }
     model, parts, optimizer, mesh = wrapped(out, divided={"pipeline_parallel": 2})
 
     def torchs_clipping() -> None:
@@ -309,27 +250,24 @@ def refuse_pipelines(out: Path) -> dict[str, str]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
-    refused("clipping", torchs_clipping)
+    said["clipping"] = refusal(torchs_clipping)
     optimizer.zero_grad()
-    refused(
-        "points", lambda: optimizer.step() if mesh.pipeline_stage == 0 else optimizer.save_checkpoint(out / "never")
+    said["points"] = refusal(
+        optimizer.step if mesh.pipeline_stage == 0 else partial(optimizer.save_checkpoint, out / "never")
     )
     optimizer.close()
     return said
 
 
-def share_experts(out: Path, name: str) -> dict[str, str]:
-    """The errors of two ranks of a stage that would need experts, or weights, of each other."""
-    said = {}
-    for what, divided in {"shared": {"stage": 2}, "gathered": {"expert_parallel": 2}}.items():
-        mesh = pagoda.open_mesh(pipeline_parallel=2, **divided)  # type: ignore[arg-type]
+def share_experts(out: Path, name: str) -> list[str]:
+    """The errors of two ranks of a stage that would need weights, or experts, of each other."""
+
+    def wrap(**divided: int) -> None:
+        mesh = pagoda.open_mesh(pipeline_parallel=2, **divided)
         model = nn.ModuleDict({f"of-stage-{mesh.pipeline_stage}": build_model(name, seq_len=LENGTH)})
-        try:
-            pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="1GiB"), mesh=mesh)
-            said[what] = "wrapped"
-        except pagoda.ConfigError as error:
-            said[what] = str(error)
-    return said
+        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="1GiB"), mesh=mesh)
+
+    return [refusal(partial(wrap, stage=2)), refusal(partial(wrap, expert_parallel=2))]
 
 
 def run_example(out: Path, name: str, words: list[str]) -> str:

@@ -1,8 +1,11 @@
-"""One server of ranks for all tests, in all folders: it imports everything once and forks each group of processes."""
+"""One server of ranks for all tests and for all processes that run them: it imports everything once, and forks the
+processes of each group."""
 
+import fcntl
 import json
 import os
-import signal
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,19 +21,17 @@ ROOT = Path(__file__).parents[2]
 class RankServer:
     """Starts groups of ranks and gives back what each of them returned."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
+    def __init__(self, connection: socket.socket) -> None:
+        self._stream = connection.makefile("rw")
 
     def ask(self, scenario: str, ranks: int, out: Path, **settings: Any) -> list[int | None]:
         """Run a scenario; how each rank ended: exit status, minus the signal, or None if it hung."""
         out.mkdir(parents=True, exist_ok=True)
-        request = {"scenario": scenario, "ranks": ranks, "out": str(out), "timeout_s": 50, "arguments": {}, **settings}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, list[int | None]] = json.loads(self._process.stdout.readline())
-        return answer["status"]
+        usual = {"timeout_s": 50, "arguments": {}, "environment": {}}
+        request = {"scenario": scenario, "ranks": ranks, "out": str(out), **usual, **settings}
+        self._stream.write(json.dumps(request) + "\n")
+        self._stream.flush()
+        return json.loads(self._stream.readline())
 
     def run(self, scenario: str, ranks: int, out: Path, **arguments: Any) -> list[Any]:
         """What each rank returned; fails with the first error of any."""
@@ -40,17 +41,43 @@ class RankServer:
         return [torch.load(out / f"rank-{rank}.pt") for rank in range(ranks)]
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[RankServer]:
-    """The server, for as long as tests run. Its hashes are other ones than here."""
+def compiler() -> str | None:
+    """What compiles crash/recorder.c, if that can be used here."""
+    return shutil.which(os.environ.get("CC", "cc")) if sys.platform.startswith("linux") else None
+
+
+def start(address: Path) -> None:
+    """Start a server, to which one can connect at once; it ends by itself. Its hashes are other ones than here."""
     seed = 1 + int(os.environ.get("PYTHONHASHSEED", "0").replace("random", "0"))
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONHASHSEED"] = str(seed)
-    command = [sys.executable, "-m", "distributed.rank_server"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield RankServer(process)
-        process.send_signal(signal.SIGKILL)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONHASHSEED": str(seed)}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    if compiler() is not None:  # processes can record what they write
+        library = f"{address}-recorder.so"
+        source = str(ROOT / "tests" / "crash" / "recorder.c")
+        subprocess.run([compiler(), "-O1", "-fPIC", "-shared", source, "-o", library, "-ldl"], check=True)
+        environment["LD_PRELOAD"] = library
+    address.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        number = listener.fileno()
+        command = [sys.executable, "-m", "distributed.rank_server", str(number)]
+        # What ranks print is not mixed with what the tests' process says to the one that runs it.
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[number], env=environment, cwd=ROOT)
+
+
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """The server: the first process that needs it starts it, and it ends when all who are connected have ended."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if hasattr(pytestconfig, "workerinput") else folder  # each worker has a folder in it
+    address = folder / "ranks"
+    with socket.socket(socket.AF_UNIX) as connection:
+        with (folder / "ranks.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                connection.connect(str(address))
+            except OSError:
+                start(address)
+                connection.connect(str(address))
+        yield RankServer(connection)

@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
-from zoo import Outcome, Recipe, batch, loss_of, take_step
+from zoo import Outcome, Recipe, assert_equal, batch, loss_of, precision_of, take_step
 
 import pagoda
 from pagoda.checkpoint.export import export
@@ -62,13 +62,27 @@ def recipe_of(said: dict[str, Any]) -> Recipe:
     return Recipe(**{**{name: value for name, value in said.items() if name != "late"}, "rule": rule})
 
 
-def updates_of(said: dict[str, Any]) -> pagoda.Updates:
-    """How a recipe is updated: asynchronously, if it says how late."""
-    return pagoda.Updates("async", max_staleness=said["late"]) if "late" in said else pagoda.Updates()
-
-
-def rule_of(recipe: Recipe) -> pagoda.optim.Rule:
-    return recipe.rule or pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=recipe.moments)
+def settings_of(
+    rule: str | None = None,
+    tiles: dict[str, Any] | None = None,
+    guess: bool = False,
+    late: int | None = None,
+    partition: bool = False,
+    **others: Any,
+) -> dict[str, Any]:
+    """What `wrap` is given for settings that are said in JSON."""
+    given = {**others, "optimizer": RULES[rule or "adamw"]()}
+    if "precision" in given:
+        given["precision"] = precision_of(given["precision"])
+    if tiles is not None:
+        given["tiles"] = pagoda.Tiles(**tiles)
+    if guess:
+        given["update"] = pagoda.Updates(speculate=True)
+    if late is not None:
+        given["update"] = pagoda.Updates("async", max_staleness=late)
+    if partition:
+        given["activations"] = pagoda.Activations(given["activations"], partition_activations=True)
+    return given
 
 
 def warm_up() -> None:
@@ -130,7 +144,7 @@ def wrapped(
     """A model of the zoo, wrapped by every rank."""
     return in_pages(
         recipe.build(),
-        rule_of(recipe),
+        recipe.rule or pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=recipe.moments),
         kind,
         out,
         pagoda.open_mesh(stage=stage, replicas=replicas),
@@ -139,6 +153,15 @@ def wrapped(
         accumulation_steps=recipe.accumulation if recipe.announced else None,
         **options,
     )
+
+
+def refusal(work: Callable[[], Any]) -> str:
+    """The error of something that Pagoda refuses."""
+    try:
+        work()
+    except pagoda.PagodaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it is not refused"
 
 
 def place() -> tuple[int, int]:
@@ -234,26 +257,16 @@ def train(
     made = recipe_of(recipe)
     if guesses is not None and (kind, made.moments) != ("ssd", "fp32"):
         room = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
-    update = updates_of(recipe) if guesses is None else pagoda.Updates(speculate=guesses)
+    late = {"update": "async", "max_staleness": recipe["late"]} if "late" in recipe else {}
+    update = pagoda.Updates(speculate=guesses, **late)
     model, optimizer = wrapped(made, kind, out, stage, replicas, room=room, update=update)
     outcome = Outcome()
     take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), **departures)
-    plan = pagoda.plan_of(model)
     rank_group = optimizer._engine.rank_group
-    result = {
-        "losses": outcome.losses,
-        "norms": outcome.norms,
-        "guesses": outcome.guesses,
-        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
-        "peak": optimizer.stats.peak_bytes,
-        "plan_peak": dict(plan.peak_bytes),
-        "parameters": plan.parameters,
-        "served": rank_group.collectives.order.served if rank_group is not None else 0,
-        "asked": rank_group.collectives.order.asked if rank_group is not None else 0,
-        **state_of(model, optimizer),
-    }
-    optimizer.close()
-    return result
+    order = None if rank_group is None else rank_group.collectives.order
+    found = {"guesses": outcome.guesses, "parameters": pagoda.plan_of(model).parameters}
+    found |= {} if order is None else {"served": order.served, "asked": order.asked}
+    return {**found, **left_behind(model, optimizer, outcome)}
 
 
 def train_saved(
@@ -331,25 +344,58 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"weights": joined(model.state_dict()), "states": joined(optimizer.state_dict()["state"])}
 
 
+def left_behind(
+    model: nn.Module,
+    optimizer: Any,
+    outcome: Outcome,
+    state_of: Callable[[nn.Module, Any], dict[str, Any]] = state_of,
+) -> dict[str, Any]:
+    """What a run has shown and leaves behind, once it is over."""
+    plan = pagoda.plan_of(model)
+    found = {
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "peak": optimizer.stats.peak_bytes,
+        "plan_peak": dict(plan.peak_bytes),
+        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
+        "kept": optimizer.stats.activation_bytes.kept,
+        **state_of(model, optimizer),
+    }
+    optimizer.close()
+    return found
+
+
 def stateful(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """What torch's distributed checkpoints save."""
     return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
 
 
-def save(model: nn.Module, optimizer: Any, directory: str, way: str) -> None:
-    """Save after two steps: a checkpoint of Pagoda, or one of torch ("dcp")."""
-    if way == "checkpoint":
-        optimizer.save_checkpoint(directory, {"step": 2}, wait=False)
+def save_or_resume(
+    model: nn.Module,
+    optimizer: Any,
+    take: Callable[[range], Outcome],
+    directory: str,
+    way: str,
+    resumes: bool,
+    state_of: Callable[[nn.Module, Any], dict[str, Any]] = state_of,
+) -> dict[str, Any]:
+    """Take two steps and save a checkpoint of Pagoda, or one of torch ("dcp"); or load what was saved so. Then take one
+    more step. Returns the state before that step, and its losses and norms."""
+    if not resumes:
+        take(range(2))
+    elif way == "dcp":
+        dcp.load(stateful(model, optimizer), checkpoint_id=directory)
     else:
+        assert optimizer.load_checkpoint(directory) == {"step": 2}
+    state = state_of(model, optimizer)
+    if not resumes and way == "dcp":
         dcp.save(stateful(model, optimizer), checkpoint_id=directory)
-
-
-def load(model: nn.Module, optimizer: Any, directory: str, way: str) -> dict[str, Any]:
-    """Load what `save` has saved; returns what was saved besides."""
-    if way == "checkpoint":
-        return optimizer.load_checkpoint(directory)  # type: ignore[no-any-return]
-    dcp.load(stateful(model, optimizer), checkpoint_id=directory)
-    return {"step": 2}
+    elif not resumes:
+        optimizer.save_checkpoint(directory, {"step": 2}, wait=False)
+    after = take(range(2, 3))
+    optimizer.wait_for_checkpoint()
+    optimizer.close()
+    return {"losses": after.losses, "norms": after.norms, **state}
 
 
 class Training:
@@ -364,17 +410,17 @@ class Training:
         take_steps(Recipe("llama"), self.model, self.optimizer, Outcome(), place()[1], range(*steps))
 
 
-def gather_some(out: Path) -> dict[str, Any]:
-    """Read and change parameters under ranks."""
+def gather_some(out: Path) -> list[torch.Tensor]:
+    """A parameter before all ranks change it, and after that."""
     training = Training(out)
     model = training.model
     training.take(1)
-    before = model.state_dict()["model.norm.weight"].clone()
+    found = [model.state_dict()["model.norm.weight"].clone()]
     with pagoda.gathered(model.model.norm, modify=True), torch.no_grad():
         model.model.norm.weight += 1
-    after = model.state_dict()["model.norm.weight"].clone()
+    found.append(model.state_dict()["model.norm.weight"].clone())
     training.optimizer.close()
-    return {"before": before, "after": after}
+    return found
 
 
 def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -385,13 +431,17 @@ def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "loss": result.final_loss, "shown": shown.getvalue(), "options": repr(options)}
 
 
-def resave_experts(out: Path, model: str, source: str, expert_parallel: int) -> None:
-    """Save a mixture that each rank drew by itself, then load a checkpoint into it and save that again."""
-    torch.manual_seed(place()[0])
+def drawn_mixture(name: str, expert_parallel: int, seed: int, **settings: Any) -> tuple[nn.Module, Any]:
+    """A mixture whose every rank draws weights of its own."""
+    torch.manual_seed(seed + place()[0])
     mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
     memory = pagoda.Memory(host="1GiB", unit_limit="64KiB")
-    built = build_model(model, seq_len=16)
-    _, optimizer = pagoda.wrap(built, pagoda.AdamW(), memory=memory, precision="fp32", mesh=mesh)
+    return pagoda.wrap(build_model(name, seq_len=16), pagoda.AdamW(), memory=memory, mesh=mesh, **settings)
+
+
+def resave_experts(out: Path, model: str, source: str, expert_parallel: int) -> None:
+    """Save a mixture as it was drawn, then load a checkpoint into it and save that again."""
+    _, optimizer = drawn_mixture(model, expert_parallel, 0, precision="fp32")
     optimizer.save_checkpoint(out / "drawn", wait=True)
     optimizer.load_checkpoint(source)
     optimizer.save_checkpoint(out / "again", wait=True)
@@ -399,12 +449,8 @@ def resave_experts(out: Path, model: str, source: str, expert_parallel: int) -> 
 
 
 def mixture(name: str, expert_parallel: int, seed: int) -> tuple[nn.Module, Any]:
-    """A mixture whose every rank draws weights of its own, after a step."""
-    torch.manual_seed(seed + place()[0])
-    mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
-    model = build_model(name, seq_len=16)
-    memory = pagoda.Memory(host="1GiB", unit_limit="64KiB")
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh)
+    """A mixture after a step."""
+    model, optimizer = drawn_mixture(name, expert_parallel, seed)
     ids = torch.randint(256, (2, 16))
     loss_of(model(input_ids=ids, labels=ids)).backward()
     optimizer.step()
@@ -458,30 +504,25 @@ def send_tokens(out: Path, trained: bool) -> dict[str, Any]:
 
 def wrap_indivisible_experts(out: Path, name: str) -> str:
     """Give wrap a mesh that divides experts, and a model that does not allow that."""
-    model = build_model(name, seq_len=16)
-    try:
-        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=3))
-    except pagoda.ConfigError as error:
-        return str(error)
-    return "wrapped"
+    return refusal(lambda: drawn_mixture(name, 3, 0))
 
 
-def kill_one(out: Path) -> None:
-    """Train until rank 0 is killed, in the middle of a step."""
+ALONE: dict[str, tuple[int, Callable[[Training], Any]]] = {
+    "is killed": (0, lambda _: threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()),
+    "is silent": (1, lambda _: time.sleep(5)),
+    "reads": (0, lambda training: training.model.state_dict()),
+}
+"""What one of the ranks does, and which."""
+
+
+def do_alone(out: Path, what: str, after: int, end: int) -> None:
+    """One rank does something by itself after so many steps, and all go on to the end."""
     training = Training(out)
-    training.take(3)
-    if place()[0] == 0:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    training.take(3, 1000)
-
-
-def fall_silent(out: Path) -> None:
-    """Rank 1 does nothing for a while in the middle of its steps."""
-    training = Training(out)
-    training.take(3)
-    if place()[0] == 1:
-        time.sleep(5)
-    training.take(3, 5)
+    training.take(after)
+    rank, do = ALONE[what]
+    if place()[0] == rank:
+        do(training)
+    training.take(after, end)
 
 
 def fail_to_share(out: Path, lane: str) -> None:
@@ -495,7 +536,7 @@ def fail_to_share(out: Path, lane: str) -> None:
         move(self, used, *arguments)
 
     if place()[0] == 1:
-        SharedWeights._move = fails  # type: ignore[method-assign]
+        SharedWeights._move = fails
     training.take(5)
     training.optimizer.drain()
 
@@ -505,15 +546,6 @@ def leave_early(out: Path) -> None:
     training = Training(out)
     training.take(2 if place()[0] == 1 else 5)
     training.optimizer.close()
-
-
-def read_alone(out: Path) -> None:
-    """Rank 0 reads the weights while the others go on training."""
-    training = Training(out)
-    training.take(1)
-    if place()[0] == 0:
-        training.model.state_dict()
-    training.take(1, 2)
 
 
 def evaluate_late_weights(out: Path, together: bool) -> None:
@@ -528,27 +560,23 @@ def evaluate_late_weights(out: Path, together: bool) -> None:
 
 def different_settings(out: Path) -> None:
     """Rank 1 has another learning rate."""
-    recipe = Recipe("llama")
-    pagoda.wrap(
-        recipe.build(), pagoda.AdamW(lr=1e-2 * (1 + int(os.environ["RANK"]))), memory=pagoda.Memory(host="64MiB")
-    )
+    rule = pagoda.AdamW(lr=1e-2 * (1 + place()[0]))
+    pagoda.wrap(Recipe("llama").build(), rule, memory=pagoda.Memory(host="64MiB"))
 
 
-def not_finite(out: Path) -> dict[str, Any]:
-    """The gradient of rank 1 is NaN: no rank may change a weight."""
+def not_finite(out: Path) -> str:
+    """The error of a step in which the gradient of rank 1 is NaN: no rank changes a weight."""
     training = Training(out)
     model, optimizer = training.model, training.optimizer
-    before, error = model.state_dict(), ""
+    before = joined(model.state_dict())
     loss = loss_of(model(**batch("llama", torch.Generator().manual_seed(1))))
     (loss * (torch.nan if place()[0] == 1 else 1.0)).backward()
-    try:
-        optimizer.step()
-    except pagoda.NonFiniteGradientError as found:
-        error = str(found)
-    after = model.state_dict()
+    error = refusal(optimizer.step)
+    assert_equal(joined(model.state_dict()), before)
+    optimizer.zero_grad()
     training.take(1)
     optimizer.close()
-    return {"error": error, "same": all(torch.equal(before[name], after[name]) for name in before)}
+    return error
 
 
 def meet(out: Path) -> list[int]:
@@ -571,10 +599,7 @@ def ask_services(out: Path) -> dict[str, Any]:
     service = Service(transport, answer)
     error, found = "", [torch.zeros(1000) for _ in range(2)]
     if transport.rank == 0:
-        try:
-            service.ask(3, 7, [(rank, [torch.zeros(1000)]) for rank in (1, 2)])
-        except RankError as refusal:
-            error = str(refusal)
+        error = refusal(lambda: service.ask(3, 7, [(rank, [torch.zeros(1000)]) for rank in (1, 2)]))
         service.ask(4, 8, [(rank, [found[rank - 1]]) for rank in (1, 2)])
     transport.announce([0])
     service.close()
@@ -633,15 +658,11 @@ def clip_unalike(out: Path, how: str) -> str:
     memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
     model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
     model(torch.ones(2, 8), both=how == "numbers" or rank == 0).backward()
-    try:
-        if how == "parameters":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        else:
-            model.first.weight.grad.mul_(0.5 + rank)  # type: ignore[union-attr]
-            optimizer.step()
-    except pagoda.UsageError as found:
-        return str(found)
-    finally:
-        with suppress(Exception):
-            optimizer.close()
-    return ""
+    if how == "numbers":
+        model.first.weight.grad.mul_(0.5 + rank)
+        error = refusal(optimizer.step)
+    else:
+        error = refusal(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    with suppress(Exception):
+        optimizer.close()
+    return error

@@ -26,9 +26,10 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 
 from .ranks import ROOT, RankServer
-from .tiny_runs import STEPS, assert_same, started, tiny_config
+from .tiny_runs import assert_same, started, tiny_config
 
-LONG = 40
+pytestmark = pytest.mark.slow
+STEPS = 40
 KILLS_OF_A_RUN = 5
 RUNS = 5
 """Of each kind; so 50 kills in all."""
@@ -36,13 +37,12 @@ RESTARTS = 99
 HANG_S = 240
 
 
-def config_of(kind: str, tmp_path: Path, steps: int) -> TrainConfig:
-    """State in RAM, or all of it on SSD; a checkpoint after every step, or every second one of many."""
-    config = tiny_config(tmp_path)
-    if kind == "ssd":
-        memory = replace(config.memory, host="700KiB", ssd=f"{tmp_path / 'ssd'}:64MiB")
-        config = replace(config, memory=memory)
-    return replace(config, steps=steps, checkpoint_every=1 if steps < LONG else 2)
+def config_of(kind: str, tmp_path: Path) -> TrainConfig:
+    """State in RAM, or all of it on SSD; a checkpoint after every second step."""
+    config = replace(tiny_config(tmp_path), steps=STEPS)
+    if kind == "ram":
+        return config
+    return replace(config, memory=replace(config.memory, host="700KiB", ssd=f"{tmp_path / 'ssd'}:64MiB"))
 
 
 class Killer(threading.Thread):
@@ -115,19 +115,13 @@ def assert_ended_as(whole: TrainConfig, config: TrainConfig) -> None:
     assert [line["step"] for line in read_metrics(RunDir(config.out).metrics)] == list(range(1, config.steps + 1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "number", "steps"),
-    [
-        pytest.param("ssd", -1, STEPS, marks=pytest.mark.slow),
-        *(pytest.param(k, n, LONG, marks=pytest.mark.slow) for k in ("ram", "ssd") for n in range(RUNS)),
-    ],
-)
+@pytest.mark.parametrize("number", range(RUNS))
+@pytest.mark.parametrize("kind", ["ram", "ssd"])
 def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_one_that_was_not(
-    kind: str, number: int, steps: int, whole: TrainConfig, ranks: RankServer, tmp_path: Path
+    kind: str, number: int, ranks: RankServer, tmp_path: Path
 ) -> None:
-    config = config_of(kind, tmp_path, steps)
-    if steps == LONG:
-        whole = left_alone(config, ranks, tmp_path)
+    config = config_of(kind, tmp_path)
+    whole = left_alone(config, ranks, tmp_path)
     pid = tmp_path / "out" / "agent"
 
     def agent() -> int:
@@ -135,15 +129,14 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_one_that_was_not(
             time.sleep(0.002)
         return int(pid.read_text())
 
-    kills = KILLS_OF_A_RUN if steps == LONG else 1
-    killer = Killer(agent, config, random.Random(f"{kind} {number}"), kills, start_s=1.0)
+    killer = Killer(agent, config, random.Random(f"{kind} {number}"), KILLS_OF_A_RUN, start_s=1.0)
     killer.start()
     environment = {"PAGODA_RANK_TIMEOUT": "60"}
     settings = {"restarts": RESTARTS, "environment": environment, "timeout_s": HANG_S}
     assert started(ranks, 2, tmp_path / "out", config, **settings) == [0], killer.killed
     killer.join()
     print(f"\n{kind} {number}: {len(killer.killed)} kills: {'; '.join(killer.killed)}")
-    assert len(killer.killed) == kills
+    assert len(killer.killed) == KILLS_OF_A_RUN
     assert_ended_as(whole, config)
 
 
@@ -162,12 +155,11 @@ def torchrun(settings: Path, out: Path) -> Iterator["subprocess.Popen[bytes]"]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ram", "ssd"])
 def test_torchrun_restarts_a_run_whose_ranks_are_killed_until_it_ends_with_the_same_bits(
     kind: str, ranks: RankServer, tmp_path: Path
 ) -> None:
-    config = config_of(kind, tmp_path, steps=LONG)
+    config = config_of(kind, tmp_path)
     whole = left_alone(config, ranks, tmp_path)
     with torchrun(whole.out / "run.yaml", config.out) as process:
         killer = Killer(lambda: process.pid, config, random.Random(f"torchrun {kind}"), kills=3, start_s=5.0)

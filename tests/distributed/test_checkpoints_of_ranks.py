@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from zoo import assert_equal
 
 from .ranks import RankServer
 
@@ -12,11 +12,8 @@ SLOW = pytest.mark.slow
 
 
 def assert_same_state(first: dict[str, Any], second: dict[str, Any]) -> None:
-    for name, weight in first["weights"].items():
-        assert torch.equal(weight, second["weights"][name]), name
-    for index, states in first["states"].items():
-        for name, value in states.items():
-            assert torch.equal(value, second["states"][index][name]), (index, name)
+    for of in "weights", "states":
+        assert_equal(first[of], second[of])
 
 
 READERS: dict[int, dict[str, Any]] = {1: {"kind": "ssd"}, 2: {"kind": "arena"}, 4: {"stage": 1}}

@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from zoo import assert_equal
 
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.config.memory import Memory
@@ -67,10 +67,6 @@ def trained(ranks: RankServer, count: int, config: TrainConfig) -> dict[str, lis
     return {figure: [line[figure] for line in lines] for figure in ("loss", "aux_loss", "grad_norm")}
 
 
-def tensors_of(config: TrainConfig) -> dict[str, torch.Tensor]:
-    return read(RunDir(config.out).latest().path)
-
-
 def read(directory: Path, state: str = "weight") -> dict[str, torch.Tensor]:
     with Checkpoint(directory) as checkpoint:
         return {name: checkpoint.tensors[state][name].whole().reshape(-1) for name in checkpoint.specs(state)}
@@ -78,7 +74,6 @@ def read(directory: Path, state: str = "weight") -> dict[str, torch.Tensor]:
 
 def executed(config: TrainConfig) -> set[str]:
     """What lanes did in a step that was traced, updates apart, which run into the next step."""
-    assert config.trace is not None
     events = json.loads(config.trace.read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X" and event.get("cat") != "compute"}
     return {verb for verb in VERBS if any(name.startswith(verb) for name in names)}
@@ -123,7 +118,7 @@ def test_ranks_that_divide_experts_train_as_one_does(
     expected, figures = trained(ranks, 1, alone), trained(ranks, count, divided)
     for name, values in figures.items():
         assert values == pytest.approx(expected[name], rel=RELATIVE if name != "grad_norm" else 5 * RELATIVE), name
-    mine, others = tensors_of(divided), tensors_of(alone)
+    mine, others = (read(RunDir(config.out).latest().path) for config in (divided, alone))
     assert mine.keys() == others.keys()  # each expert once, by its own name
     assert any(".experts." in name for name in mine)
     for name, weight in mine.items():
@@ -147,9 +142,7 @@ def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankSe
     arguments = {"model": alone.model, "source": str(source), "expert_parallel": 2}
     ranks.run("resave_experts", 2, tmp_path / "divided", **arguments)
     for state in ("weight", "exp_avg", "exp_avg_sq"):
-        once, again = read(source, state), read(tmp_path / "divided" / "again", state)
-        assert once.keys() == again.keys()
-        assert all(torch.equal(values, again[name]) for name, values in once.items())
+        assert_equal(read(source, state), read(tmp_path / "divided" / "again", state))
     saved, resaved = (json.loads((d / "manifest.json").read_text()) for d in (source, tmp_path / "divided" / "again"))
     assert saved["steps"] == resaved["steps"]
     drawn = read(tmp_path / "divided" / "drawn")  # no rank has another's experts
@@ -165,22 +158,19 @@ def test_full_states_of_divided_experts_hold_all_of_them(model: str, ranks: Rank
     (alone,) = ranks.run("load_full_states", 1, tmp_path / "alone", name=name, source=dcp)
     full = first["full"]
     assert second["full"] == {}
-    assert full.keys() == alone["full"].keys()
+    assert_equal(alone["full"], full)
     assert first["everywhere"] == second["everywhere"] == sorted(full)
     assert {*first["own"]} != {*second["own"]}
     for result in (first, second):
         for name, weight in result["own"].items():
             assert torch.equal(weight, in_full(full, name)), name
             assert torch.equal(weight, result["loaded"][name]), name
-        for part in ("model", "optim"):
-            assert_same(result["saved"][part], result["restored"][part])
-    for name, weight in alone["full"].items():
-        assert torch.equal(weight, full[name]), name
+        assert_equal(result["saved"], result["restored"])
     auto = AutoModelForCausalLM if model == "mixtral-15m" else AutoModelForSeq2SeqLM
     exported = auto.from_pretrained(tmp_path / "divided" / "exported").state_dict()
     assert all(torch.equal(exported[name], weight) for name, weight in full.items())
     moments = {**first["saved"]["optim"]["state"], **second["saved"]["optim"]["state"]}
-    assert_same(moments, alone["restored"]["optim"]["state"])
+    assert_equal(moments, alone["restored"]["optim"]["state"])
 
 
 def in_full(full: dict[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -190,17 +180,6 @@ def in_full(full: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         return full[name]
     expert, _, param = rest.partition(".")
     return full[f"{row}.{param}"][int(expert) :][:1]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["tokens have gradients", "what makes them is frozen"])
@@ -221,7 +200,6 @@ def test_tokens_go_to_their_experts_and_results_and_gradients_come_back(
     [
         (2, {"expert_parallel": 2, "tensor": 1}),
         pytest.param(4, {"expert_parallel": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(2, {"expert_parallel": 1, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_run_blocks_together_choose_alike_what_they_recompute(
@@ -235,13 +213,12 @@ def test_ranks_that_run_blocks_together_choose_alike_what_they_recompute(
     room = [None] * (count - 1) + [f"{narrow}"]
     results = ranks.run("choose_together", count, tmp_path / "auto", activations="auto", room=room, **shared)
     for before, after in zip(kept, results, strict=True):
-        assert after["losses"] == before["losses"]
-        assert after["norms"] == before["norms"]
-        assert all(torch.equal(after["weights"][name], weight) for name, weight in before["weights"].items())
+        for of in "losses", "norms", "parts":
+            assert_equal(after[of], before[of])
         assert after["policies"] == results[0]["policies"]
         assert {*after["policies"]} == {"keep", "recompute"}
-        assert after["peak"] <= narrow
-        assert after["kept"] <= 1.05 * after["peak"]  # experts have other numbers of tokens in each step
+        assert after["most_kept"] <= narrow
+        assert after["kept"] <= 1.05 * after["most_kept"]  # experts have other numbers of tokens in each step
 
 
 @pytest.mark.parametrize(

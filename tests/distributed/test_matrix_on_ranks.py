@@ -4,20 +4,16 @@ Each case trains a tiny mixture of experts with the settings of a row, and again
 all state in RAM, every activation kept, and updates at the step.
 """
 
-import json
-from functools import cache
 from math import prod
 from typing import Any
 
 import pytest
-import torch
 from pairwise import Case, covering
 from test_matrix import features_of
+from zoo import assert_equal
 
 from pagoda.plan.combinations import why_not
 from tests.tiny import write_mixture
-
-from .ranks import RankServer
 
 pytestmark = pytest.mark.slow
 AXES = {
@@ -66,25 +62,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_mixture("mixtral-15m", tmp_path_factory.mktemp("mixture"))
 
 
-@pytest.fixture(scope="module")
-def trained(ranks: RankServer, model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def train(said: str) -> list[dict[str, Any]]:
-        case = json.loads(said)
-        return ranks.run("train_case", ranks_of(case), tmp_path_factory.mktemp("case"), name=model, case=case)
-
-    return train
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(map(str, case.values())))
-def test_no_two_settings_change_a_bit_on_ranks(case: Case, trained: Any) -> None:
+def test_no_two_settings_change_a_bit_on_ranks(case: Case, model: str, once: Any) -> None:
     plain = PLAIN | ({"update": "async"} if case["update"] == "async" else {})  # which weights are read changes bits
-    expected, found = (trained(json.dumps(each)) for each in (case | plain, case))
+    expected, found = (once("train_case", ranks_of(case), name=model, case=each) for each in (case | plain, case))
     for before, after in zip(expected, found, strict=True):
-        assert after["losses"] == before["losses"]
-        assert after["norms"] == before["norms"]
-        assert after["parts"].keys() == before["parts"].keys()
-        assert not [name for name, part in before["parts"].items() if not torch.equal(after["parts"][name], part)]
+        for of in "losses", "norms", "parts":
+            assert_equal(after[of], before[of])
         assert all(peak <= after["plan_peak"][tier] for tier, peak in after["peak"].items())
         on_ssd = {*after["lines"].get("ssd", {})} - {"activations"}
         assert bool(on_ssd) == ("ssd" in case["place"])

@@ -76,7 +76,7 @@ def layout_of(stage: int, ranks: int, frozen: int) -> tuple[Layout, UnitSpec]:
     params = tuple(ParamSpec(f"p{i}", (2000 + 37 * i,), trainable=i < 10 - frozen) for i in range(10))
     units = discover(ModuleSpec("", params), 1 << 30, 2)
     states = AdamW().states("bf16")
-    return Layout(units, states, 4096, ranks=Ranks(ranks, ranks, stage)), units[0]  # type: ignore[arg-type]
+    return Layout(units, states, 4096, ranks=Ranks(ranks, ranks, stage)), units[0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

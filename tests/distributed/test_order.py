@@ -272,7 +272,7 @@ def test_ranks_at_two_points_that_need_all_of_them_are_told_who_is_where() -> No
 def test_ranks_that_ask_for_weights_after_other_numbers_of_updates_are_told() -> None:
     first, second = (Rank(rank, *tables, [USUAL], False) for tables in [(Table(2), Table(2))] for rank in range(2))
     ask = second.order.come_to
-    second.order.come_to = lambda call, part: ask(weights(call.about, version=1), part)  # type: ignore[method-assign]
+    second.order.come_to = lambda call, part: ask(weights(call.about, version=1), part)
     for rank in (first, second):
         rank.start()
     for rank in (first, second):

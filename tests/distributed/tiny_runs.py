@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+from zoo import assert_equal
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.config.memory import Memory
@@ -40,13 +40,13 @@ def started(ranks: RankServer, count: int, out: Path, config: TrainConfig, **set
     return status
 
 
-def states_of(config: TrainConfig) -> dict[tuple[str, str], torch.Tensor]:
+def states_of(config: TrainConfig) -> dict[str, Any]:
     """Everything that the last checkpoint of a run holds."""
     last = RunDir(config.out).latest()
     assert last.step == config.steps
     with Checkpoint(last.path) as checkpoint:
         return {
-            (state, name): checkpoint.tensors[state][name].whole().reshape(-1)
+            f"{state} of {name}": checkpoint.tensors[state][name].whole().reshape(-1)
             for state in (*checkpoint.states, BUFFERS)
             for name in checkpoint.specs(state)
         }
@@ -54,7 +54,4 @@ def states_of(config: TrainConfig) -> dict[tuple[str, str], torch.Tensor]:
 
 def assert_same(first: TrainConfig, second: TrainConfig) -> None:
     """Both runs ended with the same bits."""
-    mine, others = states_of(first), states_of(second)
-    assert mine.keys() == others.keys()
-    for key, values in mine.items():
-        assert torch.equal(values, others[key]), key
+    assert_equal(states_of(first), states_of(second))

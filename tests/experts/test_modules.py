@@ -22,7 +22,7 @@ def stable_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
 
 
-def stack(implementation: str = "grouped_mm", dtype: torch.dtype = torch.float32) -> nn.Module:
+def stack(implementation: str = "grouped_mm", dtype: torch.dtype = torch.float32) -> Any:
     """A module that holds a stack of experts."""
     torch.manual_seed(0)
     config: Any = MixtralConfig(num_local_experts=EXPERTS, intermediate_size=48, hidden_size=HIDDEN)
@@ -33,12 +33,12 @@ def stack(implementation: str = "grouped_mm", dtype: torch.dtype = torch.float32
     return nn.ModuleDict({"experts": experts}).to(dtype)
 
 
-def gradients(model: nn.Module, chosen: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def gradients(model: Any, chosen: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Of the tokens, their weights and the stack's parameters, and the output."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
     weights = torch.rand(chosen.shape, generator=generator).to(dtype).requires_grad_()
-    experts: Any = model["experts"]  # type: ignore[index]
+    experts = model["experts"]
     out = experts(tokens, chosen, weights)
     out.float().square().sum().backward()
     found = {"out": out.detach(), "tokens": tokens.grad, "weights": weights.grad}
@@ -60,14 +60,14 @@ def test_a_stack_in_tiles_gives_the_bits_of_the_stack(dtype: torch.dtype, tile: 
     whole = gradients(stack(dtype=dtype), chosen, dtype)
     model = stack(dtype=dtype)
     tiling = Tiling(model, None if tile is None else tile * 3 * 48 * HIDDEN)
-    assert isinstance(model["experts"], ExpertStack)  # type: ignore[index]
-    assert len(model["experts"].pieces()) == (EXPERTS if tile is None else 3)  # type: ignore[index]
+    assert isinstance(model["experts"], ExpertStack)
+    assert len(model["experts"].pieces()) == (EXPERTS if tile is None else 3)
     cut = gradients(model, chosen, dtype)
     for name, value in whole.items():
         assert torch.equal(cut[name], value), name
     assert not cut["down_proj"][-2:].any()
     tiling.undo()
-    assert not isinstance(model["experts"], ExpertStack)  # type: ignore[index]
+    assert not isinstance(model["experts"], ExpertStack)
 
 
 def test_a_number_past_the_experts_adds_nothing() -> None:
@@ -81,38 +81,32 @@ def test_a_number_past_the_experts_adds_nothing() -> None:
         torch.testing.assert_close(cut[name], value)
 
 
-class Layer(nn.Module):
-    """A layer of a Switch Transformer, of whose experts some are full and some are without tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        config = SwitchTransformersConfig(
-            d_model=HIDDEN, d_ff=48, num_experts=EXPERTS, expert_capacity=1, router_jitter_noise=0.0, dropout_rate=0.0
-        )
-        self.mlp = SwitchTransformersSparseMLP(config)
-
-
 def test_a_switch_router_computes_in_fp32_and_keeps_its_weight_as_it_is() -> None:
     logits = []
     hidden = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    config = SwitchTransformersConfig(d_model=HIDDEN, d_ff=48, num_experts=EXPERTS, router_jitter_noise=0.0)
     for cut in (False, True):
-        model = Layer().bfloat16()
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"mlp": SwitchTransformersSparseMLP(config)}).bfloat16()
         if cut:
             Tiling(model)
-        logits.append(model.mlp.router(hidden)[2])
-        kept = torch.bfloat16 if cut else torch.float32
-        assert model.mlp.router.classifier.weight.dtype is kept
-        assert isinstance(model.mlp.router.classifier, SwitchRouter) == cut
+        router = model["mlp"].router
+        logits.append(router(hidden)[2])
+        assert router.classifier.weight.dtype is (torch.bfloat16 if cut else torch.float32)
+        assert isinstance(router.classifier, SwitchRouter) == cut
     assert logits[1].dtype is torch.float32
     assert torch.equal(*logits)
 
 
-def test_what_keeps_the_weights_is_told_what_runs_and_what_gets_zeros() -> None:
-    told: list[Any] = []
+def tiled() -> Any:
     model = stack()
     Tiling(model)
-    experts: Any = model["experts"]  # type: ignore[index]
+    return model["experts"]
+
+
+def test_what_keeps_the_weights_is_told_what_runs_and_what_gets_zeros() -> None:
+    told: list[Any] = []
+    experts = tiled()
     names = {tile: int(name) for name, tile in experts.tiles.items()}
     experts.coming = lambda runs, idle: told.append(([names[t] for t in runs], [names[t] for t in idle]))
     chosen = torch.tensor([[5, 2], [2, 7]])
@@ -121,9 +115,7 @@ def test_what_keeps_the_weights_is_told_what_runs_and_what_gets_zeros() -> None:
 
 
 def test_the_zeros_of_experts_without_tokens_take_no_memory_before_they_are_accumulated() -> None:
-    model = stack()
-    Tiling(model)
-    experts: Any = model["experts"]  # type: ignore[index]
+    experts = tiled()
     out = experts(torch.randn(2, HIDDEN), torch.tensor([[0], [1]]), torch.ones(2, 1))
     idle = experts.tiles["5"].down_proj
     (grad,) = torch.autograd.grad(out.sum(), [idle])

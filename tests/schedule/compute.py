@@ -32,7 +32,8 @@ class NoRoomError(StoppedError):
 
 
 class Compute(Machine):
-    """Forward and backward passes. What the program is otherwise is in `worlds.py`."""
+    """Forward and backward passes. What the program is otherwise, `begin_checkpoint` and `drain` included, is in
+    `worlds.py`."""
 
     def __init__(self, rules: Rules, make: Callable[[SchedulePlan], Any], rng: random.Random, haste: random.Random):
         super().__init__(rules, make, rng, haste)
@@ -95,7 +96,6 @@ class Compute(Machine):
         else:
             fetch = next((op for op in self.leases.values() if op.unit == unit and self.is_current(op)), None)
             require(fetch is not None, f"unit {unit} has no lease")
-            assert fetch is not None
             version = fetch.version
             contents = {self.frames[frame] for frame in self.span(fetch)}
             require(contents == {(unit, version, home.edition)}, f"the lease of unit {unit} holds {contents}")
@@ -248,9 +248,3 @@ class Compute(Machine):
             self.scheduler.gradient(unit, complete=part == parts - 1, last=last)
             self.collect()
         self.until(lambda: not self.scheduler.gradients.held_back, f"a buffer for the gradient of {unit}")
-
-    def begin_checkpoint(self) -> None:
-        raise NotImplementedError
-
-    def drain(self, afterwards: Callable[[], None] = lambda: None) -> None:
-        raise NotImplementedError

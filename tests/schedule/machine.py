@@ -130,7 +130,6 @@ class Machine(Memory):
 
     def fill(self, op: Operation) -> None:
         """What comes later in the device's queue finds the weights in their frames."""
-        assert op.run is not None
         now = self.readings[op] if self.readings[op][1] == self.homes[op.unit].edition else None
         if self.leases.get(op.run.start) is op:  # else others have the frames, and their weights come later
             for frame in self.span(op):
@@ -155,7 +154,6 @@ class Machine(Memory):
             home.states = op.version - op.in_two
             del self.stages[op]
         elif op.kind is Kind.UNDO:
-            assert home.undo is not None
             truth = self.truths[op.unit]
             truth.consumed -= {*truth.applied[home.undo :]}
             del truth.applied[home.undo :]
@@ -211,7 +209,6 @@ class Machine(Memory):
             self.lost = self.lost or op.steps[0] == self.steps
         elif op.kind is Kind.SAVE:
             del self.readings[op]
-            assert self.checkpoint is not None
             self.save_ended(op, self.checkpoint[op.unit])  # the checkpoint has failed, which concerns nobody else
         self.scheduler.failed(op)
 

@@ -222,7 +222,6 @@ class Memory:
         for frame in self.span(op):
             require(self.frames[frame] is None, f"frame {frame} of unit {op.unit} is taken: {self.frames[frame]}")
             self.frames[frame] = TORN
-        assert op.run is not None
         self.leases[op.run.start] = op
         self.references[op] = 0
         self.read_from[op] = self.homes[op.unit].front
@@ -372,7 +371,6 @@ class Memory:
         return self.references[self.leases[op.run.start]] > 0
 
     def free_frames(self, op: Operation) -> None:
-        assert op.run is not None
         fetch = self.leases.pop(op.run.start)
         filled = fetch not in self.stages or self.stages[fetch] > 0
         require(filled or self.plan.ranks_fetch_alike, f"the frames of unit {op.unit} are freed before they are filled")
@@ -413,12 +411,10 @@ class Memory:
         version = home.states if op.run is None else home.kept
         wanted = self.wants_to_save(op.unit)
         require(wanted is None or version == wanted, f"a checkpoint of version {wanted} reads {version} of {op.unit}")
-        assert version is not None
         return version
 
     def wants_to_save(self, unit: int) -> int | None:
         return None if self.checkpoint is None else self.checkpoint[unit]
 
     def span(self, op: Operation) -> range:
-        assert op.run is not None
         return range(op.run.start, op.run.stop)

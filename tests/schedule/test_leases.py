@@ -13,11 +13,11 @@ from hypothesis import example, given, settings, strategies as st
 from pagoda.memory.page import Run
 from pagoda.plan.trace import STEP, NextUse, Trace, assumed_trace, gradients_of
 from pagoda.schedule.frames import Frames
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.operations import Kind, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 from tests.plan.strategies import Draw, traces
 
-from .at_once import end, units_of
+from .at_once import end, end_all, units_of
 
 UNITS = 6
 STEPS = 4
@@ -93,22 +93,16 @@ class Player:
         self.used = None
 
     def _execute(self) -> None:
-        while operations := self.scheduler.take():
-            for operation in operations:
-                self._end(operation)
+        for operation in end_all(self.scheduler):
+            if operation.kind in (Kind.FETCH, Kind.RECLAIM):
+                self.moves.append((self._tick, operation.kind, operation.unit))
+            assert operation.kind is not Kind.RECLAIM or operation.unit != self.used
         assert self.scheduler.leases.frames.in_use <= self.problem.capacity
 
-    def _end(self, operation: Operation) -> None:
-        if operation.kind in (Kind.FETCH, Kind.RECLAIM):
-            self.moves.append((self._tick, operation.kind, operation.unit))
-        if operation.kind is Kind.RECLAIM:
-            assert operation.unit != self.used
-        end(self.scheduler, operation)
 
-
-def played(problem: Problem, steps: int = STEPS) -> Player:
+def played(problem: Problem) -> Player:
     player = Player(problem)
-    for _ in range(steps):
+    for _ in range(STEPS):
         player.step()
     return player
 
@@ -231,6 +225,5 @@ def test_runs_never_overlap_and_whatever_is_pinned_every_other_slab_can_be_made_
 def test_the_slab_with_the_least_room_that_has_it_gives_a_run() -> None:
     frames = Frames(12, 6)
     first = frames.alloc(4)
-    assert first is not None
     assert frames.alloc(2) == Run(first.stop, 2)
     assert frames.alloc(7) is None

@@ -128,71 +128,57 @@ def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
     assert scheduler.updates.drained
 
 
-def begun_checkpoint() -> Scheduler:
-    """Of four units that are updated during backward; the reserve has room for one. Two SAVEs are under way."""
+def begun_checkpoint() -> tuple[Scheduler, list[Operation], Operation]:
+    """Of four units that are updated during backward; the reserve has room for one. Two SAVEs are under way, and an
+    UPDATE of another unit, which has begun to keep its old states there."""
     units = [UnitPlan(old_state_pages=1) for _ in range(4)]
     scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=1, during_backward=True))
     scheduler.prepare_checkpoint()
     assert scheduler.updates.prepared
     scheduler.begin_checkpoint()
-    return scheduler
+    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
+    update = updated(scheduler, min({*range(4)} - {op.unit for op in saves}))
+    assert update.run is not None
+    return scheduler, saves, update
 
 
-def updated(scheduler: Scheduler, unit: int) -> Operation | None:
+def saved(scheduler: Scheduler, saves: list[Operation]) -> list[tuple[int, Any]]:
+    """What is saved once these SAVEs have ended: units, and where the reserve has kept their states."""
+    for op in saves:
+        scheduler.ended(op)
+    return [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
+
+
+def updated(scheduler: Scheduler, unit: int) -> Operation:
     """The UPDATE of a unit, once its gradient has come and nothing refers to it."""
     scheduler.gradient(unit, complete=True, last=True)
-    while new := [op for op in scheduler.take() if op.unit == unit and op.kind is not Kind.FETCH]:
-        for op in new:
-            if op.kind is Kind.UPDATE:
-                return op
-            if op.kind is Kind.RECLAIM:
-                scheduler.reclaimed(op, freed=True)
-            elif op.kind is Kind.OFFLOAD:
-                scheduler.ended(op)
-    return None
+    (update,) = (op for op in end_all(scheduler, updates=False) if op.kind is Kind.UPDATE and op.unit == unit)
+    return update
 
 
 def test_states_that_were_not_overwritten_after_all_are_saved_from_their_home() -> None:
-    scheduler = begun_checkpoint()
-    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
-    unit = min({*range(4)} - {op.unit for op in saves})
-    update = updated(scheduler, unit)
-    assert update is not None
-    assert update.run is not None
+    scheduler, saves, update = begun_checkpoint()
     scheduler.refused(update)
-    for op in saves:
-        scheduler.ended(op)
-    assert (unit, None) in [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
+    assert (update.unit, None) in saved(scheduler, saves)
 
 
 def test_a_refused_update_leaves_what_another_has_kept() -> None:
     """Of two updates of a unit, the first has kept what a checkpoint has yet to read, and the second is refused."""
-    scheduler = begun_checkpoint()
-    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
-    unit = min({*range(4)} - {op.unit for op in saves})
-    update = updated(scheduler, unit)
-    assert update is not None
-    assert update.run is not None
+    scheduler, saves, update = begun_checkpoint()
     scheduler.old_states_kept(update)
     scheduler.gradient_used(update)
     scheduler.weights_written(update)
     scheduler.ended(update)
     scheduler.end_step()
-    second = updated(scheduler, unit)
-    assert second is not None
+    second = updated(scheduler, update.unit)
     assert second.run is None
     scheduler.refused(second)
-    for op in saves:
-        scheduler.ended(op)
-    assert (unit, update.run) in [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
+    assert (update.unit, update.run) in saved(scheduler, saves)
 
 
 def test_a_checkpoint_is_lost_with_an_update_that_fails() -> None:
     """Even if it has kept the old states: it may have failed while it copied them."""
-    scheduler = begun_checkpoint()
-    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
-    update = updated(scheduler, min({*range(4)} - {op.unit for op in saves}))
-    assert update is not None
+    scheduler, _, update = begun_checkpoint()
     assert not scheduler.updates.checkpoint.lost
     scheduler.failed(update)
     assert scheduler.updates.checkpoint.lost
