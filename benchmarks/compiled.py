@@ -10,21 +10,25 @@ With `--other-lengths` it also counts the graphs that batches of other lengths h
 """
 
 import json
+import multiprocessing
+import os
 import statistics
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
-from script import machine, write
-from training import llama
-from turns import ROOT, Checkout, serve, settings_of_process, take_turns
+from pagoda.calibrate.meter import cpu_name
+from pagoda.process import keep_freed_memory
 
 WAYS = [f"{who}, {what}" for who in ("plain", "Pagoda") for what in ("eager", "layers", "model")]
-_FIRST_STEPS = 3
+_WARM_UP = 3
 _VOCABULARY = 8192
 
 
@@ -33,40 +37,49 @@ def graphs() -> dict[str, int]:
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
-def serve_steps(way: str, layers: int, hidden: int, batch: int, seq_len: int, other_lengths: bool) -> None:
-    """A process that takes a step when it is its turn, and says at the end what it has compiled."""
+def work(way: str, layers: int, hidden: int, batch: int, seq_len: int, other_lengths: bool, pipe: Connection) -> None:
+    """Take a step each time that the parent asks for one, and answer with its seconds; at the end, with what it saw."""
+    keep_freed_memory()
     who, _, what = way.partition(", ")
     torch.manual_seed(0)
-    model: Any = llama(_VOCABULARY, hidden, hidden * 8 // 3, layers)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=_VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=hidden * 8 // 3,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            use_cache=False,
+        )
+    )
     for module in {"eager": [], "layers": model.model.layers, "model": [model]}[what]:
         module.compile()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if who == "Pagoda":
+        del optimizer
         memory = pagoda.Memory(host="8GiB")
         model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-4), memory=memory, precision="fp32")
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step(length: int = seq_len) -> None:
+    def step(length: int = seq_len) -> float:
+        start = time.perf_counter()
         ids = torch.randint(_VOCABULARY, (batch, length))
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return time.perf_counter() - start
 
-    found = {}
-
-    def start() -> None:
-        for _ in range(_FIRST_STEPS):
-            step()
-        found.update(graphs())
-
-    serve({"start": start, "step": step})
-    found["again"] = graphs()["graphs"] - found["graphs"]
+    first_s = sum(step() for _ in range(_WARM_UP))
+    seen = graphs()
+    pipe.send(first_s)
+    while pipe.recv():
+        pipe.send(step())
+    again = graphs()["graphs"] - seen["graphs"]
+    found = {**seen, "first steps, s": round(first_s, 1), "again": again}
     if other_lengths:
-        before = graphs()["graphs"]
         for length in (seq_len // 2, seq_len // 2 + 8, seq_len):
             step(length)
-        found["other lengths"] = graphs()["graphs"] - before
-    print(json.dumps(found))
+        found["other lengths"] = graphs()["graphs"] - seen["graphs"] - again
+    pipe.send(found)
 
 
 def main(
@@ -79,23 +92,32 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Print a row for each way."""
-    sizes = {"layers": layers, "hidden": hidden, "batch": batch, "seq_len": seq_len, "other_lengths": other_lengths}
-    processes = [Checkout(ROOT, __file__, {"way": way, **sizes}) for way in WAYS]
-    first_s = [process.turn("start") for process in processes]
-    seconds = [turns["step"] for turns in take_turns(processes, ["step"], rounds)]
-    result: dict[str, Any] = {**machine(), "tokens": batch * seq_len, "layers": layers, "hidden": hidden}
-    for way, process, first, of_way in zip(WAYS, processes, first_s, seconds, strict=True):
-        ratios = [mine / plain for mine, plain in zip(of_way, seconds[0], strict=True)]
-        figures = {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+    os.environ.update(GOMP_SPINCOUNT="10000", KMP_BLOCKTIME="1")  # for the processes that are started here
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for way in WAYS:
+        pipes[way], theirs = context.Pipe()
+        context.Process(
+            target=work, args=(way, layers, hidden, batch, seq_len, other_lengths, theirs), daemon=True
+        ).start()
+        pipes[way].recv()
+    for number in range(rounds):
+        for index in range(len(WAYS)):
+            way = WAYS[(number + index) % len(WAYS)]
+            pipes[way].send(True)
+            seconds[way].append(pipes[way].recv())
+    result: dict[str, Any] = {"machine": cpu_name(), "tokens": batch * seq_len, "layers": layers, "hidden": hidden}
+    for way in WAYS:
+        pipes[way].send(False)
+        ratios = sorted(mine / plain for mine, plain in zip(seconds[way], seconds[WAYS[0]], strict=True))
+        figures = {"ratio": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
         rounded = {name: round(value, 2) for name, value in figures.items()}
-        times = {"step_s": round(statistics.median(of_way), 3), "first steps, s": round(first, 1)}
-        result[way] = {**times, **rounded, **json.loads(process.said)}
+        result[way] = {"step_s": round(statistics.median(seconds[way]), 3), **rounded, **pipes[way].recv()}
         print(way, result[way], flush=True)
-    write(out, result)
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    if (settings := settings_of_process()) is not None:
-        serve_steps(**settings)
-    else:
-        tyro.cli(main)
+    tyro.cli(main)

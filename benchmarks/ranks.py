@@ -13,35 +13,33 @@ medians), most resident memory, and what is left of it when a step has ended.
 `--part memory` or `--part speed` does one of them and keeps the other's figures; `--part docs` only writes the tables.
 """
 
+import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import pagoda
-from beyond_memory import resident_bytes
 from marks import write_between_marks
 from pagoda.calibrate.meter import cpu_name
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
-from script import write
-from training import LR, Paged, Plain, Trainer, Workload
+from training import LR, Paged, Trainer, Workload
 
-Kind = Literal["stage 3", "stage 2", "stage 1", "ddp", "fsdp2", "fsdp2-offload"]
 STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
 NAMES = {**{kind: f"Pagoda, {kind}" for kind in STAGES}, "ddp": "DDP", "fsdp2": "FSDP2"}
 NAMES["fsdp2-offload"] = "FSDP2, CPU offload"
@@ -54,32 +52,32 @@ STATE = ("weight", "weight_low", "exp_avg", "exp_avg_sq")
 """Lines of the ledger that are 12 bytes a parameter on one rank."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Measure ranks under Pagoda, beside plain DDP and FSDP2."""
-
-    out: Path
-    model: str = "gpt-16x512"
-    rounds: int = 1
-    threads: int = 1
-    """torch threads of a rank."""
-    ranks: tuple[int, ...] = (2, 4)
-    """Numbers of ranks beside one."""
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    part: Literal["all", "speed", "memory", "docs"] = "all"
-    docs: Path | None = None
-    """Where to write the tables."""
-    rank_of: Kind | None = None
-    """In the process of a rank: what it trains. It writes its figures below `out`."""
-
-
-class DistributedPlain(Plain):
+class DistributedPlain:
     """DDP in bf16 with an fp32 master on each rank; the whole state everywhere."""
 
     def __init__(self, workload: Workload) -> None:
-        super().__init__(workload)
-        if dist.is_initialized():
-            self.model = nn.parallel.DistributedDataParallel(self.model)
+        torch.manual_seed(0)
+        model = workload.build()
+        self.master = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        self.module = model.to(torch.bfloat16).train()
+        several = dist.is_initialized()
+        self.model = nn.parallel.DistributedDataParallel(self.module) if several else self.module
+        self.optimizer = torch.optim.AdamW(self.master, lr=LR, fused=True)
+        self.clip = workload.clip
+
+    def step(self, ids: torch.Tensor) -> None:
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        params = list(self.module.parameters())
+        for master, param in zip(self.master, params, strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.master, self.clip)
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, param in zip(self.master, params, strict=True):
+                param.copy_(master)
+                master.grad = None
 
 
 class Sharded(Trainer):
@@ -152,13 +150,21 @@ class Sent:
         return found
 
 
-def sent_of(trained: Trainer) -> tuple[int, int]:
+def sent_of(trained: Any) -> tuple[int, int]:
     """The same of Pagoda's collectives, so far."""
     together = trained.optimizer._engine.rank_group if isinstance(trained, Paged) else None
     if together is None:
         return 0, 0
     groups = together.collectives.groups.values()
     return sum(group.messages for group in groups), sum(group.sent_bytes for group in groups)
+
+
+def resident(field: str) -> int:
+    """Bytes of this process that are resident (VmRSS), or most that were (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def train(kind: str, model: str) -> dict[str, dict[str, float]]:
@@ -170,9 +176,9 @@ def train(kind: str, model: str) -> dict[str, dict[str, float]]:
     workload = Workload(model, 1, max(tokens for tokens, _ in TOKENS_AND_STEPS), checkpointing=False)
     workload.build()  # imports, and whatever else building a model leaves, are nobody's
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    before = resident_bytes("self", "VmRSS")
+    before = resident("VmRSS")
     if kind in STAGES:
-        trained: Trainer = Paged(workload, pagoda.Memory(host="2GiB"), mesh=pagoda.open_mesh(stage=STAGES[kind]))
+        trained: Any = Paged(workload, pagoda.Memory(host="2GiB"), mesh=pagoda.open_mesh(stage=STAGES[kind]))
     else:
         trained = DistributedPlain(workload) if kind == "ddp" else Sharded(workload, kind == "fsdp2-offload")
     sent = Sent() if dist.is_initialized() and kind not in STAGES else None
@@ -181,16 +187,16 @@ def train(kind: str, model: str) -> dict[str, dict[str, float]]:
         batches = replace(workload, seq_len=tokens).batches()
         for _ in range(rank):
             next(batches)
-        seconds = [timed_step(trained, next(batches)) for _ in range(steps - 1)]
+        seconds = [timed_step(kind, trained, next(batches)) for _ in range(steps - 1)]
         before_last = sent.take() if sent is not None else sent_of(trained)
-        seconds.append(timed_step(trained, next(batches)))
+        seconds.append(timed_step(kind, trained, next(batches)))
         messages, sent_bytes = sent.take() if sent is not None else sent_of(trained)
         if sent is None:
             messages, sent_bytes = messages - before_last[0], sent_bytes - before_last[1]
         figures = found[str(tokens)] = {
             "step_s": statistics.median(seconds[2:]),
-            "peak_bytes": resident_bytes("self", "VmHWM") - before,
-            "kept_bytes": resident_bytes("self", "VmRSS") - before,
+            "peak_bytes": resident("VmHWM") - before,
+            "kept_bytes": resident("VmRSS") - before,
             "parameters": sum(p.numel() for p in trained.model.parameters()),
             "messages": messages,
             "sent_bytes": sent_bytes,
@@ -199,27 +205,38 @@ def train(kind: str, model: str) -> dict[str, dict[str, float]]:
             plan = pagoda.plan_of(trained.model)
             state = sum(plan.bytes["host"][state] for state in STATE)
             figures |= {"ledger_bytes": plan.peak_bytes["host"], "state_bytes": state}
-    trained.close()
+    if kind in STAGES:
+        trained.close()
     return found
 
 
-def timed_step(trained: Trainer, ids: torch.Tensor) -> float:
+def timed_step(kind: str, trained: Any, ids: torch.Tensor) -> float:
     """Seconds until every rank has ended a step, its updates included."""
     start = time.perf_counter()
     trained.step(ids)
-    trained.drain()
+    if kind in STAGES:
+        trained.optimizer.drain()
     if dist.is_initialized():
         dist.barrier()
     return time.perf_counter() - start
 
 
-def run(kind: str, ranks: int, settings: Settings) -> dict[str, dict[str, float]]:
-    """One round of one kind, in fresh processes; by tokens of a step."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads), "GLOO_SOCKET_IFNAME": "lo"}
+def run(kind: str, ranks: int, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One round of one kind, in fresh processes, as torchrun would start them; by tokens of a step."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"OMP_NUM_THREADS": arguments.threads, "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-        command += ["--rank-of", kind, "--out", folder, "--model", settings.model]
-        subprocess.run(command, env=environment, check=True)
+        command = [sys.executable, __file__, "--rank-of", kind, "--out", folder, "--model", arguments.model]
+        environments = [{**os.environ, **{k: str(v) for k, v in shared.items()}} for _ in range(ranks)]
+        for rank, environment in enumerate(environments):
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes = [subprocess.Popen(command, env=environment) for environment in environments]
+        ended = [process.wait() for process in processes]
+        if any(ended):
+            raise RuntimeError(f"{kind} on {ranks} ranks failed")
         by_rank = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     return {
         tokens: {key: max(figures[tokens][key] for figures in by_rank) for key in of_tokens}
@@ -227,13 +244,13 @@ def run(kind: str, ranks: int, settings: Settings) -> dict[str, dict[str, float]
     }
 
 
-def speed(settings: Settings) -> dict[str, Any]:
+def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Weak scaling of all kinds, by tokens of a rank and step."""
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for _ in range(settings.rounds):
-        for kind, ranks in ((kind, ranks) for ranks in (1, *settings.ranks) for kind in settings.kinds):
+    for _ in range(arguments.rounds):
+        for kind, ranks in ((kind, ranks) for ranks in (1, *arguments.ranks) for kind in arguments.kinds):
             if ranks > 1 or kind in ON_ONE:
-                for tokens, figures in run(kind, ranks, settings).items():
+                for tokens, figures in run(kind, ranks, arguments).items():
                     rounds.setdefault(tokens, {}).setdefault(f"{kind} x{ranks}", []).append(figures)
     figures = {
         tokens: {name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in by.items()}
@@ -242,11 +259,11 @@ def speed(settings: Settings) -> dict[str, Any]:
     return {"figures": figures, "rounds": rounds}
 
 
-def memory(settings: Settings, known: dict[str, dict[str, float]]) -> dict[str, Any]:
+def memory(arguments: argparse.Namespace, known: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Pagoda's memory on several numbers of ranks, with the fewest tokens; `known` is what `speed` has found."""
     tokens = str(TOKENS_AND_STEPS[0][0])
     return {
-        f"x{ranks}": known.get(f"stage 3 x{ranks}") or run("stage 3", ranks, settings)[tokens]
+        f"x{ranks}": known.get(f"stage 3 x{ranks}") or run("stage 3", ranks, arguments)[tokens]
         for ranks in RANKS_OF_MEMORY
     }
 
@@ -281,34 +298,42 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(settings: Settings) -> None:
-    """Measure what is wanted, and write it."""
+def main() -> None:
     restart_spinning_briefly()
-    out = settings.out
-    if settings.rank_of is not None:
-        figures = train(settings.rank_of, settings.model)
-        (out / f"{os.environ['RANK']}.json").write_text(json.dumps(figures))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt-16x512")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of a rank")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks beside one")
+    parser.add_argument("--kinds", nargs="+", default=[*NAMES], choices=[*NAMES])
+    parser.add_argument("--part", choices=("all", "speed", "memory", "docs"), default="all")
+    parser.add_argument("--docs", type=Path, help="where to write the tables")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rank-of", choices=list(NAMES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        figures = train(arguments.rank_of, arguments.model)
+        (arguments.out / f"{os.environ['RANK']}.json").write_text(json.dumps(figures))
         return
-    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    if settings.part != "docs":
+    result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    if arguments.part != "docs":
         result["machine"] = cpu_name()
-        measured = {key: getattr(settings, key) for key in ("model", "rounds", "threads")}
-        measured |= {"ranks": [*settings.ranks], "kinds": [*settings.kinds]}
-        measured["tokens_and_steps"] = [list(pair) for pair in TOKENS_AND_STEPS]
-        if result.get("settings") != measured:  # figures of another shape go
-            result = {"machine": result["machine"], "settings": measured}
-        if settings.part in ("all", "speed"):
-            result["speed"] = speed(settings)
-        if settings.part in ("all", "memory"):
+        settings = {key: getattr(arguments, key) for key in ("model", "rounds", "threads", "ranks", "kinds")}
+        settings["tokens_and_steps"] = [list(pair) for pair in TOKENS_AND_STEPS]
+        if result.get("settings") != settings:  # figures of another shape go
+            result = {"machine": result["machine"], "settings": settings}
+        if arguments.part in ("all", "speed"):
+            result["speed"] = speed(arguments)
+        if arguments.part in ("all", "memory"):
             fewest = str(TOKENS_AND_STEPS[0][0])
             known = result.get("speed", {}).get("figures", {}).get(fewest, {})
-            result["memory"] = memory(settings, known)
-        write(out, result)
+            result["memory"] = memory(arguments, known)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if {"speed", "memory"} <= result.keys():
         Console().print(tables(result), soft_wrap=True, highlight=False, markup=False)
-        if settings.docs is not None:
-            write_between_marks(settings.docs, "ranks.py", tables(result))
+        if arguments.docs is not None:
+            write_between_marks(arguments.docs, "ranks.py", tables(result))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    main()

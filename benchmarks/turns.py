@@ -42,8 +42,6 @@ class TurnTaker:
     ) -> None:
         """`environment` adds to that of this process; `log` takes what the process writes to stderr."""
         self.name = name
-        self.said = ""
-        """What the process has printed after its turns, once it has ended."""
         environment = {**os.environ, **environment}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
@@ -69,7 +67,7 @@ class TurnTaker:
     def close(self) -> None:
         """Lets the process end, and waits for that."""
         with suppress(BrokenPipeError):
-            self.said = self.process.communicate()[0]
+            self.process.communicate()
 
 
 class Checkout(TurnTaker):
@@ -98,8 +96,7 @@ def settings_of_process() -> dict[str, Any] | None:
 
 
 def serve(turns: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter) -> None:
-    """Takes turns until the parent wants no more, in seconds of `clock`. What they print goes to stderr, and what is
-    printed after them to `TurnTaker.said`.
+    """Takes turns until the parent wants no more, in seconds of `clock`. What they print goes to stderr.
 
     A turn that fails is answered with its error, on one line, and ends the process.
     """
