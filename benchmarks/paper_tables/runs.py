@@ -16,6 +16,7 @@ from pagoda.forecast.model_description import ModelDescription
 from pagoda.forecast.problem import Problem, problem_of
 from pagoda.forecast.search import search
 from pagoda.models.papers import PaperShape
+from pagoda.plan.activations import NO_BLOCKS
 from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import COMPUTE, Timeline
 from paper_tables.common import UNIT_BYTES
@@ -140,7 +141,7 @@ def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Pro
         budgets = replace(budgets, ssd=int(hardware.ssd.capacity_bytes.value * DRIVE_SHARE / gpus))
     problem = replace(problem, budgets=budgets)
     if times > 1:
-        roomy = replace(problem, budgets=ROOMY, options=replace(problem.options, split=None), saved=None)
+        roomy = replace(problem, budgets=ROOMY, options=replace(problem.options, split=None), saved=NO_BLOCKS)
         problem = replace(problem, budgets=budgets_of_part(roomy.plan().layout, budgets, times))
     return problem, times
 

@@ -45,7 +45,7 @@ def test_weights_are_in_place_where_compute_reads_them_or_arrive_in_time(wrap: W
 def test_weights_that_are_still_on_their_way_are_late_and_no_hit(wrap: Wrap, tmp_path: Path) -> None:
     def never_in_time(engine: Any) -> None:
         """A fetch is under way until compute waits for something."""
-        fill, wait = engine.leases._fetcher.fill, engine.accesses._driver.wait
+        fill, wait = engine.leases._fill, engine.accesses._driver.wait
         lock, held, waiting = threading.Lock(), list[tuple[Handle, Handle]](), False
 
         def slowly(*lease: Any) -> Handle:
@@ -68,7 +68,7 @@ def test_weights_that_are_still_on_their_way_are_late_and_no_hit(wrap: Wrap, tmp
             wait(*condition)
             waiting = False
 
-        engine.leases._fetcher.fill, engine.accesses._driver.wait = slowly, release
+        engine.leases._fill, engine.accesses._driver.wait = slowly, release
 
     for stats in steps(wrap, tmp_path, never_in_time)[2:]:
         found = stats.accesses
