@@ -1,8 +1,9 @@
 """A wrapped model's weights as dictionaries: torch's `state_dict`, that of the whole model on several ranks, and fp32
 masters of the trained or of all parameters."""
 
+from contextlib import suppress
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import nn
@@ -26,8 +27,8 @@ class WeightStateDicts:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
-        self._copies: WeakValueDictionary[tuple[int | str, int, int], torch.Tensor] = WeakValueDictionary()
-        """(parameter, or name of a tiled one; version; state dict) -> its copy there, for tied names and for tiles."""
+        self._copies: dict[int, WeakValueDictionary[tuple[int | str, int], torch.Tensor]] = {}
+        """state dict -> (parameter, or name of a tiled one; version) -> its copy there, for tied names and for tiles."""
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._fill(module, state_dict, prefix)  # torch sets an attribute on the hook, so no bound method
@@ -45,18 +46,27 @@ class WeightStateDicts:
             state = state_of(param)
             if state is None or prefix + name not in state_dict or state.slot in state.unit.gathered:
                 continue
-            version = state.unit.version, id(state_dict)
-            value = self._copies.get((id(param), *version))
+            copies, version = self._copies_in(state_dict), state.unit.version
+            value = copies.get((id(param), version))
             if value is None:
                 value = state.read(WEIGHT)
                 part = state.spec.part
                 if part is not None:  # a view of the whole, which the tiled layer puts into the dict
-                    whole = self._copies.get((part.whole, *version))
+                    whole = copies.get((part.whole, version))
                     if whole is None:
-                        whole = self._copies[part.whole, *version] = torch.empty(part.shape, dtype=value.dtype)
+                        whole = copies[part.whole, version] = torch.empty(part.shape, dtype=value.dtype)
                     value = whole.view(-1)[part.start : part.start + value.numel()].view(value.shape).copy_(value)
-                value = self._copies[id(param), *version] = state.as_param(value)
+                value = copies[id(param), version] = state.as_param(value)
             state_dict[prefix + name] = value
+
+    def _copies_in(self, state_dict: dict[str, Any]) -> WeakValueDictionary[tuple[int | str, int], torch.Tensor]:
+        """Copies in this state dict. Those in an earlier one go with it, since another may get its address."""
+        key = id(state_dict)
+        if key not in self._copies:
+            self._copies[key] = WeakValueDictionary()
+            with suppress(TypeError):  # a plain dict, as a caller may give, has no weak references
+                finalize(state_dict, self._copies.pop, key, None).atexit = False
+        return self._copies[key]
 
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):

@@ -45,6 +45,16 @@ def is_hidden(param: nn.Parameter) -> bool:
 # --- state dicts --------------------------------------------------------------------------------------------
 
 
+def test_a_state_dict_has_copies_of_its_own_whatever_became_of_an_earlier_one(wrap_layers: WrapLayers) -> None:
+    model = wrap_layers()[0]
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(10):
+        tensors = [*model.state_dict().values()]  # the dictionary goes, and another may get its address
+        for value in tensors:
+            value.zero_()
+        assert_equal(dict(model.state_dict()), start)
+
+
 def test_a_state_dict_holds_the_weights_and_loading_it_reaches_the_next_forward(wrap_layers: WrapLayers) -> None:
     model, optimizer = wrap_layers()
     start, first = model.state_dict(), loss_of_layers(model).item()
