@@ -28,7 +28,7 @@ class WeightStateDicts:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._copies: dict[int, WeakValueDictionary[tuple[int | str, int], torch.Tensor]] = {}
-        """state dict -> (parameter, or name of a tiled one; version) -> its copy there, for tied names and for tiles."""
+        """state dict -> (parameter, or name of a tiled one; version) -> its copy, for tied names and for tiles."""
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._fill(module, state_dict, prefix)  # torch sets an attribute on the hook, so no bound method
