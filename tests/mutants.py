@@ -401,7 +401,7 @@ def main(only: str = "*", whole: bool = False) -> None:
     survivors = 0
     with tempfile.TemporaryDirectory() as directory:
         checkout = Path(directory) / "checkout"
-        kept_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
+        kept_out = shutil.ignore_patterns(".git", ".venv", "build", "runs", "__pycache__", ".*_cache")
         shutil.copytree(ROOT, checkout, ignore=kept_out)
         for mutant in chosen:
             start = time.perf_counter()
