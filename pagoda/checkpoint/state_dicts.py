@@ -1,7 +1,6 @@
 """A wrapped model's weights as dictionaries: torch's `state_dict`, that of the whole model on several ranks, and fp32
 masters of the trained or of all parameters."""
 
-from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
@@ -63,9 +62,14 @@ class WeightStateDicts:
         """Copies in this state dict. Those in an earlier one go with it, since another may get its address."""
         key = id(state_dict)
         if key not in self._copies:
-            self._copies[key] = WeakValueDictionary()
-            with suppress(TypeError):  # a plain dict, as a caller may give, has no weak references
+            try:
                 finalize(state_dict, self._copies.pop, key, None).atexit = False
+            except TypeError:
+                raise UsageError(
+                    "state_dict(destination=...) takes a collections.OrderedDict, not a plain dict: nothing tells when that "
+                    "is freed."
+                ) from None
+            self._copies[key] = WeakValueDictionary()
         return self._copies[key]
 
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:

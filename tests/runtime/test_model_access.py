@@ -1,5 +1,6 @@
 """Weights outside forward: read, written, saved, loaded, and every misuse answered with an error that names the fix."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -53,6 +54,10 @@ def test_a_state_dict_has_copies_of_its_own_whatever_became_of_an_earlier_one(wr
         for value in tensors:
             value.zero_()
         assert_equal(dict(model.state_dict()), start)
+    given: OrderedDict[str, Any] = OrderedDict()
+    assert_equal(dict(model.state_dict(destination=given)), start)
+    with pytest.raises(pagoda.UsageError, match="not a plain dict"):
+        model.state_dict(destination={})
 
 
 def test_a_state_dict_holds_the_weights_and_loading_it_reaches_the_next_forward(wrap_layers: WrapLayers) -> None:
