@@ -66,8 +66,8 @@ class WeightStateDicts:
                 finalize(state_dict, self._copies.pop, key, None).atexit = False
             except TypeError:
                 raise UsageError(
-                    "state_dict(destination=...) takes a collections.OrderedDict, not a plain dict: nothing tells when that "
-                    "is freed."
+                    "state_dict(destination=...) takes a collections.OrderedDict, not a plain dict: nothing tells when "
+                    "that is freed."
                 ) from None
             self._copies[key] = WeakValueDictionary()
         return self._copies[key]

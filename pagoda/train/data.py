@@ -201,6 +201,9 @@ class Batches:
 
     def targets_of_step(self, step: int) -> int:
         """Number of tokens in all forward passes of a step, on all ranks, that the loss counts."""
+        if not self.rows.tokens.about.separates:  # then the loss counts as many tokens of every row
+            labels = self.rows.length // 2 if self.continued else self.rows.length - 1
+            return self.samples_per_step * labels
         passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
         return sum(self.targets(self.of_rows(self.row_indices(step, *each))["labels"]) for each in passes)
 
