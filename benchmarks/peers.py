@@ -11,7 +11,7 @@ speed    seconds of a step against plain PyTorch with checkpointing, for each nu
          (--together) are in memory at a time, plain PyTorch always. They take turns in blocks of steps, each drained
          before the next one begins
 largest  most parameters that train three steps in so much RAM (--limits), by bisection of the number of layers, with
-         a time limit for each turn (--turn-s); models of more than --most-parameters are not tried
+         a time limit for each turn (--turn-s); models of more than --most-parameters are not tried, until it is raised
 
 `--part speed`, `--part largest` or `--part docs` does one of them. Figures that --out has from the same settings are
 kept and not measured again, so a run that was stopped goes on; --again measures the systems that it is given again.
@@ -50,6 +50,7 @@ STEPS = {128: 12, 512: 8, 2048: 4}
 hide under, so a turn of few steps is slower than a long run."""
 CLOSE_ENOUGH = 1.15
 """Largest models: the least number of layers that was too much over the most that was not."""
+NOT_TRIED = "more were not tried"
 PROCESS_BYTES = 600 << 20
 """What a process takes before it has a model."""
 
@@ -168,7 +169,8 @@ def largest(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Calla
         for name in arguments.systems:
             if name in of_limit and not arguments.again:
                 at_least[name] = of_limit[name]["layers"]
-                continue
+                if of_limit[name]["stopped_by"] != NOT_TRIED or at_least[name] >= most:
+                    continue
             first = int(parse_bytes(limit) - PROCESS_BYTES) // int(SYSTEMS[name].ram_bytes * of_layer)
 
             def fails(layers: int, name: str = name, limit: str = limit) -> str | None:
@@ -195,7 +197,7 @@ def most_layers(failure: Callable[[int], str | None], first: int, fits: int, mos
     So many as `fits` are known to; `first` are tried first. Doubles or halves them until it knows both sides, then
     bisects.
     """
-    too_many, reason = most + 1, "more were not tried"
+    too_many, reason = most + 1, NOT_TRIED
     layers = min(max(1, first, fits + 1), most)
     while fits < most and too_many > max(fits + 1, fits * CLOSE_ENOUGH):
         if (failed := failure(layers)) is None:
@@ -287,7 +289,6 @@ def main() -> None:
     if arguments.part in ("all", "largest"):
         by = "a cgroup" if cgroups_are_to_be_had() else "the parent, which ends a process whose resident memory is more"
         settings = shared | {"tokens": min(arguments.tokens), "turn_s": arguments.turn_s, "limited_by": by}
-        settings["most_parameters"] = arguments.most_parameters
         largest(arguments, figures_of(result, "largest", settings), keep)
     Console().print(tables(result), soft_wrap=True, highlight=False, markup=False)
     if arguments.docs is not None:

@@ -91,8 +91,6 @@ def _largest(part: Figures) -> list[str]:
         f"{_machine(part, settings['precision'])}, more or fewer layers, {settings['tokens']} tokens, three steps,"
     ]
     lines += [f"no turn longer than {settings['turn_s']:.0f} s. Memory is limited by {settings['limited_by']}."]
-    if (most := settings.get("most_parameters")) is not None:
-        lines += [f"Models of more than {most / 1e6:,.0f} M parameters were not tried."]
     lines += _head("RAM of the process", "system", "largest model", "why not more")
     for limit, of in figures.items():
         for one in of.values():
