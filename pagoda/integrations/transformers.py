@@ -105,8 +105,8 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             raise ConfigError(f"A {type(optimizer).__name__} is no torch.optim.Optimizer: give Paging(optimizer=...).")
         if any(map(is_paged, model.parameters())):
             raise UsageError(
-                "The model is wrapped already, and create_optimizer has made another optimizer: it must return "
-                "self.optimizer unless that is None."
+                "The model is wrapped already, so it cannot get another optimizer: keep trainer.optimizer, and return "
+                "self.optimizer from a create_optimizer of your own if there is one."
             )
         if self._paged is not None:  # of a model that `model_init` has replaced
             self._paged.close()
