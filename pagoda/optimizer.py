@@ -198,7 +198,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             check_entry(state, states.get(index, {}))
         with self._engine.overwriting():
             self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
+            mine = self.param_groups
             super().load_state_dict({"state": {}, "param_groups": groups})
+            mine[:] = self.param_groups  # of an optimizer in place of which this one was made, too
+            self.param_groups = mine
             self._mark_grouped()
             for index, state in enumerate(self._members()):
                 write_entry(state, states.get(index, {}))

@@ -55,7 +55,12 @@ class AdaptedModel:
 
     def write(self, folder: Path, values: dict[str, torch.Tensor]) -> list[str]:
         """Write and sync the adapter. Returns the names of the files."""
-        self._model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
+        try:
+            self._model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
+        except Exception as error:  # peft computes prompts from the model, which is on meta
+            raise CheckpointError(
+                f"peft cannot write this adapter without its model ({error}): call save_pretrained of a wrapped model."
+            ) from error
         files = sorted(path for path in folder.iterdir() if path.is_file())
         for path in files:
             descriptor = os.open(path, os.O_RDONLY)

@@ -183,7 +183,10 @@ def _tensors(
         elif held_as in buffers:
             found[name] = buffers[held_as]
         else:
-            raise CheckpointError(f"{weights.name} is damaged: it lacks {held_as!r} of its {type(model).__name__}")
+            raise CheckpointError(
+                f"{weights.name} lacks {held_as!r} of its {type(model).__name__}: it is damaged, or the model was "
+                "changed after it was built from its config, as by add_adapter. A changed model cannot be exported."
+            )
         if found[name].shape != expected[name].shape:
             raise CheckpointError(
                 f"{weights.name} has {held_as!r} as {found[name].spec(name)}; its {type(model).__name__} has the shape "

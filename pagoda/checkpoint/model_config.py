@@ -39,7 +39,8 @@ def model_of(record: dict[str, Any]) -> Any:
     transformers = import_transformers()
     try:
         settings = dict(record["config"])
-        config = transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+        kind = transformers.CONFIG_MAPPING[settings["model_type"]]
+        config = kind.from_dict(kind._decode_special_floats(settings))
         model = getattr(transformers, record["class"])._from_config(config, dtype=torch.float32)
         if record.get("generation_config"):
             model.generation_config = transformers.GenerationConfig.from_dict(record["generation_config"])

@@ -1,5 +1,6 @@
 """Accelerate with training state in pages: its `Accelerator` wraps the models that it prepares."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from pagoda.integrations.paging import Paging, hand_over
 from pagoda.integrations.states import States, exported_into
 from pagoda.optimizer import PagedOptimizer
 
-_PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+"""What Accelerate calls mixed precision -> the precision to wrap with, or None for that of the model's dtype."""
 
 
 def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None:
@@ -30,6 +32,13 @@ def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None
         accelerator.scaler = SimpleNamespace(
             scale=optimizer.scale, state_dict=dict, load_state_dict=lambda state_dict: None
         )
+
+
+class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether gradients overflowed in fp16, so that schedulers wait, too."""
+        return bool(self.optimizer.step_was_skipped)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -50,18 +59,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, paging: Paging | None = None, mixed_precision: Any = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
-        said = str(getattr(mixed_precision, "value", mixed_precision or "no"))
-        if said not in _PRECISIONS:
-            raise ConfigError(f"mixed_precision is {said!r}; use one of {', '.join(_PRECISIONS)}.")
-        self._precision = _PRECISIONS[said]
+        said = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # which accelerate launch sets
+        self._said = str(getattr(said, "value", said))
+        if self._said not in PRECISIONS:
+            raise ConfigError(f"mixed_precision is {self._said!r}; use one of {', '.join(PRECISIONS)}.")
         self._paged: list[tuple[nn.Module, AcceleratedOptimizer]] = []
         super().__init__(*args, mixed_precision="no", **kwargs)
+        if any(getattr(self.state, name, None) is not None for name in ("deepspeed_plugin", "fsdp_plugin")):
+            raise ConfigError("Pagoda divides state over ranks by itself: leave out DeepSpeed and FSDP.")
         if self.state.dynamo_plugin.backend.value.lower() not in ("no", "none"):
             raise ConfigError(
                 "Accelerate would compile the whole model: leave out dynamo, and compile blocks before prepare."
             )
         self.paging.check_device(self.device)
         self.register_load_state_pre_hook(self._load_paged)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The dtype in which prepared models compute, as the argument of the constructor names it."""
+        return self._said
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Like Accelerate's `prepare`, but each model is wrapped with the optimizer that has its parameters."""
@@ -80,14 +96,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*args_now, device_placement=device_placement)
 
     def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        paged = self.paging.take_over(model, optimizer, self._precision)
+        paged = self.paging.take_over(model, optimizer, PRECISIONS[self._said])
         if paged.scales_loss and self._paged:
             raise ConfigError("An accelerator can scale the loss of only one model: with several models, use bf16.")
         adopt(self, model, paged)
-        prepared = AcceleratedOptimizer(paged, device_placement=False)
+        prepared = _Prepared(paged, device_placement=False)
         prepared._is_accelerate_prepared = True
         self._paged.append((model, prepared))
         return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Like Accelerate's. It forgets the paged models, too, but does not close their optimizers."""
+        self._paged = []
+        return super().free_memory(*objects)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Like Accelerate's. If `parameters` are all parameters of a paged model, the norm is that of all ranks."""

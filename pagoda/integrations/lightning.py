@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES, DDPStrategy as FabricDDP
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision as TrainerPrecision
 from lightning.pytorch.strategies import DDPStrategy as TrainerDDP, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -134,6 +135,12 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         """Wrap the model with the optimizer from its `configure_optimizers`."""
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ConfigError(
+                    f"{type(callback).__name__} copies weights that are not in memory: leave it out, and average them "
+                    "inside pagoda.gathered, as examples/ema.py does."
+                )
         self.accelerator.setup(trainer)
         self.paging.check_device(self.root_device)
         self.setup_optimizers(trainer)

@@ -1,7 +1,9 @@
 """The settings that a framework's trainer passes to `wrap`."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -35,7 +37,8 @@ class Paging:
     """Budgets of the tiers. By default, checkpoints copy state on SSD (`ssd_checkpoints=0`), because a framework
     deletes the directories of its checkpoints without telling Pagoda."""
     optimizer: Rule | None = None
-    """By default, the optimizer that the framework's configuration names."""
+    """By default, the optimizer that the framework's configuration names. This one has its own learning rate and weight
+    decay. Of the framework's, only the parameters without weight decay remain without it."""
     precision: Precision | MixedPrecision | None = None
     """By default, the precision in the framework's configuration, or the dtype of the model if there is none."""
     update: UpdateMode | Updates = "sync"
@@ -81,18 +84,32 @@ class Paging:
         return paged
 
     def take_over(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision | None,
+        groups: list[dict[str, Any]] | None = None,
+        **settings: Any,
     ) -> PagedOptimizer:
         """Wrap a model with the update rule of an optimizer in RAM. An optimizer of Pagoda is returned as it is.
 
-        Raises ConfigError if the optimizer already has state, and the errors of `pagoda.wrap`.
+        Afterwards, both have the same list of param groups. So schedulers made for the optimizer, and schedulers inside
+        of these, change the learning rate of the one that is returned.
+
+        `groups` are by default the optimizer's own, and `settings` are arguments of `pagoda.wrap`. Raises ConfigError
+        if the optimizer has taken a step, and the errors of `pagoda.wrap`.
         """
         if isinstance(optimizer, PagedOptimizer):
             return optimizer
-        if optimizer.state:
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
             raise ConfigError("The optimizer has taken steps already: pass it before its first step.")
-        rule = rule_of(type(optimizer), optimizer.defaults)
-        return self.wrap(model, rule, precision=precision, param_groups=optimizer.param_groups)
+        rule = self.optimizer or rule_of(optimizer)
+        if groups is None:
+            groups = optimizer.param_groups if self.optimizer is None else _without_settings(optimizer.param_groups)
+        paged = self.wrap(model, rule, precision=precision, param_groups=groups, **settings)
+        optimizer.param_groups = paged.param_groups
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
+        return paged
 
     def check_device(self, device: torch.device) -> None:
         """Raises ConfigError if batches are on a GPU and compute is on the CPU, or vice versa."""
@@ -119,20 +136,59 @@ def precision_of(model: nn.Module) -> Precision:
     return _OF_DTYPE[dtype]
 
 
-def rule_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> Rule:
-    """The update rule of an optimizer class, from torch or any other library, with these settings.
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """The update rule of an optimizer in RAM, of a class from torch or any other library.
 
-    Raises ConfigError, like `pagoda.Optim`, for a class that cannot step one parameter at a time.
+    Raises ConfigError, like `pagoda.Optim`, for a class that cannot step one parameter at a time, and for an optimizer
+    that does not tell all of its settings.
     """
-    meant = {name: plain_setting(value, None) for name, value in settings.items() if name not in _ONLY_FASTER}
-    if kind is torch.optim.AdamW and not any(meant.get(name) for name in ("amsgrad", "maximize")):
-        known = {name: value for name, value in meant.items() if name in ("lr", "betas", "eps", "weight_decay")}
-        return AdamW(**known)
-    return Optim(kind, **meant)
+    kind, told = type(optimizer), _told(optimizer)
+    if kind is torch.optim.AdamW and not told["amsgrad"] and not told["maximize"]:
+        return AdamW(**{name: told[name] for name in ("lr", "betas", "eps", "weight_decay")})
+    names = inspect.signature(kind).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+    settings = {name: told[name] for name in optimizer.defaults if name in told and (takes_any or name in names)}
+    for _ in range(2):  # settings that are no defaults are passed only where they differ
+        rule = Optim(kind, **settings)
+        again = _told(kind([nn.Parameter(torch.zeros(2, 2))], **settings))
+        settings |= {name: told[name] for name in names if name in told and again.get(name) != told[name]}
+    lost = [f"{name} = {value!r}" for name, value in told.items() if again.get(name) != value]
+    if lost:
+        raise ConfigError(
+            f"The {kind.__name__} has {', '.join(lost)}, but not as a setting of its constructor: give "
+            f"Paging(optimizer=pagoda.Optim({kind.__name__}, ...)) with all of its settings."
+        )
+    return rule
+
+
+def _told(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer tells of its settings: its defaults, and plain attributes, which bitsandbytes has in `args`."""
+    attributes = {**vars(getattr(optimizer, "args", optimizer)), **vars(optimizer)}
+    plain = {k: v for k, v in attributes.items() if k[0] != "_" and isinstance(v, int | float | str | NoneType)}
+    defaults = {name: plain_setting(value, None) for name, value in optimizer.defaults.items()}
+    return {name: value for name, value in {**plain, **defaults}.items() if name not in _ONLY_FASTER}
+
+
+def _without_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups without settings, except that those without weight decay keep that if others have it.
+
+    Raises ConfigError if the groups differ in anything else, because their settings are not used.
+    """
+    settings = [
+        {name: v for name, v in group.items() if name not in ("params", "param_names", "weight_decay")}
+        for group in groups
+    ]
+    if any(each != settings[0] for each in settings):
+        raise ConfigError(
+            "The param groups have different settings, which Paging(optimizer=...) would replace: leave it out."
+        )
+    decays = any(group.get("weight_decay") for group in groups)
+    spared = [{"weight_decay": 0.0} if decays and not group.get("weight_decay") else {} for group in groups]
+    return [{"params": group["params"], **own} for group, own in zip(groups, spared, strict=True)]
 
 
 def hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
-    """Make the scheduler of the original optimizer control this one, whose groups have the same settings.
+    """Let the scheduler of an optimizer that was taken over name this one as its optimizer.
 
     Schedulers warn if an optimizer's steps are not counted, and only a scheduler's constructor makes an optimizer count
     them.

@@ -1,4 +1,4 @@
-"""Writes state and models into directories that a framework overwrites."""
+"""Writes state, models and adapters into directories that a framework overwrites."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import nn
 
 from pagoda.checkpoint.directory import remove
@@ -60,3 +61,30 @@ def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterato
         yield
         for file in Path(folder, "model").glob("*"):
             os.replace(file, directory / file.name)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has put adapters into a model, by `get_peft_model` or by the model's `add_adapter`."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A state dict of a wrapped model with adapters, for its `save_pretrained`. What that saves has values, in RAM; all
+    other tensors are on meta. Every rank must call it."""
+    from peft import get_peft_model_state_dict
+
+    held = {
+        f"{prefix}{'.' if prefix else ''}{name}": (module, name)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in (*module._parameters, *(module._buffers.keys() - module._non_persistent_buffers_set))
+        if getattr(module, name) is not None
+    }
+    blank = {key: torch.empty_like(getattr(module, name), device="meta") for key, (module, name) in held.items()}
+    keys = {id(tensor): key for key, tensor in blank.items()}
+    saved = [
+        keys[id(tensor)]
+        for adapter in model.peft_config  # type: ignore[union-attr]
+        for tensor in get_peft_model_state_dict(model, state_dict=dict(blank), adapter_name=adapter).values()
+        if id(tensor) in keys  # prompts are computed
+    ]
+    return {**blank, **{key: held[key][0].state_dict()[held[key][1]] for key in saved}}

@@ -11,11 +11,12 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pagoda.checkpoint.directory import read_manifest, remove
-from pagoda.config.training import Precision
-from pagoda.errors import CheckpointError, ConfigError
-from pagoda.integrations.accelerate import adopt
-from pagoda.integrations.paging import Paging, rule_of
-from pagoda.integrations.states import exported_into
+from pagoda.checkpoint.rng import restore_rng, rng_state
+from pagoda.checkpoint.state import is_paged
+from pagoda.errors import CheckpointError, ConfigError, UsageError
+from pagoda.integrations.accelerate import PRECISIONS, adopt
+from pagoda.integrations.paging import Paging, hand_over
+from pagoda.integrations.states import adapter_state, exported_into, has_adapters
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.activations.blocks import find_blocks
 
@@ -77,51 +78,60 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         for name, advice in _REFUSED.items():
             if getattr(settings, name, None):
                 raise ConfigError(f"{name} cannot be used with paging: {advice}.")
+        if settings.mixed_precision not in PRECISIONS:
+            raise ConfigError(f"mixed_precision is {settings.mixed_precision!r}; use one of {', '.join(PRECISIONS)}.")
         if settings.n_gpu > 1:
             raise ConfigError(f"One process has {settings.n_gpu} GPUs, which is DataParallel: start with torchrun.")
 
     # --- the model and its optimizer -----------------------------------------------------------------------------
 
-    def create_optimizer(self, model: Any = None) -> Any:
-        """Wrap the model. Returns the optimizer that steps it."""
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model with the optimizer that was given, or that `create_optimizer` makes: the trainer's, or that of
+        a class of the user's. The trainer calls this when training or evaluation begins."""
         if self.optimizer is None:
-            if self._paged is not None:  # of a model that `model_init` has replaced
-                self._paged.close()
-            self._paged = self._wrap(self.model)
-            self.optimizer = self._paged
-        elif self._paged is None:
-            if not isinstance(self.optimizer, PagedOptimizer):
-                raise ConfigError(
-                    f"optimizers has a {type(self.optimizer).__name__}, made for a model in RAM: give "
-                    "Paging(optimizer=...), or the optimizer that pagoda.wrap(model, ...) returned."
-                )
-            self._paged, self._was_given = self.optimizer, True
-        adopt(self.accelerator, self.model, self._paged)
-        self._paged._is_accelerate_prepared = True  # type: ignore[attr-defined]
-        return self.optimizer
+            self.create_optimizer()
+        if isinstance(self.optimizer, PagedOptimizer):
+            self._was_given |= self._paged is None
+        else:
+            self.optimizer = self._taken_over(self.optimizer)
+        self._paged = self.optimizer
+        adopt(self.accelerator, self.model, self.optimizer)
+        self.optimizer._is_accelerate_prepared = True  # type: ignore[union-attr]
+        return super()._wrap_model(model, *args, **kwargs)
 
-    def _wrap(self, model: nn.Module) -> PagedOptimizer:
-        args = self.args
-        kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)
-        if self.paging.optimizer is None and not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise ConfigError(f"optim={args.optim} does not make a torch.optim.Optimizer: give Paging(optimizer=...).")
+    def _taken_over(self, optimizer: Any) -> PagedOptimizer:
+        args, model = self.args, self.model
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"A {type(optimizer).__name__} is no torch.optim.Optimizer: give Paging(optimizer=...).")
+        if any(map(is_paged, model.parameters())):
+            raise UsageError(
+                "The model is wrapped already, so it cannot get another optimizer: keep trainer.optimizer, and return "
+                "self.optimizer from a create_optimizer of your own if there is one."
+            )
+        if self._paged is not None:  # of a model that `model_init` has replaced
+            self._paged.close()
         for block in find_blocks(model) if args.torch_compile else ():
             block.module.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-        decayed = set(self.get_decay_parameter_names(model))
-        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        groups = [
-            {"params": [param for name, param in trained if name in decayed], "weight_decay": args.weight_decay},
-            {"params": [param for name, param in trained if name not in decayed], "weight_decay": 0.0},
-        ]
-        precision: Precision | None = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-        return self.paging.wrap(
+        paged = self.paging.take_over(
             model,
-            self.paging.optimizer or rule_of(kind, settings),
-            precision=precision,
-            param_groups=[group for group in groups if group["params"]],
+            optimizer,
+            PRECISIONS[args.mixed_precision],
+            groups=None if self.paging.optimizer is None else self._groups(),
             clip_grad_norm=args.max_grad_norm or None,
             accumulation_steps=args.gradient_accumulation_steps,
         )
+        if self.lr_scheduler is not None:
+            hand_over(self.lr_scheduler, paged)
+        return paged
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The param groups of `Paging(optimizer=...)`: with its weight decay, and without."""
+        decayed = set(self.get_decay_parameter_names(self.model))
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        return [
+            {"params": [param for name, param in trained if name in decayed]},
+            {"params": [param for name, param in trained if name not in decayed], "weight_decay": 0.0},
+        ]
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Turn off Accelerate's autocast and loss scaling: the weights have their dtype, and Pagoda scales the loss."""
@@ -160,16 +170,12 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             logs = {"loss": logs["loss"], "grad_norm": self._paged.stats.grad_norm, **logs}
         super().log(logs, *args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict with the wrapped model. Wrap it first if nothing has been trained yet."""
-        if self._paged is None:
-            self.create_optimizer()
-        return super().evaluation_loop(*args, **kwargs)
-
     # --- saving --------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model in pieces. The trainer writes the other files."""
+        """Write the model in pieces, or its adapters. The trainer writes the other files."""
+        if self._paged is not None and state_dict is None and has_adapters(self.model):
+            state_dict = adapter_state(self.model)
         if self._paged is None or state_dict is not None:
             super()._save(output_dir, state_dict=state_dict)
             return
@@ -221,7 +227,9 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         if self._paged is not None and (best / STATE).is_dir():
+            generators = rng_state()
             self._paged.load_checkpoint(best / STATE)
+            restore_rng(generators)  # the run goes on
         else:  # save_only_model
             super()._load_best_model()
 

@@ -17,7 +17,8 @@ import torch
 
 from pagoda.errors import ConfigError
 
-Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Make = Callable[[list[Any]], torch.optim.Optimizer]
+"""Of parameters, or of param groups."""
 Kind = tuple[int, ...]
 """For each dimension: 0 if its size is 1, otherwise the place of its size, from 1, among the distinct sizes above 1."""
 
@@ -55,6 +56,7 @@ class Probe:
         self._make = make
         self._by_kind: dict[Kind, Mapping[str, ProbedState] | str] = {}
         """kind -> its states by name, or why the class refuses it."""
+        self._same: dict[frozenset[str], bool] = {}
         self.states: dict[str, ProbedState] = {}
         """Name -> the state, of the first kind that has it."""
         self.group: dict[str, Any] = {}
@@ -69,6 +71,18 @@ class Probe:
                     raise ConfigError(f"{label} cannot be run: its state {name!r} is not always {known.dtype}.")
         if all(isinstance(found, str) for found in self._by_kind.values()):
             raise ConfigError(f"{label} cannot be run: {self._by_kind[kind_of(COMMON_SHAPES[1])]}")
+
+    def has_same_states(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the class keeps the same states with these settings in a param group, of which each is zero or false
+        where that of `group` is not, or the reverse. It is tried once for each set of names."""
+        names = frozenset(settings)
+        if names not in self._same:
+            try:
+                others = Probe(self.label, lambda params: self._make([{"params": params, **settings}])).states.keys()
+            except ConfigError:  # a class that refuses them says so in its step
+                others = self.states.keys()
+            self._same[names] = others == self.states.keys()
+        return self._same[names]
 
     def of(self, parameter: str, shape: tuple[int, ...]) -> Mapping[str, ProbedState]:
         """The states of a parameter, by name. Raises ConfigError if the class refuses the parameter."""

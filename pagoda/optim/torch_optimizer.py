@@ -45,9 +45,16 @@ class Optim(TensorRule):
             object.__setattr__(self, name, value)
 
     def with_group(self, group: Mapping[str, Any]) -> "Optim":
-        """The rule with the present settings of a param group."""
+        """The rule with the present settings of a param group. Raises ConfigError if they add or remove states."""
         other = copy(self)
-        object.__setattr__(other, "group", {key: plain_setting(group[key], old) for key, old in self.group.items()})
+        settings = {key: plain_setting(group[key], old) for key, old in self.group.items()}
+        switched = {key: value for key, value in settings.items() if bool(value) != bool(self.group[key])}
+        if switched and not self._probe.has_same_states(switched):
+            raise ConfigError(
+                f"{self._probe.label} keeps {sorted(self._probe.states) or 'no states'}, and others with {switched} "
+                "in a param group: give these settings to pagoda.Optim or to the optimizer's constructor."
+            )
+        object.__setattr__(other, "group", settings)
         return other
 
     def own_states(self) -> tuple[StateSpec, ...]:

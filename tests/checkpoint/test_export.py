@@ -1,6 +1,7 @@
 """What is exported, transformers loads, with the weights and logits of the model that was trained."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import safetensors.torch
 import torch
 from files import flip
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mamba2Config
 
 import pagoda
 from pagoda.checkpoint import export as module
@@ -170,6 +171,32 @@ def test_a_model_that_is_not_of_transformers_has_its_own_names(tmp_path: Path) -
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in stored(out).items())
         assert stored(out).keys() == model.state_dict().keys()
     optimizer.close()
+
+
+def test_a_model_whose_config_has_infinity_is_exported(tmp_path: Path) -> None:
+    config = Mamba2Config(vocab_size=32, hidden_size=16, num_heads=4, head_dim=8, n_groups=1, num_hidden_layers=1)
+    assert math.inf in config.time_step_limit
+    model, optimizer = pagoda.wrap(AutoModelForCausalLM.from_config(config), pagoda.AdamW(), precision="fp32")
+    with optimizer:
+        export(model, tmp_path / "out")
+        expected = model.state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert tuple(found.config.time_step_limit) == config.time_step_limit
+    assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
+
+
+def test_adapters_that_cannot_be_exported_are_refused_in_words(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    added, prompted = build("llama-tied"), build("llama-tied")
+    added.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    for changed, message in (
+        (added, "as by add_adapter"),
+        (peft.get_peft_model(prompted, prompts), "call save_pretrained"),
+    ):
+        model, optimizer = pagoda.wrap(changed, pagoda.AdamW(), precision="fp32")
+        with optimizer, pytest.raises(pagoda.CheckpointError, match=message):
+            export(model, tmp_path / "out")
 
 
 def test_the_command_exports_a_checkpoint(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

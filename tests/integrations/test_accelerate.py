@@ -9,10 +9,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
 import pagoda
-from integrations.tiny_text import memory, model, samples
+from integrations.tiny_text import memory, model, samples, warmed
 from pagoda.integrations import Paging
 from pagoda.integrations.accelerate import Accelerator
 from pagoda.integrations.paging import rule_of
@@ -48,12 +49,17 @@ class Run:
     """A training script for an accelerator, as Accelerate's documentation has it."""
 
     def __init__(
-        self, accelerator: Any, kind: type = torch.optim.SGD, clip: float | None = None, **settings: Any
+        self,
+        accelerator: Any,
+        kind: type = torch.optim.SGD,
+        clip: float | None = None,
+        schedule: Callable[[Any], Any] = lambda optimizer: LinearLR(optimizer, 1.0, 0.2, 10),
+        **settings: Any,
     ) -> None:
         self.accelerator, self._clip = accelerator, clip
         made = model(attention_dropout=0.1)
         optimizer = kind(made.parameters(), **{"lr": 0.1, **settings})
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 10)
+        scheduler = schedule(optimizer)
         loader: Any = DataLoader(samples(40), batch_size=2)
         self.model, self.optimizer, loader, self.scheduler = accelerator.prepare(made, optimizer, loader, scheduler)
         self._batches = iter(loader)
@@ -157,10 +163,60 @@ def test_what_cannot_be_combined_is_refused_in_words(paged: Make) -> None:
 
 
 def test_an_optimizer_becomes_a_rule_that_does_the_same() -> None:
-    settings = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1, weight_decay=0.2).defaults
-    rule = rule_of(torch.optim.AdamW, settings)
+    params = [torch.nn.Parameter(torch.zeros(2, 2))]
+    rule = rule_of(torch.optim.AdamW(params, lr=0.1, weight_decay=0.2))
     assert isinstance(rule, pagoda.AdamW)
     assert (rule.defaults()["lr"], rule.defaults()["weight_decay"]) == (0.1, 0.2)
-    rule = rule_of(torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "maximize": False, "fused": True})
+    rule = rule_of(torch.optim.AdamW(params, lr=0.1, amsgrad=True, fused=True))
     assert isinstance(rule, pagoda.Optim)
     assert rule.defaults()["amsgrad"] is True
+
+
+def test_a_setting_that_an_optimizer_keeps_to_itself_is_not_lost() -> None:
+    class Silent(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1, backwards: bool = False) -> None:
+            super().__init__(params, lr=lr)
+            self.sign = -1 if backwards else 1
+
+    params = [torch.nn.Parameter(torch.zeros(2, 2))]
+    assert isinstance(rule_of(Silent(params)), pagoda.Optim)
+    with pytest.raises(pagoda.ConfigError, match=r"sign = -1.*Paging\(optimizer="):
+        rule_of(Silent(params, backwards=True))
+
+
+def test_an_optimizer_whose_state_is_made_with_it_is_taken_over(paged: Make) -> None:
+    settings = {"kind": torch.optim.Adagrad, "lr": 0.1}
+    assert Run(paged(), **settings).steps(3) == Run(stock(), **settings).steps(3)
+
+
+def test_schedulers_inside_a_scheduler_change_the_rate(paged: Make) -> None:
+    assert Run(paged(), schedule=warmed).steps(5) == Run(stock(), schedule=warmed).steps(5)
+
+
+def test_an_optimizer_of_paging_has_its_own_settings() -> None:
+    one, two = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    made = torch.nn.ParameterList([one, two])
+    rule = pagoda.Optim(torch.optim.SGD, lr=0.5, weight_decay=0.2)
+    paging = Paging(memory=pagoda.Memory(host="1MiB"), optimizer=rule)
+    groups = [{"params": [one], "weight_decay": 0.7}, {"params": [two], "weight_decay": 0.0}]
+    with paging.take_over(made, torch.optim.SGD(groups, lr=0.1), None) as optimizer:
+        assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.2), (0.5, 0.0)]
+    groups = [{"params": [one], "lr": 0.3}, {"params": [two]}]
+    with pytest.raises(pagoda.ConfigError, match="different settings"):
+        paging.take_over(made, torch.optim.SGD(groups, lr=0.1), None)
+
+
+def test_precision_comes_from_accelerate_launch(paged: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    accelerator = paged()
+    assert accelerator.mixed_precision == "bf16"
+    assert Run(accelerator).model.lm_head.weight.dtype is torch.bfloat16
+
+
+def test_a_scheduler_waits_if_fp16_overflows(paged: Make) -> None:
+    run = Run(paged(mixed_precision="fp16"))
+    run.accelerator.backward(run.model(**next(run._batches)).loss * float("inf"))
+    run.optimizer.step()
+    run.scheduler.step()
+    assert run.accelerator.optimizer_step_was_skipped
+    assert run.scheduler.get_last_lr() == [0.1]

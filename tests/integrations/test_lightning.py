@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 lightning = pytest.importorskip("lightning")
 
 import pagoda  # noqa: E402
-from integrations.tiny_text import memory, model, samples  # noqa: E402
+from integrations.tiny_text import memory, model, samples, warmed  # noqa: E402
 from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.lightning import PagodaFabricStrategy, PagodaStrategy  # noqa: E402
 
@@ -27,8 +27,9 @@ QUIET = {
 class Module(lightning.LightningModule):
     """A language model as Lightning's documentation has it: a network inside, and a loss of its own."""
 
-    def __init__(self, kind: type = torch.optim.SGD, dropout: float = 0.0) -> None:
+    def __init__(self, kind: type = torch.optim.SGD, dropout: float = 0.0, schedule: Any = None) -> None:
         super().__init__()
+        self._schedule = schedule or (lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 6))
         self._kind = kind
         self.network = model(attention_dropout=dropout)
         self.losses: list[float] = []
@@ -48,9 +49,7 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self._kind(self.parameters(), lr=0.1 if self._kind is torch.optim.SGD else 1e-2)
-        return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 6), "interval": "step"}
-        ]
+        return [optimizer], [{"scheduler": self._schedule(optimizer), "interval": "step"}]
 
 
 def loader(count: int = 24) -> Any:
@@ -88,6 +87,17 @@ def test_losses_have_the_bits_of_lightnings_own_strategy(pages: Any, tmp_path: P
     found = fitted(tmp_path, Module(), strategy, **settings)
     assert found == fitted(tmp_path, Module(), **settings)
     assert sum(strategy.optimizer_in_pages.stats.bytes_moved.values()), "state was on the SSD"
+
+
+def test_schedulers_inside_a_scheduler_change_the_rate(pages: Any, tmp_path: Path) -> None:
+    found = fitted(tmp_path, Module(schedule=warmed), pages())
+    assert found == fitted(tmp_path, Module(schedule=warmed))
+
+
+def test_callbacks_that_copy_weights_are_refused_before_training(pages: Any, tmp_path: Path) -> None:
+    averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=1)
+    with pytest.raises(pagoda.ConfigError, match=r"StochasticWeightAveraging.*examples/ema\.py"):
+        fitted(tmp_path, Module(), pages(), callbacks=[averaging])
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -181,6 +191,21 @@ def test_fabric_has_the_bits_of_its_own_strategy(pages: Any) -> None:
         fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
         found.append(fabric_run(fabric, 4, kind=torch.optim.SGD))
     assert found[0] == found[1]
+
+
+def test_a_scheduler_that_fabric_does_not_know_changes_the_rate(pages: Any) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=pages(PagodaFabricStrategy))
+    fabric.launch()
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    made, optimizer = fabric.setup(made, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for batch in loader(4):
+        fabric.backward(made(**batch).loss)
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.025
 
 
 def test_fabric_trains_and_resumes(pages: Any, tmp_path: Path) -> None:

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, TrainerCallback
 
 import pagoda
-from integrations.tiny_text import arguments, logged, memory, model, samples
+from integrations.tiny_text import arguments, logged, memory, model, samples, warmed
 from pagoda.integrations import Paging
-from pagoda.integrations.transformers import STATE, Seq2SeqTrainer, Trainer
+from pagoda.integrations.transformers import STATE, PagedTrainerMixin, Seq2SeqTrainer, Trainer
 
 Make = Callable[..., Any]
-TORCHS_ADAMW = pagoda.Optim(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+TORCHS_ADAMW = pagoda.Optim(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 """With the very operations of the stock trainer's."""
 
 
@@ -248,7 +249,90 @@ def test_what_has_no_meaning_in_pages_is_refused_in_words(paged: Make, tmp_path:
     stock(tmp_path / "stock", save_strategy="steps", save_steps=1, max_steps=1)
     with pytest.raises(pagoda.CheckpointError, match="load the model from it"):
         paged().train(resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-1"))
-    mine = model()
-    given = {"model": mine, "optimizers": (torch.optim.SGD(mine.parameters()), None)}
-    with pytest.raises(pagoda.ConfigError, match="Paging\\(optimizer="):
-        paged(given=given).train()
+
+
+def own_optimizer(trainer: Any) -> Any:
+    """For `create_optimizer` of a user's class: another learning rate for the output layer."""
+    if trainer.optimizer is None:
+        head, others = [*trainer.model.lm_head.parameters()], [*trainer.model.model.parameters()]
+        trainer.optimizer = torch.optim.SGD([{"params": head, "lr": 1.0}, {"params": others}], lr=0.1, momentum=0.9)
+    return trainer.optimizer
+
+
+Own = type("Own", (transformers.Trainer,), {"create_optimizer": own_optimizer})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [type("Over", (Trainer,), {"create_optimizer": own_optimizer}), type("Under", (PagedTrainerMixin, Own), {})],
+    ids=["over", "under"],
+)
+def test_the_optimizer_of_a_users_class_is_paged(kind: type, paged: Make, tmp_path: Path) -> None:
+    trainer = paged(kind=kind, save_strategy="steps", save_steps=3)
+    trainer.train()
+    expected = Own(model(), arguments(tmp_path / "stock"), train_dataset=samples())
+    expected.train()
+    assert logged(trainer, "loss", "learning_rate") == logged(expected, "loss", "learning_rate")
+    assert (tmp_path / "paged" / "checkpoint-6" / STATE).is_dir()
+
+
+def test_an_optimizer_and_a_scheduler_that_are_passed_are_taken_over(paged: Make, tmp_path: Path) -> None:
+    def given() -> dict[str, Any]:
+        made = model()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        return {"model": made, "optimizers": (optimizer, warmed(optimizer)), "train_dataset": samples()}
+
+    trainer = paged(given=given())
+    trainer.train()
+    expected = transformers.Trainer(args=arguments(tmp_path / "stock"), **given())
+    expected.train()
+    assert logged(trainer, "loss", "learning_rate") == logged(expected, "loss", "learning_rate")
+
+
+def test_an_optimizer_of_paging_has_its_own_settings(paged: Make) -> None:
+    trainer = paged(paging={"optimizer": pagoda.AdamW(lr=0.5, weight_decay=0.2)}, weight_decay=0.7, max_steps=1)
+    trainer.train()
+    settings = [(group["initial_lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups]
+    assert settings == [(0.5, 0.2), (0.5, 0.0)]
+
+
+def test_precision_comes_from_accelerate_launch(paged: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = paged(max_steps=1)
+    trainer.train()
+    assert trainer.model.lm_head.weight.dtype is torch.bfloat16
+
+
+def test_the_best_model_does_not_bring_its_random_numbers_back(paged: Make) -> None:
+    settings = {"max_steps": 2, "learning_rate": 3.0, "lr_scheduler_type": "constant", "optim": "sgd"}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps"}
+    drawn = []
+    for load in (False, True):
+        given = {"model": model(attention_dropout=0.1), "eval_dataset": samples(4)}
+        paged("drawn", **settings, load_best_model_at_end=load, given=given).train()
+        drawn.append(torch.rand(1))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("kind", ["modules to save", "prompts", "add_adapter"])
+def test_adapters_are_saved_as_by_the_stock_trainer(kind: str, paged: Make, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = {"r": 4, "target_modules": ["q_proj", "embed_tokens"], "init_lora_weights": "gaussian"}
+
+    def adapted() -> Any:
+        made = model()
+        if kind == "add_adapter":
+            made.add_adapter(peft.LoraConfig(**lora))
+            return made
+        if kind == "prompts":
+            return peft.get_peft_model(made, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        config = peft.LoraConfig(task_type="CAUSAL_LM", modules_to_save=["lm_head"], bias="lora_only", **lora)
+        return peft.get_peft_model(made, config)
+
+    settings = {"optim": "sgd", "learning_rate": 0.1, "save_strategy": "steps", "save_steps": 6}
+    paged(given={"model": adapted()}, **settings).train()
+    transformers.Trainer(adapted(), arguments(tmp_path / "stock", **settings), train_dataset=samples()).train()
+    files = [tmp_path / out / "checkpoint-6" / "adapter_model.safetensors" for out in ("paged", "stock")]
+    mine, theirs = map(load_file, files)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())

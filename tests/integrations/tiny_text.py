@@ -57,6 +57,13 @@ def arguments(out: Path, kind: type[TrainingArguments] = TrainingArguments, **ch
     return kind(output_dir=str(out), **{**settings, **changes})
 
 
+def warmed(optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler that has two others inside: of a rate that rises, and of one that falls."""
+    kinds = torch.optim.lr_scheduler
+    parts = [kinds.LinearLR(optimizer, 0.1, 1.0, 2), kinds.ExponentialLR(optimizer, 0.5)]
+    return kinds.SequentialLR(optimizer, parts, [2])
+
+
 def logged(trainer: transformers.Trainer, *names: str) -> list[float]:
     """What a trainer has logged under these names, in order."""
     return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]

@@ -147,6 +147,16 @@ def test_settings_of_a_group_reach_the_class() -> None:
     assert torch.allclose(fast, 50 * slow)
 
 
+def test_a_group_cannot_add_or_remove_states() -> None:
+    """As `OneCycleLR` does, which gives SGD a momentum."""
+    rule = Optim(torch.optim.SGD, lr=0.1)
+    assert rule.with_group({**rule.defaults(), "lr": 0.0, "weight_decay": 0.1}).defaults()["lr"] == 0.0
+    with pytest.raises(ConfigError, match="keeps no states, and others with"):
+        rule.with_group({**rule.defaults(), "momentum": 0.9})
+    with pytest.raises(ConfigError, match="momentum_buffer"):
+        Optim(torch.optim.SGD, lr=0.1, momentum=0.9).with_group({**rule.defaults(), "momentum": 0.0})
+
+
 def test_numbers_and_vectors_are_kept_as_they_are() -> None:
     rule = Optim(Counting)
     kept = kept_by(rule, "p", (6, 8))
