@@ -61,7 +61,6 @@ class Snapshot:
         since `step()`.
         """
         self._engine.check_between_steps()
-        self._engine.accesses.check_usable()
         saver = self._engine.saver
         saver.wait()
         check_absent(directory)

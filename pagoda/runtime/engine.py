@@ -162,7 +162,9 @@ class Engine:
         self.damage.check()
 
     def check_between_steps(self) -> None:
-        """Raises UsageError if updates during backward have already changed states since the last `step()`."""
+        """Raises UsageError if updates during backward have already changed states since the last `step()`, and
+        StorageError if states are damaged."""
+        self.accesses.check_usable()
         if self.stepper.updates_have_begun():
             raise UsageError(
                 "The state was asked for between backward and step(): with accumulation_steps announced, some units "
@@ -214,7 +216,6 @@ class Engine:
         """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
         if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
-        self.accesses.check_usable()
         self.settle()
         self.accesses.wait_until_idle()
         self.saver.settle()
