@@ -53,7 +53,7 @@ def test_pages_are_not_copied_and_are_loaded_into_another_geometry_or_adopted_wi
 
 def test_a_name_that_the_file_system_refuses_is_an_error_that_names_it(ssd: Path, tmp_path: Path) -> None:
     run = Run(LLAMA, on_ssd(LLAMA, ssd)).train(0, HALF)
-    with pytest.raises(pagoda.StorageError, match="aaa could not be written: .*File name too long"):
+    with pytest.raises(pagoda.StorageError, match=r"aaa could not be written: .*File name too long"):
         run.save(tmp_path / ("a" * 300))
     run.goes_on()
 
