@@ -12,6 +12,7 @@ from torch import nn
 
 from pagoda.checkpoint.directory import remove
 from pagoda.checkpoint.export import export
+from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.errors import CheckpointError
 from pagoda.optimizer import PagedOptimizer
 
@@ -60,3 +61,5 @@ def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterato
         yield
         for file in Path(folder, "model").glob("*"):
             os.replace(file, directory / file.name)
+            if file.name == INDEX:  # a single file of an earlier save would be loaded instead of the shards
+                (directory / SINGLE).unlink(missing_ok=True)
