@@ -120,6 +120,20 @@ def test_a_checkpoint_resumes_in_other_tiles_or_none(
         assert (other - value.float()).norm() < 0.05 * value.float().norm(), key
 
 
+def test_the_moments_of_a_bias_in_tiles_are_restored_to_any_tiles(wrap: Wrap, tmp_path: Path) -> None:
+    """Each tile has scales of its own, and a checkpoint joins them."""
+    tiles = [pagoda.Tiles(tile_limit=limit) for limit in ("20KiB", None)]
+    rule = pagoda.AdamW(lr=1e-2, moments="8bit")
+    model, optimizer = wrap(wide(), rule=rule, tiles=tiles[0])
+    loop(model, optimizer, zoo.Outcome())
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    state = pagoda.OptimizerState(optimizer).state_dict()
+    for each in tiles:
+        _, other = wrap(wide(), rule=rule, tiles=each)
+        other.load_checkpoint(tmp_path / "checkpoint")
+        zoo.assert_equal(pagoda.OptimizerState(other).state_dict()["state"], state["state"])
+
+
 def test_exports_loads_and_state_dicts_have_the_names_of_the_whole_model(wrap: Wrap, tmp_path: Path) -> None:
     model, optimizer = wrap(llama(), tiles=pagoda.Tiles(tile_limit=TILE))
     weights = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
