@@ -266,7 +266,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         a warning.
         """
         groups = named(self.param_groups)
-        self._snapshot.save(Path(directory), groups, extra or {}, [Path(old) for old in replaces])
+        # Absolute, because the working directory may change before the thread that writes uses them.
+        old = [Path(each).absolute() for each in replaces]
+        self._snapshot.save(Path(directory).absolute(), groups, extra or {}, old)
         if wait:
             self.wait_for_checkpoint()
 
