@@ -195,6 +195,7 @@ class _Wrapping:
             model,
             None if tiled_bytes is None else tiled_bytes // dtype.itemsize,
             cuts_stacks=not isinstance(rule, TensorRule),
+            in_blocks=any(state.per > 1 for state in self._states),
             exchange=ExpertExchange(self._mesh) if self._mesh.ranks.expert_parallel > 1 else None,
         )
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]

@@ -17,7 +17,7 @@ from pagoda.checkpoint.state_dicts import WeightStateDicts
 from pagoda.construction.model_checks import check_step
 from pagoda.distributed.tensors import DTensorForm
 from pagoda.errors import UsageError
-from pagoda.optim.param_groups import NamedGroup, check_groups
+from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import Rule
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hidden import as_plain
@@ -194,9 +194,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             states = {index: states[name] for index, name in enumerate(order) if name in states}
             indices = iter(range(len(order)))
             groups = [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
-        for index, state in enumerate(self._members()):
-            check_entry(state, states.get(index, {}))
+        check_settings("The state", groups, self._engine.rule)
         with self._engine.overwriting():
+            for index, state in enumerate(self._members()):
+                check_entry(state, states.get(index, {}))
             self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
             mine = self.param_groups
             super().load_state_dict({"state": {}, "param_groups": groups})
@@ -268,7 +269,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         a warning.
         """
         groups = named(self.param_groups)
-        self._snapshot.save(Path(directory), groups, extra or {}, [Path(old) for old in replaces])
+        # Absolute, because the working directory may change before the thread that writes uses them.
+        old = [Path(each).absolute() for each in replaces]
+        self._snapshot.save(Path(directory).absolute(), groups, extra or {}, old)
         if wait:
             self.wait_for_checkpoint()
 

@@ -18,7 +18,7 @@ from pagoda.checkpoint.state_dicts import check_shapes
 from pagoda.distributed.tensors import DTensorForm
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import tensor_bytes
-from pagoda.optim.param_groups import check_groups
+from pagoda.optim.param_groups import check_groups, check_settings
 from pagoda.optim.rule import Rule
 
 WriteTensor = Callable[[Any, torch.Tensor], None]
@@ -33,7 +33,7 @@ def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
     engine, unit, slot = state
     kept = {
         name: torch.empty(span.shape, dtype=engine.store.dtype(name), device="meta")
-        if blank and span.shape  # a rule may read the value of a scalar
+        if blank and span.shape and state.spec.shape  # a rule may read scalars, and all states of one
         else state.read(name)
         for name, span in state.moments().items()
     }
@@ -47,14 +47,22 @@ def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
 
 
 def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the entry belongs to a parameter of another size."""
-    param = state.unit.params[state.slot]
-    for name, span in state.moments().items():
-        value = entry.get(name)
-        if isinstance(value, torch.Tensor) and value.numel() not in (span.count, state.spec.numel, param.numel()):
+    """Raises CheckpointError if the entry belongs to another optimizer or to a parameter of another shape. States may
+    be missing."""
+    own, spans = read_entry(state, blank=True), state.moments()
+    for name, value in entry.items():
+        if value is None or name == "step":
+            continue
+        if name not in own:
             raise CheckpointError(
-                f"The state does not belong to this optimizer: {name!r} of {state.name!r} has shape "
-                f"{tuple(value.shape)}, but the parameter has {tuple(param.shape)}."
+                f"The state does not belong to this optimizer: {state.engine.rule.name} keeps no {name!r}, which the "
+                f"state has for {state.name!r}."
+            )
+        shape, wanted = (tuple(torch.as_tensor(each).shape) for each in (value, own[name]))
+        if shape not in (wanted, spans[name].shape if name in spans else wanted):
+            raise CheckpointError(
+                f"The state does not belong to this optimizer: {name!r} of {state.name!r} has shape {shape}, but "
+                f"{wanted} here."
             )
 
 
@@ -156,6 +164,7 @@ class OptimizerState:
             shapes = {f"{key} of {name}": shape for key, shape in _whole_shapes(whole).items() if key != "step"}
             found = {f"{key} of {name}": value for key, value in entries[name].items() if key != "step"}
             check_shapes(found, shapes)
+        check_settings("The state", groups, self._engine.rule)
         check_groups("The state", groups, self._groups())
         with self._engine.overwriting():
             self._optimizer.zero_grad()

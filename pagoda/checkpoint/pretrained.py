@@ -90,13 +90,16 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
 
 def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> tuple[list[str], list[str]]:
     """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names."""
-    _check_plain(model, directory, stored)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{directory} has quantized weights, which cannot be trained: name the directory of the original model"
+        )
     tensors, missing, unexpected = _from_files(model, stored)
     names: dict[int, list[str]] = {}
     held: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
     for name, tensor in held.items():
         names.setdefault(id(tensor), []).append(name)
-    _check_shapes(directory, tensors, held)
+    _check_fit(directory, tensors, held)
     by_name: dict[str, LazyTensor] = {}
     for same in names.values():
         present = [name for name in same if name in tensors]
@@ -191,18 +194,11 @@ def _give(tensor: torch.Tensor, values: LazyTensor) -> None:
             flat[start : start + count] = values.read(start, count)
 
 
-def _check_plain(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> None:
-    """Raises ConfigError unless all weights are fp32, fp16 or bf16."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{directory} has quantized weights, which cannot be trained: name the directory of the original model"
-        )
-    for name, tensor in stored.items():
-        if tensor.dtype.is_floating_point and tensor.dtype not in _FLOATS:
+def _check_fit(directory: Path, tensors: dict[str, LazyTensor], held: dict[str, torch.Tensor]) -> None:
+    """Raises ConfigError unless all tensors have the model's shapes, and all weights are fp32, fp16 or bf16."""
+    for name, tensor in tensors.items():
+        if held[name].is_floating_point() and tensor.dtype not in _FLOATS:
             raise ConfigError(f"{directory} has {name!r} as {tensor.dtype}; weights must be fp32, fp16 or bf16")
-
-
-def _check_shapes(directory: Path, tensors: dict[str, LazyTensor], held: dict[str, torch.Tensor]) -> None:
     wrong = [
         f"{name!r} is {list(tensor.shape)} in the files and {list(held[name].shape)} in the model"
         for name, tensor in tensors.items()

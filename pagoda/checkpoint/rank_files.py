@@ -1,5 +1,6 @@
 """The files of a checkpoint, written by one process or by all ranks. They are complete once every rank is done."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -51,7 +52,15 @@ class Files:
         Once a rank has reported that its part is done, the first rank may rename the directory without another message.
         Pages for a directory that was never renamed are dropped when the SSD directories are next opened.
         """
-        return self._undecided or self._directory.exists()
+        if self._undecided:
+            return True
+        try:
+            os.lstat(self._directory)
+        except FileNotFoundError:
+            return False
+        except OSError:  # the disk does not say
+            pass
+        return True
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.committed import CommittedPages
-from pagoda.optim.param_groups import NamedGroup, check_groups
+from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import plain_setting
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.capture import Capture, Piece
@@ -61,7 +61,6 @@ class Snapshot:
         since `step()`.
         """
         self._engine.check_between_steps()
-        self._engine.accesses.check_usable()
         saver = self._engine.saver
         saver.wait()
         check_absent(directory)
@@ -278,12 +277,7 @@ class Snapshot:
             raise CheckpointError(
                 f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
             )
-        try:
-            for group in manifest["param_groups"]:
-                self._engine.rule.with_group(group)
-                iter(group["params"])
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error
+        check_settings(str(path), manifest["param_groups"], self._engine.rule)
         check_groups(str(path), manifest["param_groups"], contents.groups(groups))
         try:
             self._engine.stepper.scaler.check_state(manifest.get("loss_scale", {}))

@@ -12,7 +12,7 @@ from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.tensors import chunks
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.tensors import as_dtensor
-from pagoda.errors import ConfigError, UsageError
+from pagoda.errors import CheckpointError, ConfigError, UsageError
 from pagoda.optim.flat import join, split
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
@@ -365,13 +365,22 @@ def gather_from_all_stages(engine: Engine, what: str, mine: Any) -> list[Any]:
     return of_stage if stages is None else [*chain(*stages.announce(what, of_stage))]
 
 
-def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a state dict that are in no unit, by name: persistent buffers, and parameters not in pages."""
-    for prefix, module in model.named_modules():
+def unpaged(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state dict that are in no unit, by name: persistent buffers, and parameters not in pages.
+
+    Those of a module with several names have the first one, or `every_name`. Raises CheckpointError if a module has
+    state that is not in tensors.
+    """
+    for prefix, module in model.named_modules(remove_duplicate=not every_name):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError(
+                f"Module {prefix!r} ({type(module).__name__}) has get_extra_state(), whose result only "
+                "model.state_dict() has. Keep it in buffers instead."
+            )
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".lstrip("."), buffer
-    for name, param in model.named_parameters():
+    for name, param in model.named_parameters(remove_duplicate=not every_name):
         if not is_paged(param):
             yield name, param.data
 

@@ -17,7 +17,8 @@ from pagoda.runtime.engine import Engine
 class WeightStateDicts:
     """Hooks that put real weights into state dicts, and load them from state dicts.
 
-    `state_dict()` copies weights to RAM in their compute dtype. Tied names share one tensor, as in any model.
+    `state_dict()` copies weights to RAM in their compute dtype. Tied names share one tensor, as in any model. With
+    `keep_vars`, it has the parameters themselves, without values.
     `load_state_dict()` writes values of any precision directly to the master.
 
     A DTensor parameter appears as a DTensor. If it is loaded from a plain tensor with the whole value, each rank takes
@@ -37,15 +38,17 @@ class WeightStateDicts:
             if any(id(param) in paged for param in module.parameters(recurse=False)):
                 module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(self._take)  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_post_hook(self._hide)  # type: ignore[no-untyped-call]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         self._engine.settle()
+        version = sum(unit.version for unit in self._engine.units)  # tiles of one parameter may be in several units
         for name, param in module.named_parameters(recurse=False):
             state = state_of(param)
             if state is None or prefix + name not in state_dict or state.slot in state.unit.gathered:
                 continue
-            copies, version = self._copies_in(state_dict), state.unit.version
+            if state_dict[prefix + name] is param:  # with `keep_vars`, it is the parameter that was asked for
+                continue
+            copies = self._copies_in(state_dict)
             value = copies.get((id(param), version))
             if value is None:
                 value = state.read(WEIGHT)
@@ -74,22 +77,18 @@ class WeightStateDicts:
 
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
-            raise UsageError("load_state_dict(assign=True) would replace paged parameters; leave assign out.")
+            raise UsageError(
+                "load_state_dict(assign=True) would replace paged parameters; leave assign out. If it is not there, "
+                "the state dict was loaded with it before, which torch notes in its _metadata: pass dict(state_dict)."
+            )
         for name, param in module.named_parameters(recurse=False):
             state, value = state_of(param), state_dict.get(prefix + name)
-            if state is None or value is None or value.shape != param.shape:
-                continue  # torch reports what is missing or has the wrong shape
-            stored = state.stored(value)
-            state.overwrite(stored)
-            # This tensor receives the copy that torch makes after this hook.
-            room = torch.empty(stored.shape, dtype=param.dtype)
-            state.unit.set_part(state.slot, state.unit.shown(state.slot, room))
-            state_dict[prefix + name] = state.as_param(stored)
-
-    def _hide(self, module: nn.Module, _incompatible: Any) -> None:
-        for param in module.parameters(recurse=False):
-            if (state := state_of(param)) is not None:
-                state.unit.hide_slot(state.slot)
+            if state is None or state.slot in state.unit.gathered:
+                continue  # torch copies to it
+            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+                continue  # torch reports what is missing, is not a tensor or has the wrong shape
+            state.overwrite(state.stored(value))
+            state_dict[prefix + name] = param  # which torch copies to itself
 
 
 def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
@@ -114,7 +113,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
     for name, param in model.named_parameters(remove_duplicate=False):
         if first[id(param)] in found:
             found[name] = found[first[id(param)]]
-    return found | {name: value.detach().clone() for name, value in unpaged(model)} if keeps else {}
+    return found | {name: value.detach().clone() for name, value in unpaged(model, every_name=True)} if keeps else {}
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -166,6 +165,7 @@ class ModelState:
         buffers = dict(unpaged(self._model))
         shapes = {name: whole.shape for name, whole in self._wholes.items()}
         check_shapes(state_dict, shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()})
+        next(iter(self._states.values())).engine.check_not_gathered("ModelState.load_state_dict()")
         for name, whole in self._wholes.items():
             whole.overwrite(state_dict[name])
         for name, buffer in buffers.items():

@@ -181,7 +181,7 @@ class TensorFile:
         try:
             self._file = os.fdopen(open_regular(path), "rb")
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            raise self._unreadable(error) from error
         weakref.finalize(self, self._file.close)
         self.specs: dict[str, TensorSpec] = {}
         self._start: dict[str, int] = {}
@@ -192,6 +192,9 @@ class TensorFile:
             self._read_header()
             self._pieces = None if hashes is None else {name: self._cut(name, hashes[name]) for name in hashes}
             """Name of a tensor -> first element, end and hash of each piece."""
+        except OSError as error:
+            self.close()
+            raise self._unreadable(error) from error
         except BaseException:
             self.close()
             raise
@@ -226,10 +229,17 @@ class TensorFile:
     def _read(self, name: str, start: int, count: int) -> torch.Tensor:
         spec = self.specs[name]
         out = torch.empty(count, dtype=spec.dtype)
-        self._file.seek(self._start[name] + start * spec.dtype.itemsize)
-        if self._file.readinto(out.view(torch.uint8).numpy().data) != out.nbytes:
+        try:
+            self._file.seek(self._start[name] + start * spec.dtype.itemsize)
+            read = self._file.readinto(out.view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if read != out.nbytes:
             raise CheckpointError(f"{self.path} was truncated while {name!r} was read")
         return out
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path} cannot be read: {error.strerror}")
 
     def close(self) -> None:
         self._file.close()

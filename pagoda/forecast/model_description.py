@@ -123,14 +123,14 @@ def _tree_of_transformers(
     from pagoda.transforms.operator_tiles import Tiling
 
     ranks, most_elements = config.expert_parallel, config.tile_elements
-    cuts_stacks = not isinstance(config.rule, TensorRule)
+    cuts_stacks, in_blocks = not isinstance(config.rule, TensorRule), any(s.per > 1 for s in config.rule.own_states())
     first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
     try:
         layers = layer_count(name)
         alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
         with counting.weightless():
             model: Any = build_model(name, seq_len=config.seq_len, layers=_DESCRIBED if alike else None)
-            Tiling(model, most_elements, cuts_stacks=cuts_stacks, exchange=first)
+            Tiling(model, most_elements, cuts_stacks=cuts_stacks, in_blocks=in_blocks, exchange=first)
             counted = counting.forward_flops(model, config.batch_size, config.seq_len) if count_flops else {}
             root = describe(model)
     except ConfigError as error:

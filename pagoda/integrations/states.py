@@ -13,6 +13,7 @@ from torch import nn
 
 from pagoda.checkpoint.directory import remove
 from pagoda.checkpoint.export import export
+from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.errors import CheckpointError
 from pagoda.optimizer import PagedOptimizer
 
@@ -61,6 +62,8 @@ def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterato
         yield
         for file in Path(folder, "model").glob("*"):
             os.replace(file, directory / file.name)
+            if file.name == INDEX:  # a single file of an earlier save would be loaded instead of the shards
+                (directory / SINGLE).unlink(missing_ok=True)
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -38,7 +38,7 @@ A mean is the sum, rounded to fp32, divided by the number of elements in fp32.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -81,6 +81,7 @@ class Adafactor(TensorRule):
     """
 
     name: ClassVar[str] = "Adafactor"
+    only: ClassVar[Mapping[str, Any]] = {"maximize": False}
     copies: ClassVar[bool] = False
     lr: float = 1e-2
     beta2_decay: float = -0.8

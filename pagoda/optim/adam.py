@@ -13,8 +13,9 @@ Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -49,6 +50,7 @@ class Adam(ElementwiseRule):
     """
 
     name: ClassVar[str] = "Adam"
+    only: ClassVar[Mapping[str, Any]] = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": False}
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -57,6 +57,7 @@ class AdamW(Adam):
     """
 
     name: ClassVar[str] = "AdamW"
+    only: ClassVar[Mapping[str, Any]] = {**Adam.only, "decoupled_weight_decay": True}
     fixed: ClassVar[tuple[str, ...]] = ("moments", "seed")
     weight_decay: float = 0.01
     moments: Moments = "fp32"

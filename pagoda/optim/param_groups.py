@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from pagoda.errors import CheckpointError, ConfigError
+from pagoda.optim.rule import Rule
 
 ParamGroups = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 """What torch's optimizers take: parameters, named parameters, or dictionaries of `params` and their own settings."""
@@ -102,6 +103,16 @@ def check_groups(source: str, saved: list[Any], live: list[NamedGroup]) -> None:
         f"{source} has 'param_groups' of {[*map(len, members)]} parameters; this run has {[*map(len, wanted)]}, and "
         f"{what}. Give wrap(param_groups=...) and add_param_group() what the run that saved it had."
     )
+
+
+def check_settings(source: str, groups: Iterable[Any], rule: Rule) -> None:
+    """Raises CheckpointError unless the rule can take steps with the settings of the param groups of `source`."""
+    try:
+        for group in groups:
+            rule.with_group(group)
+            iter(group["params"])
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{source} has 'param_groups' that {rule.name} cannot use: {error!r}") from error
 
 
 def _parameters(params: Any, index: int) -> Iterator[nn.Parameter]:

@@ -113,6 +113,8 @@ class Rule(ABC):
     """Its name in messages."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Settings that must be equal in all param groups."""
+    only: ClassVar[Mapping[str, Any]] = {}
+    """Settings of torch's class that have just this value here."""
     counts_steps: ClassVar[bool] = True
     """Whether torch's class keeps a count of a parameter's updates."""
 
@@ -157,6 +159,9 @@ class Rule(ABC):
         Numbers may be one-element tensors. Raises ConfigError for values with which no step can be taken, and for
         values that would change which states parameters have.
         """
+        for key, value in self.only.items():
+            which = f"{value} (pagoda.Optim runs torch's own class)"
+            require(group.get(key, value) == value, f"{self.name} {key}", group.get(key), which)
         rule = replace(self, **{key: plain_setting(group[key], old) for key, old in self.defaults().items()})
         kept, wanted = ([state.name for state in each.own_states()] for each in (self, rule))
         if kept != wanted:

@@ -19,8 +19,9 @@ torch's vectorised code fuses each multiplication with the addition that follows
 products are exact, for example with settings that are powers of two. Elsewhere, each line may differ by one rounding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,6 +45,7 @@ class SGD(ElementwiseRule):
     """
 
     name: ClassVar[str] = "SGD"
+    only: ClassVar[Mapping[str, Any]] = {"maximize": False}
     counts_steps: ClassVar[bool] = False
     lr: float = 1e-3
     momentum: float = 0.0

@@ -146,6 +146,7 @@ class Engine:
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         self.accesses.check_usable()
+        self.check_not_gathered("optimizer.step()")
         scale = self.stepper.scaler.scale
         with as_plain():  # it asks each parameter for its gradient
             norms = self.stepper.step()
@@ -161,12 +162,23 @@ class Engine:
         self.damage.check()
 
     def check_between_steps(self) -> None:
-        """Raises UsageError if updates during backward have already changed states since the last `step()`."""
+        """Raises UsageError if updates during backward have already changed states since the last `step()`, and
+        StorageError if states are damaged."""
+        self.accesses.check_usable()
         if self.stepper.updates_have_begun():
             raise UsageError(
                 "The state was asked for between backward and step(): with accumulation_steps announced, some units "
                 "have had this step's update already and others have not. Call optimizer.step() first."
             )
+
+    def check_not_gathered(self, what: str) -> None:
+        """Raises UsageError inside a block of `gathered`, because `what` would not change its copies of weights."""
+        for unit in self.units:
+            for slot in unit.gathered:
+                raise UsageError(
+                    f"{what} was called inside `with pagoda.gathered(...)` of {unit.name(slot)!r}. The copy there "
+                    "would be outdated, and replace the new weights if the block modifies: end the block first."
+                )
 
     def settle(self) -> None:
         """Like `drain`, before all states are read. Raises UsageError if states belong to two steps."""
@@ -178,6 +190,7 @@ class Engine:
         """Inside, all states are replaced, even if they are damaged. If that fails halfway, they are damaged
         afterwards."""
         self.accesses.check_open()
+        self.check_not_gathered("optimizer.load_checkpoint()")
         if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
@@ -202,9 +215,8 @@ class Engine:
     def overwriting(self) -> Iterator[None]:
         """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
-        if states are already damaged, because this cannot mend them."""
-        self.accesses.check_usable()
-        self.drain()
+        if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
+        self.settle()
         self.accesses.wait_until_idle()
         self.saver.settle()
         writes = self.store.writes

@@ -61,6 +61,8 @@ class Hidden:
         # An attribute arrives here as the method of its descriptor.
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         first = args[0] if args else None
+        if name == "copy_" and len(args) > 1 and args[1] is first:
+            return first  # `load_state_dict` ends with this, after its values were written to pages
         takes_value = attribute in _VALUES if name == "__get__" else name in _MOVED or name not in _HARMLESS
         if takes_value and not (name == "__set__" or (name in _LIKE_ANOTHER and not isinstance(first, Hidden))):
             leased = _leased((args, kwargs or {}))

@@ -13,7 +13,7 @@ from pagoda.memory.region import Region
 from pagoda.plan.layout import MASTER, WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
-from pagoda.runtime.lanes import Handle, Lane, all_of, wait_all
+from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Guess
@@ -145,12 +145,13 @@ class Updater:
         self._later(partial(self._read_ahead, unit))
 
     def drop_ahead(self) -> None:
-        """Wait until nothing is being read ahead."""
+        """Wait until nothing is being read ahead, whether the reads succeed or fail."""
         reads: list[Handle] = []
         dropped = self._later(lambda: reads.extend(self._drop_ahead()))
         if dropped is not None:
             dropped.wait()
-            wait_all(reads)
+            for read in reads:
+                read.wait_until_done()
 
     def close(self) -> None:
         """Finish the queued updates and join the thread."""

@@ -49,6 +49,7 @@ class Tiling:
         most_elements: int | None = None,
         *,
         cuts_stacks: bool = True,
+        in_blocks: bool = False,
         exchange: ExpertExchange | None = None,
     ) -> None:
         """Replace layers of `model`.
@@ -57,11 +58,14 @@ class Tiling:
             most_elements: most elements of a tile. By default linear layers and embeddings stay whole, and each expert
                 is a tile.
             cuts_stacks: whether parameters that hold several experts may be cut.
+            in_blocks: whether the optimizer has one state for each block of a parameter. Then biases too are cut
+                between blocks only, as a checkpoint joins the states of tiles.
             exchange: divides the experts of each layer over ranks. The model then has the experts of this rank.
 
         Raises ConfigError, with nothing replaced, if experts cannot be divided or the model has none to divide.
         """
         self._most_elements = most_elements
+        self._in_blocks = in_blocks
         self._exchange = exchange
         self._replaced: list[tuple[list[Parent], nn.Module, nn.Module]] = []
         """(parents of a layer, the whole layer, its replacement)"""
@@ -158,7 +162,8 @@ class Tiling:
 
     def _tiles_of(self, layer: nn.Module, weight: nn.Parameter, most_elements: int) -> Tiled:
         rows, width = weight.shape
-        blocks = row_blocks(rows, (width,), most_elements)
+        cuts_bias = self._in_blocks and getattr(layer, "bias", None) is not None
+        blocks = row_blocks(rows, (width, 1) if cuts_bias else (width,), most_elements)
         weights = self._cut("weight", weight, blocks)
         if isinstance(layer, nn.Embedding):
             tiles = [EmbeddingTile(w, at[0], layer.padding_idx) for w, at in zip(weights, blocks, strict=True)]

@@ -125,6 +125,17 @@ def test_what_the_caller_changes_after_the_call_is_not_in_the_checkpoint(tmp_pat
 
 
 @pytest.mark.usefixtures("slow_disk")
+def test_relative_paths_are_those_of_the_call(tmp_path: Path, monkeypatch: Patch) -> None:
+    run = Run(LLAMA, RESIDENT)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run.save(Path("old"))
+    run.optimizer.save_checkpoint("new", wait=False, replaces=["old"])
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run.optimizer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "new"]
+
+
 def test_one_checkpoint_is_written_at_a_time_and_close_finishes_the_last(tmp_path: Path) -> None:
     run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, 1)
     run.optimizer.save_checkpoint(tmp_path / "first", wait=False)

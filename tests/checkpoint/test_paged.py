@@ -51,6 +51,13 @@ def test_pages_are_not_copied_and_are_loaded_into_another_geometry_or_adopted_wi
     assert_resumes(tmp_path / "step", memory)
 
 
+def test_a_name_that_the_file_system_refuses_is_an_error_that_names_it(ssd: Path, tmp_path: Path) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, ssd)).train(0, HALF)
+    with pytest.raises(pagoda.StorageError, match=r"aaa could not be written: .*File name too long"):
+        run.save(tmp_path / ("a" * 300))
+    run.goes_on()
+
+
 def test_checkpoints_beyond_those_that_have_room_are_copied(ssd: Path, tmp_path: Path) -> None:
     run = Run(LLAMA, on_ssd(LLAMA, ssd))
     for step in range(2 * HALF):

@@ -161,9 +161,10 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     safetensors.torch.save_file({"something": torch.zeros(2)}, weights)
     with pytest.raises(pagoda.ConfigError, match="no weights for a LlamaForCausalLM: its files have 'something'"):
         pagoda.load(directory)
-    safetensors.torch.save_file({"lm_head.weight": torch.zeros(2).to(torch.float8_e4m3fn)}, weights)
-    with pytest.raises(pagoda.ConfigError, match=r"float8_e4m3fn; weights must be"):
-        pagoda.load(directory)
+    for dtype in torch.float8_e4m3fn, torch.int8:
+        safetensors.torch.save_file({"lm_head.weight": torch.zeros(2).to(dtype)}, weights)
+        with pytest.raises(pagoda.ConfigError, match=rf"'lm_head.weight' as {dtype}; weights must be"):
+            pagoda.load(directory)
     (directory / "config.json").unlink()
     with pytest.raises(pagoda.ConfigError, match=r"with a Hugging Face config\.json"):
         pagoda.load(directory)

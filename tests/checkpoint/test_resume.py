@@ -434,6 +434,19 @@ def test_buffers_that_no_file_can_hold_are_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_state_of_a_module_that_is_not_in_tensors_is_refused(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 7
+
+    model, optimizer = pagoda.wrap(nn.Sequential(Counting(8, 8)), pagoda.AdamW(), memory=RESIDENT)
+    for save in (lambda: optimizer.save_checkpoint(tmp_path / "step"), pagoda.ModelState(model).state_dict):
+        with pytest.raises(pagoda.CheckpointError, match=r"'0' \(Counting\).*get_extra_state\(\).*buffers"):
+            save()
+    assert list(tmp_path.iterdir()) == []
+    optimizer.close()
+
+
 def test_half_updated_states_are_neither_saved_nor_replaced(saved: Path, tmp_path: Path) -> None:
     """With updates during backward, some units are ahead of the others until `step()`."""
     torch.manual_seed(0)

@@ -132,6 +132,18 @@ def test_a_file_that_is_missing_or_cut_after_it_was_opened_is_refused(tmp_path: 
     file.close()
 
 
+def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    failing = Path("/proc/self/mem")  # whose first pages give an input/output error
+    with pytest.raises(CheckpointError, match=r"/proc/self/mem cannot be read: Input/output error"):
+        TensorFile(failing)
+    file = TensorFile(write(tmp_path / "some.safetensors", {"a": torch.zeros(1 << 20, dtype=torch.uint8)}))
+    with failing.open("rb") as memory:
+        os.dup2(memory.fileno(), file._file.fileno())
+    with pytest.raises(CheckpointError, match=r"some\.safetensors cannot be read: Input/output error"):
+        file.read("a", 0, 1 << 20)
+    file.close()
+
+
 def with_header(header: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(16)
 

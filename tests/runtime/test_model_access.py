@@ -111,7 +111,28 @@ def test_mistakes_in_a_state_dict_are_reported_as_ever(wrap: Wrap) -> None:
     assert (result.missing_keys, result.unexpected_keys) == (["layers.0.0.bias"], ["surplus"])
     with pytest.raises(pagoda.UsageError, match="assign"):
         model.load_state_dict(weights, assign=True)
+    for value, error, message in (
+        ([0.0] * WIDTH, RuntimeError, r"layers\.7\.0\.bias.*expected torch\.Tensor"),
+        (weights["layers.7.0.bias"].to("meta"), NotImplementedError, "meta"),
+    ):
+        with pytest.raises(error, match=message):
+            model.load_state_dict({**weights, "layers.7.0.bias": value})
+        assert all(is_hidden(param) for param in model.parameters())
     assert_equal(model.state_dict(), weights)
+
+
+def test_a_state_dict_with_the_variables_has_the_parameters_themselves(wrap: Wrap) -> None:
+    model, _ = wrap(fresh())
+    model.layers[0][0].bias.requires_grad_(False)
+    variables = model.state_dict(keep_vars=True)
+    assert all(variables[name] is param for name, param in model.named_parameters())
+
+
+def test_all_weights_have_the_names_of_a_state_dict(wrap: Wrap) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.append(model[1])
+    model, _ = wrap(model, precision="fp32")
+    assert_equal(pagoda.full_state_dict(model), dict(model.state_dict()))
 
 
 # --- gathered -----------------------------------------------------------------------------------------------
@@ -179,6 +200,34 @@ def test_gathered_blocks_nest(wrap: Wrap) -> None:
         weight.fill_(0.25)  # an inner block that modifies is not lost in an outer one that reads
     assert (model.state_dict()["layers.1.0.weight"] == 0.25).all()
     train_layers(model, optimizer, 1)
+
+
+def test_what_changes_weights_that_are_gathered_is_refused(wrap: Wrap, tmp_path: Path) -> None:
+    """The block's copy would undo it."""
+    model, optimizer = wrap(fresh())
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    train_layers(model, optimizer, 1)
+    loss_of_layers(model).backward()
+    before = masters(model)
+    changes: tuple[Callable[[], object], ...] = (
+        optimizer.step,
+        lambda: optimizer.load_checkpoint(tmp_path / "checkpoint"),
+        lambda: pagoda.ModelState(model).load_state_dict(before),
+    )
+    for change in changes:
+        with pagoda.gathered(model.layers[1], modify=True), pytest.raises(pagoda.UsageError, match="copy there"):
+            change()
+    optimizer.step()
+    assert not torch.equal(masters(model)["layers.1.0.weight"], before["layers.1.0.weight"])
+
+
+def test_a_state_dict_is_loaded_into_what_is_gathered(wrap: Wrap) -> None:
+    model, _ = wrap(fresh())
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    with pagoda.gathered(model, modify=True):
+        model.load_state_dict(other)
+        assert_equal(dict(model.named_parameters()), other)
+    assert_equal(model.state_dict(), other)
 
 
 def test_gathered_and_forward_exclude_each_other(wrap: Wrap) -> None:
@@ -387,6 +436,7 @@ def test_an_update_during_backward_that_begins_after_the_last_gradient_is_notice
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         model[0].requires_grad_(False)
         model, optimizer = wrap(model, lr=0.1, accumulation_steps=announced)
+        start = model.state_dict()
         model(torch.ones(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
         if announced:
             with pytest.raises(pagoda.UsageError, match="applied during backward"):
@@ -396,6 +446,8 @@ def test_an_update_during_backward_that_begins_after_the_last_gradient_is_notice
                 optimizer.state_dict,
                 model.state_dict,
                 lambda model=model: pagoda.full_state_dict(model),
+                pagoda.gathered(model).__enter__,
+                lambda model=model, start=start: model.load_state_dict(start),
                 lambda optimizer=optimizer: next(optimizer.named_states()),
             )
             for asked in states_of_two_steps:

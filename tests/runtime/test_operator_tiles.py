@@ -120,12 +120,30 @@ def test_a_checkpoint_resumes_in_other_tiles_or_none(
         assert (other - value.float()).norm() < 0.05 * value.float().norm(), key
 
 
+def test_the_moments_of_a_bias_in_tiles_are_restored_to_any_tiles(wrap: Wrap, tmp_path: Path) -> None:
+    """Each tile has scales of its own, and a checkpoint joins them."""
+    tiles = [pagoda.Tiles(tile_limit=limit) for limit in ("20KiB", None)]
+    rule = pagoda.AdamW(lr=1e-2, moments="8bit")
+    model, optimizer = wrap(wide(), rule=rule, tiles=tiles[0])
+    loop(model, optimizer, zoo.Outcome())
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    state = pagoda.OptimizerState(optimizer).state_dict()
+    for each in tiles:
+        _, other = wrap(wide(), rule=rule, tiles=each)
+        other.load_checkpoint(tmp_path / "checkpoint")
+        zoo.assert_equal(pagoda.OptimizerState(other).state_dict()["state"], state["state"])
+
+
 def test_exports_loads_and_state_dicts_have_the_names_of_the_whole_model(wrap: Wrap, tmp_path: Path) -> None:
     model, optimizer = wrap(llama(), tiles=pagoda.Tiles(tile_limit=TILE))
     weights = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
-    zoo.assert_equal(model.state_dict(), weights)
+    with pagoda.gathered(next(model.parameters()), modify=True):  # of one tile's unit, which is then ahead of others
+        pass
+    found = model.state_dict()
+    zoo.assert_equal(found, weights)
+    assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "exported", dtype="fp32")
     loaded, _ = wrap(pagoda.load(tmp_path / "exported"), tiles=pagoda.Tiles(tile_limit="8KiB"))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from pairwise import each_once
 from torch import nn
-from zoo import ALL_ON_SSD, squeeze
+from zoo import ALL_ON_SSD, assert_equal, squeeze
 
 import pagoda
+from pagoda.optim.codecs import Moments
 from pagoda.plan.ops import LANES
 
 from .conftest import Wrap
@@ -85,6 +86,33 @@ def test_the_state_of_torchs_adamw_can_be_loaded(wrap: Wrap) -> None:
         reference.zero_grad()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, plain.state_dict()[name], rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_a_state_that_means_another_update_is_refused(moments: Moments, wrap: Wrap) -> None:
+    def saved(kind: Any, model: nn.Module, **settings: Any) -> dict[str, Any]:
+        optimizer = kind(model.parameters(), lr=0.1, **settings)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    _, optimizer = wrap(nn.Linear(4, 6), rule=pagoda.AdamW(moments=moments), precision="fp32")
+    before = optimizer.state_dict()
+    amsgrad = saved(torch.optim.AdamW, nn.Linear(4, 6), amsgrad=True)
+    others: list[tuple[dict[str, Any], str]] = [
+        (amsgrad, "amsgrad is True; it must be False"),
+        ({**amsgrad, "param_groups": before["param_groups"]}, "keeps no 'max_exp_avg_sq'"),
+        (saved(torch.optim.AdamW, nn.Linear(4, 6), maximize=True), "maximize is True"),
+        (saved(torch.optim.Adam, nn.Linear(4, 6)), "decoupled_weight_decay is False"),
+        (saved(torch.optim.SGD, nn.Linear(4, 6), momentum=0.9), "AdamW cannot use: KeyError.'betas'"),
+        (saved(torch.optim.AdamW, nn.Linear(6, 4)), r"'exp_avg' of 'weight' has shape \(4, 6\), but \(6, 4\)"),
+    ]
+    for state, message in others:
+        with pytest.raises(pagoda.CheckpointError, match=message):
+            optimizer.load_state_dict(state)
+        assert_equal(optimizer.state_dict(), before)
 
 
 def test_what_was_applied_during_backward_can_be_neither_changed_nor_dropped(wrap: Wrap) -> None:

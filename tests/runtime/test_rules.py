@@ -196,3 +196,19 @@ def test_a_state_dict_is_fp32_and_loads_without_a_changed_bit(moments: Moments, 
         other = linear(kind)
         other.load_state_dict(state)
         assert_same_state(other.state_dict(), state)
+
+
+def test_the_moments_of_a_scalar_are_saved_to_a_file(wrap: Wrap, tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(48, 48)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    model, optimizer = wrap(Scaled(), rule=AdamW(moments="8bit"))
+    take(model, optimizer, range(1))
+    optimizer.save_state_dict(tmp_path / "states")
+    saved = torch.load(tmp_path / "states")["state"]
+    assert_equal(saved, dict(optimizer.named_states()))

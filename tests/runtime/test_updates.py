@@ -75,6 +75,19 @@ def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
         timer.join()
 
 
+def test_a_read_ahead_that_failed_is_dropped_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody needs what it read, such as `load_checkpoint` after a failing disk."""
+    with parts(tmp_path, [[9000]], block_limit=1) as part:
+
+        def fail(*_: object) -> None:
+            raise pagoda.StorageError("the disk failed")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(part.store.ssd, "load", fail)
+            part.engine._executor.updaters[0].read_ahead(0)
+            part.engine.drain()
+
+
 # --- errors ------------------------------------------------------------------------------------------------
 
 
