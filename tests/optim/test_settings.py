@@ -19,7 +19,7 @@ from .blocks import RULES
     ("rule", "field", "value"),
     [
         *((AdamW, "lr", value) for value in (-1e-3, math.nan, math.inf, "1e-3")),
-        *((AdamW, "betas", value) for value in ((0.9,), (1.0, 0.999), (0.9, -0.1), (math.nan, 0.999))),
+        *((AdamW, "betas", value) for value in (0.9, (0.9,), (1.0, 0.999), (0.9, -0.1), (math.nan, 0.999))),
         *((AdamW, "eps", value) for value in (0.0, 1e-60)),
         *((AdamW, "weight_decay", value) for value in (-0.1, True)),
         (AdamW, "moments", "int4"),
@@ -32,6 +32,7 @@ from .blocks import RULES
         (Lion, "weight_decay", -1),
         (Adafactor, "lr", -1.0),
         (Adafactor, "beta2_decay", 0.1),
+        (Adafactor, "eps", 1e-8),
         (Adafactor, "eps", (None, None)),
         (Adafactor, "d", 0.5),
         (Adafactor, "weight_decay", -1.0),
