@@ -20,7 +20,8 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
     forwards of their modules are not possible inside it. Parameters that Pagoda does not manage are left alone. Results
     computed from `params` may be part of the loss, such as a penalty: the graph keeps the copies.
 
-    Raises UsageError inside the forward of a module that uses one of them.
+    Raises UsageError inside the forward of a module that uses one of them, and between backward and `step()` if units
+    are updated during backward.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()
@@ -35,7 +36,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             engine, unit, slot = state
             if slot in unit.gathered:  # by an outer block, which will release it
                 continue
-            engine.drain()
+            engine.settle()
             if unit.active:
                 raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
             unit.set_part(slot, unit.shown(slot, state.read(WEIGHT).to(engine.device.torch_device)))

@@ -169,7 +169,7 @@ class Engine:
             )
 
     def settle(self) -> None:
-        """Like `drain`, before all states are read. Raises UsageError if states belong to two steps."""
+        """Like `drain`, before states are read or overwritten. Raises UsageError if states belong to two steps."""
         self.check_between_steps()
         self.drain()
 
@@ -204,7 +204,7 @@ class Engine:
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
         if states are already damaged, because this cannot mend them."""
         self.accesses.check_usable()
-        self.drain()
+        self.settle()
         self.accesses.wait_until_idle()
         self.saver.settle()
         writes = self.store.writes
