@@ -52,7 +52,6 @@ class ModelHooks:
         """These hooks."""
         engine.graphs.packing.leave_alone(model.buffers())
         needed = _units_of_modules(model, engine.units)
-        needed.setdefault(model, [])
         for block in find_blocks(model):
             self._follow(block, needed.get(block.module, []))
         self._bracket_methods(model)
@@ -196,7 +195,7 @@ def _refuse(_grads: tuple[torch.Tensor, ...]) -> None:
 
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
     """module -> the units that must be leased during its forward: those whose root it is, and those with a parameter
-    that it reads.
+    that it reads. Modules with parameters and a forward are all there.
 
     A compiled module needs the units of everything inside it.
     """
@@ -206,6 +205,8 @@ def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module
     for unit in units:
         needed.setdefault(modules[unit.spec.module], []).append(unit)
     for module in filter(has_forward, model.modules()):
+        if any(True for _ in module.parameters()):
+            needed.setdefault(module, [])  # its forward may use any parameter
         for _, param in params_read_in(module):
             held = owner.get(id(param))
             if held is not None and held not in needed.setdefault(module, []):
