@@ -135,7 +135,8 @@ def _leased(arguments: Any) -> Any:
             return None
         with as_plain():
             view = unit.as_param(slot, unit.view(slot, engine.accesses.read(unit)))
-            views[id(leaf)] = _shown(leaf, view) if leaf.requires_grad and torch.is_grad_enabled() else view
+            trains = torch.is_grad_enabled() and unit.params[slot].requires_grad
+            views[id(leaf)] = _shown(leaf, view) if trains else view
     views |= {id(param): param.data for param in hidden if id(param) not in views and not param.requires_grad}
     return tree_map(lambda leaf: views.get(id(leaf), leaf), arguments)
 

@@ -143,10 +143,13 @@ class ModelHooks:
             with as_plain():
                 check_is_ours(unit, slot)
                 accumulate = param.grad is not None
-                param.grad = None
+                if param.requires_grad:  # otherwise it was frozen after forward, and autograd adds nothing
+                    param.grad = None
 
         def after(_param: torch.Tensor) -> None:
             with as_plain():
+                if not param.requires_grad:
+                    return
                 grad = param.grad
                 assert grad is not None
                 if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
@@ -155,6 +158,7 @@ class ModelHooks:
                 if not accumulate:
                     unit.markers[slot] = self._marker(unit, slot)
                 param.grad = unit.markers[slot]
+                unit.marked.add(slot)
                 grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
             self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), accumulate)
 

@@ -195,6 +195,8 @@ class Stepper:
         self._gradients.clear()
         self._early.clear()
         self._early_hypers = None
+        for unit in self._units:
+            unit.marked.clear()
 
     def drop_step(self) -> None:
         """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
@@ -419,6 +421,7 @@ class Stepper:
         self._of_ranks = None
         for unit in self._units:
             unit.used = False
+            unit.marked.clear()
             if unit.updated:  # until now, code that clips had to see the gradient
                 for slot in range(unit.trainable):
                     unit.params[slot].grad = None
