@@ -102,6 +102,10 @@ _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
 """The states that store a parameter's fp32 master."""
 
 
+_OF_TORCH = ("amsgrad", "maximize")
+"""Settings of torch's param groups that change updates. Other keys that a rule does not have are the user's own."""
+
+
 @dataclass(frozen=True)
 class Rule(ABC):
     """An update rule with its settings.
@@ -154,9 +158,15 @@ class Rule(ABC):
     def with_group(self, group: Mapping[str, Any]) -> Self:
         """The rule with the present settings of a torch ``param_groups`` entry.
 
-        Numbers may be one-element tensors. Raises ConfigError for values with which no step can be taken, and for
-        values that would change which states parameters have.
+        Numbers may be one-element tensors. Raises ConfigError for values with which no step can be taken, for values
+        that would change which states parameters have, and for settings of torch's classes that this rule lacks.
         """
+        for key in _OF_TORCH:
+            if group.get(key) and key not in self.defaults():
+                raise ConfigError(
+                    f"A param group has {key}={group[key]!r}, which pagoda.{type(self).__name__} does not have: leave "
+                    "it out, or use a class of torch, such as pagoda.Optim(torch.optim.AdamW, ...)."
+                )
         rule = replace(self, **{key: plain_setting(group[key], old) for key, old in self.defaults().items()})
         kept, wanted = ([state.name for state in each.own_states()] for each in (self, rule))
         if kept != wanted:

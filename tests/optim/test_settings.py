@@ -47,6 +47,15 @@ def test_a_setting_out_of_range_is_refused_by_name(rule: type[Rule], field: str,
         rule(**{field: value})
 
 
+@pytest.mark.parametrize("key", ["amsgrad", "maximize"])
+def test_a_setting_of_torchs_classes_that_a_rule_does_not_have_is_refused(key: str) -> None:
+    """And ignored where torch has it switched off, as in its state dicts. Keys of the user's own are ignored too."""
+    group = {**AdamW().defaults(), key: False, "name": "mine"}
+    assert AdamW().with_group(group) == AdamW()
+    with pytest.raises(ConfigError, match=f"{key}=True.*pagoda.AdamW does not have.*pagoda.Optim"):
+        AdamW().with_group({**group, key: True})
+
+
 @pytest.mark.parametrize(("field", "value"), [("betas", (1, 0)), ("lr", -1)])
 def test_muon_refuses_what_its_adamw_does(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
