@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from pagoda.checkpoint.directory import removables
@@ -39,22 +40,23 @@ class KeptPages:
                 (stage, unit.index),
                 state.name,
                 [name for name, _, _ in paged[unit.index].tensors(state.name)],
-                (room and state.name in paged[unit.index].extents)
-                or not any(map(len, engine.store.shards.held(unit.spec, state.name))),
+                room and state.name in paged[unit.index].extents,
+                any(map(len, engine.store.shards.held(unit.spec, state.name))),
             )
             for unit in engine.units
             for state in engine.plan.layout.states
         ]
         said = gather_from_all_stages(engine, "what a checkpoint keeps on SSD", mine)
-        copied = {(at, state) for each in said for at, state, _, can_stay in each if not can_stay}
+        of_all = [*chain.from_iterable(said)]
+        copied = {(at, state) for at, state, _, can_stay, has_elements in of_all if has_elements and not can_stay}
+        stay = {(at, state) for at, state, _, can_stay, _ in of_all if can_stay} - copied
         names: dict[str, set[str]] = {}
-        for each in said:
-            for at, state, held, _ in each:
-                if (at, state) not in copied:
-                    names.setdefault(state, set()).update(held)
+        for at, state, held, _, _ in of_all:
+            if (at, state) in stay:
+                names.setdefault(state, set()).update(held)
         kept = {}
         for index, unit in paged.items():
-            extents = {state: run for state, run in unit.extents.items() if ((stage, index), state) not in copied}
+            extents = {state: run for state, run in unit.extents.items() if ((stage, index), state) in stay}
             if extents:
                 spans = {state: unit.spans[state] for state in extents}
                 kept[index] = PagedUnit(unit.layout, extents, spans)

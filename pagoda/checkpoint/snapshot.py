@@ -162,6 +162,7 @@ class Snapshot:
         Nothing changes until everything that can be checked without reading the data has been checked. If the data then
         proves to be damaged, the optimizer is unusable until another checkpoint is loaded.
         """
+        self._engine.saver.settle()  # it may be the one that is being written
         buffers = dict(unpaged(self._model))
         buffer_specs = self._buffer_specs(buffers)
         contents = Contents.of(self._engine, groups)

@@ -43,7 +43,7 @@ from typing import Any, ClassVar
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim.rule import Shape, StateSpec, TensorRule, fp32, is_number
+from pagoda.optim.rule import Shape, StateSpec, TensorRule, are_values, fp32, is_number
 
 ROWS, COLUMNS, LANES = 64, 1024, 128
 """Rows and columns of a block, and sums per row."""
@@ -96,7 +96,7 @@ class Adafactor(TensorRule):
         self._require_not_negative("lr", "weight_decay")
         self._require("beta2_decay", is_number(self.beta2_decay) and self.beta2_decay <= 0, "<= 0")
         self._require("d", is_number(self.d) and self.d >= 1, "a finite number >= 1")
-        fits = len(self.eps) == 2 and all(e is None or (is_number(e) and e >= 0) for e in self.eps)
+        fits = are_values(self.eps, 2) and all(e is None or (is_number(e) and e >= 0) for e in self.eps)
         self._require("eps", fits and self.eps[1] is not None, "two numbers >= 0, the first possibly None")
         in_range = self.beta1 is None or (is_number(self.beta1) and 0 <= self.beta1 < 1)
         self._require("beta1", in_range, "None or in [0, 1)")

@@ -16,7 +16,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, muon
 
 from pagoda.config.training import Precision
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.rule import StateSpec, TensorRule, is_number
+from pagoda.optim.rule import StateSpec, TensorRule, are_values, is_number
 
 BUFFER = "momentum_buffer"
 ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_attention_bias*")
@@ -58,7 +58,7 @@ class Muon(TensorRule):
         self._adamw()
         self._require("momentum", is_number(self.momentum) and 0 <= self.momentum < 1, "in [0, 1)")
         self._require("ns_steps", self.ns_steps in range(1, 100), "from 1 to 99")
-        self._require("ns_coefficients", len(self.ns_coefficients) == 3, "three numbers")
+        self._require("ns_coefficients", are_values(self.ns_coefficients, 3), "three numbers")
         self._require("eps", is_number(self.eps) and self.eps > 0, "a finite number > 0")
         known = (None, "original", "match_rms_adamw")
         self._require("adjust_lr_fn", self.adjust_lr_fn in known, f"one of {known}")

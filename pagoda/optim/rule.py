@@ -141,7 +141,7 @@ class Rule(ABC):
             self._require(setting, is_number(value) and value >= 0, "a finite number >= 0")
 
     def _require_betas(self, betas: tuple[float, float]) -> None:
-        self._require("betas", len(betas) == 2, "two numbers")
+        self._require("betas", are_values(betas, 2), "two numbers")
         for index, beta in enumerate(betas):
             require(is_number(beta) and 0 <= beta < 1, f"{self.name} betas[{index}]", beta, "in [0, 1)")
 
@@ -156,8 +156,8 @@ class Rule(ABC):
     def with_group(self, group: Mapping[str, Any]) -> Self:
         """The rule with the present settings of a torch ``param_groups`` entry.
 
-        Numbers may be one-element tensors. Raises ConfigError for values with which no step can be taken, and for
-        values that would change which states parameters have.
+        Numbers may be one-element tensors. Raises ConfigError for values with which no step can be taken, for values
+        that would change which states parameters have, and for settings of torch's classes that this rule lacks.
         """
         for key, value in self.only.items():
             which = f"{value} (pagoda.Optim runs torch's own class)"
@@ -314,6 +314,11 @@ def plain_setting(value: Any, like: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(plain_setting(each, like[0] if isinstance(like, tuple) and like else None) for each in value)
     return float(value) if isinstance(like, float) and value is not None else value
+
+
+def are_values(value: object, count: int) -> bool:
+    """Whether a setting has `count` values."""
+    return isinstance(value, tuple | list) and len(value) == count
 
 
 def is_number(value: object) -> bool:

@@ -51,7 +51,7 @@ class Packed:
         """
         spans, total = self._units[unit.index]
         for placed, span in zip(unit.slots, spans, strict=True):
-            if span is not None and element < placed.offset + placed.param.numel:
+            if span is not None and element < placed.offset + max(placed.param.numel, 1):
                 return span.first + max(0, element - placed.offset)
         return total
 

@@ -254,7 +254,7 @@ def _lay_out(index: int, module: str, params: list[ParamSpec]) -> UnitSpec:
         for param in params:
             if param.trainable is wanted:
                 slots.append(Slot(param, offset))
-                offset += align(param.numel)
+                offset += align(max(param.numel, 1))  # so that each has a place, even if it is empty
         if wanted:
             trainable = offset
     return UnitSpec(index, module, tuple(slots), offset, trainable)

@@ -72,10 +72,10 @@ class Accesses:
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
         is due."""
-        if phase is Phase.BACKWARD and unit.index in self._scheduler.updates.begun_early:
+        if unit.index in self._scheduler.updates.begun_early:
             raise UsageError(
-                f"Unit {unit.spec.name!r} is needed in backward after its update during backward. Leave out "
-                "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
+                f"Unit {unit.spec.name!r} is needed before optimizer.step(), but it was updated during backward. Call "
+                "step() first, or leave out wrap(accumulation_steps=...), so that updates wait for step()."
             )
         self.check_usable()
         unit.used = True

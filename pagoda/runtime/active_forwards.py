@@ -1,7 +1,7 @@
 """ActiveForwards: the forwards that are running now, and the leases that each keeps until it ends."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,14 @@ class ActiveForwards:
         """Whether a forward is running."""
         return any(not forward.is_method for forward in self._running)
 
-    def run(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward with `units` leased and their parameters pointing into the leases.
 
         Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
         to transform leases too.
         """
+        if not units and self._runs_here() and self._packing.is_innermost:
+            return call(*args, **kwargs)  # what it uses is leased for the forward around it
         return self._run(False, units, call, *args, **kwargs)
 
     def run_method(self, units: Iterable[LiveUnit], method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -58,10 +60,13 @@ class ActiveForwards:
 
         Returns False if no forward runs in this thread.
         """
-        if not self._running or self._running[-1].thread != threading.get_ident():
+        if not self._runs_here():
             return False
         self._enter(self._running[-1], unit)
         return True
+
+    def _runs_here(self) -> bool:
+        return bool(self._running) and self._running[-1].thread == threading.get_ident()
 
     def _run(
         self, is_method: bool, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -181,7 +181,7 @@ class Engine:
                 )
 
     def settle(self) -> None:
-        """Like `drain`, before all states are read. Raises UsageError if states belong to two steps."""
+        """Like `drain`, before states are read or overwritten. Raises UsageError if states belong to two steps."""
         self.check_between_steps()
         self.drain()
 

@@ -4,7 +4,7 @@ If a running forward uses the values of a hidden parameter, its unit is leased u
 module may read it. Outside a forward, such a use raises an error.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -57,6 +57,8 @@ class Hidden:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _DIFFERENTIATE:
+            return _differentiate(func, args, kwargs or {})
         name = getattr(func, "__name__", str(func))
         # An attribute arrives here as the method of its descriptor.
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
@@ -84,12 +86,41 @@ class Hidden:
         return f"<parameter {name_of(self)!r}, shape {shape}, whose weights are in Pagoda's pages>"
 
 
+class _Shown(torch.autograd.Function):
+    """A parameter with its values: its gradient is the parameter's. Autograd refuses to write to it."""
+
+    @staticmethod
+    def forward(_ctx: Any, _param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+_shown: Any = _Shown.apply
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward)
+
+
+def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Differentiate by hidden parameters, through the edges of the graph that lead to them. Whatever runs in backward,
+    such as a checkpoint, must find parameters hidden as ever."""
+    edge: Any = torch.autograd.graph.get_gradient_edge
+    with as_plain():
+        on_edges, options = tree_map(lambda leaf: edge(leaf) if isinstance(leaf, Hidden) else leaf, (args, kwargs))
+    if not options.pop("materialize_grads", False):
+        return func(*on_edges, **options)
+    grads = func(*on_edges, **{**options, "allow_unused": True})
+    blank = partial(torch.zeros_like, requires_grad=options.get("create_graph", False))
+    return tuple(blank(of) if grad is None else grad for grad, of in zip(grads, args[1], strict=True))
+
+
 def _leased(arguments: Any) -> Any:
     """The arguments of a function, with every hidden parameter shown. None if no forward runs.
 
     A parameter stays shown until the innermost running forward ends. Graphs keep a frozen tensor itself, which will be
-    hidden again, so they get a view of its values. In backward, parameters that graphs keep without hooks are leased
-    for this function only.
+    hidden again, so they get a view of its values. Where backward repeats a part of a forward, and for parameters that
+    graphs keep without hooks, the unit is leased for this function only.
     """
     hidden: list[Any] = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
     views: dict[int, Any] = {}
@@ -102,10 +133,12 @@ def _leased(arguments: Any) -> Any:
         engine, unit, slot = home.open()
         if engine.active_forwards.use(unit):
             continue
-        if torch._C._current_graph_task_id() == -1 or not unit.is_kept(slot):
+        if torch._C._current_graph_task_id() == -1 or not (torch.is_grad_enabled() or unit.is_kept(slot)):
             return None
         with as_plain():
-            views[id(leaf)] = unit.as_param(slot, unit.view(slot, engine.accesses.read(unit)))
+            view = unit.as_param(slot, unit.view(slot, engine.accesses.read(unit)))
+            trains = torch.is_grad_enabled() and unit.params[slot].requires_grad
+            views[id(leaf)] = _shown(leaf, view) if trains else view
     views |= {id(param): param.data for param in hidden if id(param) not in views and not param.requires_grad}
     return tree_map(lambda leaf: views.get(id(leaf), leaf), arguments)
 
@@ -143,4 +176,10 @@ def outside_use(name: str, what: str = "used") -> str:
 
 def _refuse(operation: str, args: Any) -> NoReturn:
     names = [name_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Hidden)]
-    raise UsageError(outside_use(names[0] if names else "?", f"used ({operation})"))
+    message = outside_use(names[0] if names else "?", f"used ({operation})")
+    if torch._C._current_graph_task_id() != -1:
+        message += (
+            " In the backward of a torch.autograd.Function, take it from ctx.saved_tensors (ctx.save_for_backward in "
+            "its forward), not from an attribute of ctx."
+        )
+    raise UsageError(message)

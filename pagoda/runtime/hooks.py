@@ -52,7 +52,6 @@ class ModelHooks:
         """These hooks."""
         engine.graphs.packing.leave_alone(model.buffers())
         needed = _units_of_modules(model, engine.units)
-        needed.setdefault(model, [])
         for block in find_blocks(model):
             self._follow(block, needed.get(block.module, []))
         self._bracket_methods(model)
@@ -144,10 +143,13 @@ class ModelHooks:
             with as_plain():
                 check_is_ours(unit, slot)
                 accumulate = param.grad is not None
-                param.grad = None
+                if param.requires_grad:  # otherwise it was frozen after forward, and autograd adds nothing
+                    param.grad = None
 
         def after(_param: torch.Tensor) -> None:
             with as_plain():
+                if not param.requires_grad:
+                    return
                 grad = param.grad
                 assert grad is not None
                 if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
@@ -156,6 +158,7 @@ class ModelHooks:
                 if not accumulate:
                     unit.markers[slot] = self._marker(unit, slot)
                 param.grad = unit.markers[slot]
+                unit.marked.add(slot)
                 grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
             self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), accumulate)
 
@@ -196,7 +199,7 @@ def _refuse(_grads: tuple[torch.Tensor, ...]) -> None:
 
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
     """module -> the units that must be leased during its forward: those whose root it is, and those with a parameter
-    that it reads.
+    that it reads. Modules with parameters and a forward are all there.
 
     A compiled module needs the units of everything inside it.
     """
@@ -206,6 +209,8 @@ def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module
     for unit in units:
         needed.setdefault(modules[unit.spec.module], []).append(unit)
     for module in filter(has_forward, model.modules()):
+        if any(True for _ in module.parameters()):
+            needed.setdefault(module, [])  # its forward may use any parameter
         for _, param in params_read_in(module):
             held = owner.get(id(param))
             if held is not None and held not in needed.setdefault(module, []):

@@ -27,7 +27,7 @@ class _Gradient:
         unit, stepper = self._unit(), self._stepper()
         if unit is not None and stepper is not None and unit.params[self._slot].grad is not None:
             current = unit.markers[self._slot]
-            if isinstance(current, GradientMarker) and current.gradient is self:
+            if self._slot in unit.marked and isinstance(current, GradientMarker) and current.gradient is self:
                 return stepper, unit, self._slot
         raise UsageError(
             f"{asked_by}() was called on a gradient that is gone: optimizer.step() has used it, or it was set to None. "

@@ -110,9 +110,9 @@ def check_frozen(units: Iterable[LiveUnit]) -> None:
 def check_is_ours(unit: LiveUnit, slot: int) -> None:
     """Raises UsageError if someone else has set a parameter's gradient, which nothing would read."""
     grad = unit.params[slot].grad
-    if grad is not None and grad is not unit.markers[slot]:
+    if grad is not None and (grad is not unit.markers[slot] or slot not in unit.marked):
         raise UsageError(
-            f"The gradient of {unit.name(slot)!r} was set by hand, but Pagoda's updates take gradients from backward "
-            "alone: set it to None. To change gradients, scale the loss, or change them as they arrive, by "
-            "param.register_hook(...)."
+            f"The gradient of {unit.name(slot)!r} was set by hand, or put back after it was dropped or used, but "
+            "Pagoda's updates take gradients from backward alone: set it to None. To change gradients, scale the loss, "
+            "or change them as they arrive, by param.register_hook(...)."
         )

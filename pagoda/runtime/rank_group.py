@@ -209,6 +209,7 @@ class RankGroup:
             for slot in record.present:
                 if not record.arrivals[slot]:
                     record.unit.params[slot].grad = record.unit.markers[slot]
+                    record.unit.marked.add(slot)
         return records
 
     def _assemble(self, spec: UnitSpec, state: StateSpec, start: int, out: torch.Tensor) -> None:

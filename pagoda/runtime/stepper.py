@@ -29,6 +29,12 @@ _TOO_LATE = (
 )
 
 
+_APPLIED = (
+    "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after every announced "
+    "backward, or leave out wrap(accumulation_steps=...)."
+)
+
+
 class Norms(NamedTuple):
     """2-norms of a step's gradients before clipping. None if there are no gradients."""
 
@@ -176,10 +182,7 @@ class Stepper:
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
         if self.updates_have_begun():
-            raise UsageError(
-                "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after "
-                "every announced backward, or leave out wrap(accumulation_steps=...)."
-            )
+            raise UsageError(_APPLIED)
         if self._rank_group is not None:
             self._rank_group.drop_gradients()
         self._drop_gradients()
@@ -192,6 +195,8 @@ class Stepper:
         self._gradients.clear()
         self._early.clear()
         self._early_hypers = None
+        for unit in self._units:
+            unit.marked.clear()
 
     def drop_step(self) -> None:
         """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
@@ -312,7 +317,7 @@ class Stepper:
         """
         self.updates_have_begun()
         hypers = NextHypers(self.group_of, self._rule)
-        self._check_settings_kept(hypers)
+        self._check_kept(hypers)
         check_frozen(self._units)
         for unit in self._units:
             for slot in unit.grouped:
@@ -340,8 +345,15 @@ class Stepper:
         self._clear_step()
         return norms
 
-    def _check_settings_kept(self, hypers: NextHypers) -> None:
-        """Raises UsageError if hyperparameters differ from those that updates during backward have used."""
+    def _check_kept(self, hypers: NextHypers) -> None:
+        """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user
+        has dropped gradients that these have applied. Calling `step()` again keeps the latter."""
+        applied = [(record.unit, slot) for record in self._norm_terms.values() for slot in record.used or ()]
+        dropped = [(unit, slot) for unit, slot in applied if unit.params[slot].grad is None]
+        for unit, slot in dropped:
+            unit.params[slot].grad = unit.markers[slot]
+        if dropped:
+            raise UsageError(_APPLIED)
         for record in self._norm_terms.values():
             if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
                 raise UsageError(
@@ -409,6 +421,7 @@ class Stepper:
         self._of_ranks = None
         for unit in self._units:
             unit.used = False
+            unit.marked.clear()
             if unit.updated:  # until now, code that clips had to see the gradient
                 for slot in range(unit.trainable):
                     unit.params[slot].grad = None

@@ -79,6 +79,8 @@ class LiveUnit:
         self.markers: list[torch.Tensor] = []
         """The marker of each trainable parameter, which it shows as its gradient while the gradient is in its
         extent."""
+        self.marked: set[int] = set()
+        """Slots with a gradient that no update has taken and nobody has dropped. Their markers stand for it."""
         self.forms = [
             DTensorForm.of(param, stored_whole=slot.param.shard is None) or QuantizedForm.of(param, dtype)
             for param, slot in zip(params, spec.slots, strict=True)

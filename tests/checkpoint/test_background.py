@@ -146,6 +146,15 @@ def test_one_checkpoint_is_written_at_a_time_and_close_finishes_the_last(tmp_pat
     assert_resumes(tmp_path / "second")
 
 
+@pytest.mark.usefixtures("slow_disk")
+def test_a_checkpoint_that_is_being_written_can_be_loaded(tmp_path: Path) -> None:
+    run = Run(LLAMA, RESIDENT).train(0, HALF)
+    run.save(tmp_path / "step", wait=False)
+    run.optimizer.load_checkpoint(tmp_path / "step")
+    run.goes_on()
+    run.optimizer.close()
+
+
 def test_an_error_in_the_background_is_raised_once_by_the_next_call(tmp_path: Path, monkeypatch: Patch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

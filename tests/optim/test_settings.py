@@ -19,7 +19,7 @@ from .blocks import RULES
     ("rule", "field", "value"),
     [
         *((AdamW, "lr", value) for value in (-1e-3, math.nan, math.inf, "1e-3")),
-        *((AdamW, "betas", value) for value in ((0.9,), (1.0, 0.999), (0.9, -0.1), (math.nan, 0.999))),
+        *((AdamW, "betas", value) for value in (0.9, (0.9,), (1.0, 0.999), (0.9, -0.1), (math.nan, 0.999))),
         *((AdamW, "eps", value) for value in (0.0, 1e-60)),
         *((AdamW, "weight_decay", value) for value in (-0.1, True)),
         (AdamW, "moments", "int4"),
@@ -32,6 +32,7 @@ from .blocks import RULES
         (Lion, "weight_decay", -1),
         (Adafactor, "lr", -1.0),
         (Adafactor, "beta2_decay", 0.1),
+        (Adafactor, "eps", 1e-8),
         (Adafactor, "eps", (None, None)),
         (Adafactor, "d", 0.5),
         (Adafactor, "weight_decay", -1.0),
@@ -44,6 +45,15 @@ from .blocks import RULES
 def test_a_setting_out_of_range_is_refused_by_name(rule: type[Rule], field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{rule.name} {field}"):
         rule(**{field: value})
+
+
+@pytest.mark.parametrize("key", ["amsgrad", "maximize"])
+def test_a_setting_of_torchs_classes_that_a_rule_does_not_have_is_refused(key: str) -> None:
+    """And ignored where torch has it switched off, as in its state dicts. Keys of the user's own are ignored too."""
+    group = {**AdamW().defaults(), key: False, "name": "mine"}
+    assert AdamW().with_group(group) == AdamW()
+    with pytest.raises(ConfigError, match=f"{key}.*pagoda.Optim"):
+        AdamW().with_group({**group, key: True})
 
 
 @pytest.mark.parametrize(("field", "value"), [("betas", (1, 0)), ("lr", -1)])

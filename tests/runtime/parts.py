@@ -74,6 +74,7 @@ class Parts:
         """Autograd has finished one parameter's gradient."""
         unit.used = True
         unit.params[slot].grad = unit.markers[slot]
+        unit.marked.add(slot)
         self.engine.stepper.on_gradient(unit, slot, grad, accumulate)
 
     def arrive(self, unit: LiveUnit, seed: int = 0, accumulate: bool = False, slots: Sequence[int] = ()) -> None:

@@ -8,7 +8,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import ALL_ON_SSD, PAGE, RESIDENT, VOCABULARY, Outcome, Recipe, batch, least, llama, loss_of, train
+from torch.utils.checkpoint import checkpoint
+from zoo import (
+    ALL_ON_SSD,
+    PAGE,
+    RESIDENT,
+    VOCABULARY,
+    Block,
+    Outcome,
+    Recipe,
+    batch,
+    least,
+    llama,
+    loss_of,
+    run,
+    take_step,
+    train,
+)
 
 import pagoda
 from pagoda.config.training import ActivationMode
@@ -192,6 +208,35 @@ def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None
     assert one <= peaks[0] <= 2 * one, "a graph lives until its outputs are replaced"
     assert peaks[1:] == peaks[:1] * 2
     optimizer.close()
+
+
+class Halves(nn.Module):
+    """Each of its blocks is in a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Sequential(Block(32), Block(32)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.halves[0][0].norm.weight.dtype)
+        for half in self.halves:
+            x = checkpoint(half, x, use_reentrant=False)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_blocks_inside_a_checkpoint_of_the_users_are_recomputed_with_it(around: bool) -> None:
+    def loop(model: Any, optimizer: Any, outcome: Outcome) -> None:
+        for _ in range(2):
+            x = torch.ones(2, 4, 32)
+            learn(checkpoint(model, x, use_reentrant=False) if around else model(x), outcome)
+            take_step(optimizer, outcome)
+
+    outcomes = []
+    for activations in ("keep", "recompute", "auto"):
+        torch.manual_seed(0)
+        outcomes.append(run(Halves(), RESIDENT, loop, activations=activations))
+        outcomes[-1].assert_same_bits(outcomes[0])
 
 
 def test_autocast_does_not_change_with_the_policy(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from zoo import RESIDENT, assert_equal
 import pagoda
 
 from .conftest import Wrap
-from .loops import Wrapped, assert_same_state, backward, layers
+from .loops import Wrapped, assert_same_state, backward, layers, loss_of_layers
 
 STEPS = 4
 Groups = Callable[[Any], Any]
@@ -96,6 +96,25 @@ def test_a_frozen_parameter_keeps_weight_and_state(announced: int | None, wrap: 
     assert_trains_as_torch(mine, (plain, torchs_adamw(plain.parameters())), 6, freeze)
     assert [torch.equal(*pair) for pair in pairwise(weights)] == [False, False, True, True, False]
     assert steps_taken(mine) == [6, 6, 4, 6, 6, 6]
+
+
+@during_backward_too
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient(
+    passes: int, announced: int | None, wrap: Wrap
+) -> None:
+    """And keeps the one that it has from an earlier pass."""
+    model, optimizer = wrap(layers(), precision="fp32", accumulation_steps=announced and passes)
+    plain = layers()
+    for each in (model, plain):
+        for last in range(passes, 0, -1):
+            loss = loss_of_layers(each)
+            each.layers[1].requires_grad_(last > 1)
+            loss.backward()
+        assert (each.layers[1][0].weight.grad is None) == (passes == 1)
+    optimizer.step()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    assert optimizer.stats.grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
 
 @during_backward_too

@@ -1,6 +1,7 @@
 """The optimizer behaves as a torch optimizer, and where it cannot it says so."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,30 @@ def test_what_was_applied_during_backward_can_be_neither_changed_nor_dropped(wra
     optimizer.zero_grad()
     optimizer.param_groups[0]["lr"] = 5e-3
     step((model, optimizer), 2)
+
+
+BETWEEN: dict[str, Callable[[nn.Module, Any], object]] = {
+    "evaluate": lambda model, optimizer: torch.no_grad()(model)(inputs(1), [0]),
+    "read": lambda model, optimizer: pagoda.gathered(model).__enter__(),
+    "load": lambda model, optimizer: model.load_state_dict(layers().state_dict()),
+    "load-optimizer": lambda model, optimizer: optimizer.load_state_dict(
+        torch.optim.AdamW(layers().parameters()).state_dict()
+    ),
+    "drop": lambda model, optimizer: (model.zero_grad(), optimizer.step()),
+}
+
+
+def test_states_of_which_some_were_updated_during_backward_are_neither_used_nor_written(wrap: Wrap) -> None:
+    """With updates at `step()`, each of these would see or change the states before the update."""
+    mine, twin = wrap(layers(), accumulation_steps=1), wrap(layers(), accumulation_steps=1)
+    for between in BETWEEN.values():
+        for model, _ in (mine, twin):
+            backward(model, 1)
+        with pytest.raises(pagoda.UsageError, match=r"(?s)during backward|between backward and step.*step\(\)"):
+            between(*mine)
+        for _, optimizer in (mine, twin):
+            optimizer.step()
+    assert_same_state(mine, twin)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["no-clip", "clip"])

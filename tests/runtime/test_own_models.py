@@ -114,6 +114,22 @@ def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memor
 # --- gradients by hand --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_gradient_that_was_dropped_cannot_be_put_back(again: bool, wrap: Wrap) -> None:
+    """Neither to be used as it is, nor for another to be added to it."""
+    model, optimizer = wrap(Layers())
+    before = model.state_dict()
+    backward(model, 0)
+    param = next(model.parameters())
+    kept = param.grad
+    optimizer.zero_grad()
+    param.grad = kept
+    with pytest.raises(pagoda.UsageError, match="put back after it was dropped"):
+        backward(model, 0) if again else optimizer.step()
+    optimizer.zero_grad()
+    assert_equal(model.state_dict(), before)
+
+
 @pytest.mark.parametrize("when", ["in-place-of-backward", "before-backward", "after-backward"])
 def test_a_gradient_that_was_set_by_hand_is_refused(when: str, wrap: Wrap) -> None:
     model, optimizer = wrap(Layers())

@@ -10,7 +10,8 @@ import pytest
 import torch
 from pairwise import each_once
 from torch import nn
-from zoo import PAGE
+from torch.utils.checkpoint import checkpoint
+from zoo import PAGE, assert_equal
 
 import pagoda
 
@@ -189,6 +190,84 @@ def test_a_block_that_is_recomputed_may_use_the_parameters_of_another(use: str, 
             return sum(block(x) for block in self.blocks)
 
     assert_same_step(Blocks, lambda m: m(batch()), wrap, SMALL, activations="recompute")
+
+
+class Around(nn.Module):
+    """Its forward uses a parameter of a part, and it holds none itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x) @ next(self.part.parameters())
+
+
+def test_a_part_of_a_model_may_be_called_that_uses_parameters_of_its_parts(wrap: Wrap) -> None:
+    assert_same_step(lambda: nn.Sequential(Around(), nn.Tanh()), lambda m: m[0](batch()).square().mean(), wrap, SMALL)
+
+
+class OwnCheckpoint(nn.Module):
+    """Checkpoints a function that uses its own parameters."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.shift = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layer(x) * self.scale + self.shift) * self.scale
+
+        return checkpoint(scaled, x, use_reentrant=self._reentrant)
+
+
+@each_once(reentrant=[False, True], place=[RESIDENT, ARENA])
+def test_a_module_may_checkpoint_a_function_that_uses_its_parameters(
+    reentrant: bool, place: str, wrap: Wrap, tmp_path: Path
+) -> None:
+    def kind() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), OwnCheckpoint(reentrant), OwnCheckpoint(reentrant))
+
+    assert_same_step(kind, lambda m: m(batch()).square().mean(), wrap, memory_in(place, tmp_path))
+
+
+def test_gradients_by_chosen_parameters_are_those_of_torch(wrap: Wrap) -> None:
+    """Code that backward runs, such as a checkpoint, finds parameters as it would in any backward."""
+
+    def kind() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), OwnCheckpoint(False), nn.Linear(WIDTH, WIDTH))
+
+    plain = fresh(kind)
+    model, optimizer = wrap(fresh(kind), SMALL, precision="fp32")
+    found: list[dict[str, torch.Tensor]] = []
+    for each in (model, plain):
+        chosen = {name: param for name, param in each.named_parameters() if param.requires_grad}
+        loss = each[:2](batch()).square().mean()
+        found.append(torch.autograd.grad(loss, chosen, materialize_grads=True))
+        each(batch()).square().mean().backward(inputs=[each[0].weight, each[1].scale])
+        assert each[2].weight.grad is None
+    assert_equal(*found)
+    optimizer.step()
+    assert_same_norm(optimizer, plain)
+
+
+def test_a_parameter_that_a_function_keeps_without_autograd_is_refused_in_backward(wrap: Wrap) -> None:
+    class Keeps(Twice):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.kept = weight
+            return Twice.forward(ctx, x, weight)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return grad @ ctx.kept.t() * 2, ctx.saved_tensors[0].t() @ grad * 2
+
+    model, _ = wrap(fresh(lambda: Meddler(lambda x, other: Keeps.apply(x, other.weight), True, False)), SMALL)
+    with pytest.raises(pagoda.UsageError, match=r"'layers\.2\.0\.weight'.*save_for_backward"):
+        model(batch().bfloat16()).backward()
 
 
 def test_a_parameter_used_in_the_loss_is_named_with_its_module(wrap: Wrap) -> None:

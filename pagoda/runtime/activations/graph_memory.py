@@ -139,8 +139,12 @@ class GraphMemory:
         kwargs: dict[str, Any],
         again: Callable[..., Any],
     ) -> Any:
-        """Run a block's forward under its policy. `again` is the same forward for recomputation in backward."""
-        if self.packing.policy is not None or not torch.is_grad_enabled() or _in_backward():
+        """Run a block's forward under its policy. `again` is the same forward for recomputation in backward.
+
+        Inside a checkpoint of the user's, which recomputes the block and keeps nothing of it, no policy applies.
+        """
+        packing = self.packing
+        if packing.policy is not None or packing.in_checkpoint or not torch.is_grad_enabled() or _in_backward():
             return forward(*args, **kwargs)
         trace, policy = self._trace, self._next_policy()
         if policy.recomputes:

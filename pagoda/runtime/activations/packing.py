@@ -108,12 +108,12 @@ class Packing:
         pins no lease. `note` is for its recomputation; recomputation by a user's checkpoint is not counted. Hooks of
         the user get all tensors except weights, because a weight kept by them would be a placeholder after the forward.
         """
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and self._entered and top[0] is self._entered[-1][0]:
+        if self.is_innermost:
             return False
+        top = _top()
         pack: Callable[[torch.Tensor], Any] = self._pack
         unpack: Callable[[Any], torch.Tensor] = self._unpack
-        if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
+        if top is not None and _of_checkpoint(top):
             pack, unpack = partial(self._pack_in_checkpoint, top[0], note), partial(_unpack_in_checkpoint, top[1])
         elif top is not None:
             pack = partial(self._pack_inside, top)
@@ -126,6 +126,18 @@ class Packing:
         """Stop packing."""
         _, hooks = self._entered.pop()
         hooks.__exit__(None, None, None)
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether these hooks get what is saved now."""
+        top = _top()
+        return top is not None and bool(self._entered) and top[0] is self._entered[-1][0]
+
+    @property
+    def in_checkpoint(self) -> bool:
+        """Whether a non-reentrant checkpoint gets what is saved now."""
+        top = _top()
+        return top is not None and (_of_checkpoint(top) or getattr(top[0], "func", None) == self._pack_in_checkpoint)
 
     @contextmanager
     def in_block(self, index: int, policy: Policy) -> Iterator[None]:
@@ -216,6 +228,15 @@ class Packing:
         if not _plain(tensor) or tensor.untyped_storage()._cdata in self._buffers:
             return None
         return self._saved.find(tensor)
+
+
+def _top() -> Any:
+    """The innermost pair of hooks, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _of_checkpoint(hooks: Any) -> bool:
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def _unpack_in_checkpoint(unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
