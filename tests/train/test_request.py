@@ -17,7 +17,6 @@ from pagoda.train.defaults import completed
 from pagoda.train.metrics import read_metrics
 from pagoda.train.request import TrainRequest
 from pagoda.train.run_dir import RunDir
-from pagoda.train.steps import unused_gpu
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
 from tests.tiny import write_model
 
@@ -129,12 +128,3 @@ def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(fold
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="not both"):
         TrainRequest(model="gpt2", steps=1, epochs=1.0)
-
-
-@pytest.mark.parametrize(("free_gib", "said"), [(30, "--memory.device 66.00GiB"), (10, None), (0, None)])
-def test_memory_of_a_gpu_that_nothing_used_is_said_with_the_setting_that_gives_it_to_pages(
-    free_gib: int, said: str | None
-) -> None:
-    lines = unused_gpu(Memory(device="40GiB"), free_gib << 30, 80 << 30)
-    assert [line for line in lines if said is not None and line.endswith(said)] == lines
-    assert bool(lines) == (said is not None)
