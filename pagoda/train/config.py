@@ -9,12 +9,12 @@ All other settings must stay as they were when the run started; `check_resumes` 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagoda.config.decode import decoded
-from pagoda.config.run import Checkpoints, Run, Sharding, StatesConfig
+from pagoda.config.run import Run, StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.models.lora import LoraConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
-    {field.name for concern in (Checkpoints, Sharding) for field in fields(concern)}
+    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "checkpoint_every", "keep_checkpoints"}
     | {"steps", "out", "save_at_end", "resume", "checkpoint", "plan", "trace", "trace_step", "speculate"}
     | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
     | {"sample_every", "prompt", "sample_tokens", "log"}
