@@ -10,8 +10,6 @@ from pagoda.train.evaluate import Evaluation
 from pagoda.train.metrics import StepMetrics
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-KNOWN = ("jsonl", *_MODULES)
-"""jsonl stands for the files that every run writes: metrics.jsonl and evals.jsonl."""
 
 
 class Loggers:
@@ -26,11 +24,11 @@ class Loggers:
         self._modules: dict[str, Any] = {}
         self._opened: dict[str, Any] | None = None
         for name in filter(None, map(str.strip, (names or "").split(","))):
-            if name not in KNOWN:
-                raise ConfigError(f"--log {name!r} is not known: give some of {', '.join(KNOWN)}, with commas between")
-            if name != "jsonl":
-                refusal = f"--log {name} needs the package {name}: pip install {name}"
-                self._modules[name] = needed(_MODULES[name], refusal)
+            if name not in _MODULES:
+                known = ", ".join(_MODULES)
+                raise ConfigError(f"--log {name!r} is not known: give some of {known}, with commas between")
+            refusal = f"--log {name} needs the package {name}: pip install {name}"
+            self._modules[name] = needed(_MODULES[name], refusal)
 
     def step(self, metrics: StepMetrics) -> None:
         """Logs a step."""
