@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.config.memory import Memory
-from pagoda.config.settings import Settings, require, require_count
+from pagoda.config.settings import Settings, require_count
 from pagoda.config.training import Training
 
 PlanMode = Literal["usual", "search"]
@@ -32,11 +32,6 @@ class Workload(Settings):
     """Sequences per forward pass, on each rank."""
     seq_len: int
     """Tokens per sequence. For a T5, of the encoder's input and of the decoder's output each."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_count("batch_size", self.batch_size, 1)
-        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 (a token and the next)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,10 @@
 it."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError, needed
-from pagoda.train.config import TrainConfig
 from pagoda.train.evaluate import Evaluation
 from pagoda.train.metrics import StepMetrics
 
@@ -19,8 +19,9 @@ class Loggers:
     Raises ConfigError if a name is unknown, or if its package is not installed.
     """
 
-    def __init__(self, names: str | None, config: TrainConfig) -> None:
-        self._out = config.out
+    def __init__(self, names: str | None, out: Path) -> None:
+        """`out`: the run's directory."""
+        self._out = out
         self._modules: dict[str, Any] = {}
         self._opened: dict[str, Any] | None = None
         for name in filter(None, map(str.strip, (names or "").split(","))):

@@ -75,7 +75,7 @@ class Steps:
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
-        self._loggers = Loggers(None if mesh.rank else session.config.log, session.config)
+        self._loggers = Loggers(None if mesh.rank else session.config.log, run_dir.path)
         self._saved: Path | None = None
 
     def run(self, beginning: Beginning) -> TrainResult:
