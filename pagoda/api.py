@@ -3,12 +3,11 @@
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Never, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -85,7 +84,6 @@ def wrap(
     activations: ActivationMode | Activations = "keep",
     tiles: Tiles | None = None,
     mesh: Mesh | DeviceMesh | None = None,
-    **misplaced: Never,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages. Returns the model and the optimizer that steps it.
 
@@ -136,9 +134,8 @@ def wrap(
 
     Raises BudgetError if the state does not fit `memory` (before any of it is allocated), StorageError if an SSD
     directory is missing or full, ConfigError for other invalid settings and for a model that cannot be trained with
-    them, and UsageError for a model that is wrapped already and for a setting that belongs in one of the classes above.
+    them, and UsageError for a model that is wrapped already.
     """
-    _refuse_misplaced(misplaced)
     training = training_of(
         precision=precision,
         clip_grad_norm=clip_grad_norm,
@@ -322,29 +319,6 @@ def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
         attach_tensors(model, directory, tensors)
         weakref.finalize(model, opened.pop_all().close)
     return model
-
-
-_GROUPS: Mapping[str, type] = {
-    "precision": MixedPrecision,
-    "update": Updates,
-    "activations": Activations,
-    "tiles": Tiles,
-}
-"""Arguments of `wrap` that take a group of settings."""
-
-
-def _refuse_misplaced(arguments: Mapping[str, object]) -> None:
-    """Raises UsageError for a setting that belongs to a group of settings, and says which. Raises TypeError for an
-    unknown argument."""
-    for name in arguments:
-        for argument, group in _GROUPS.items():
-            if any(field.name == name for field in fields(group)):
-                raise UsageError(
-                    f"{name} is not an argument of wrap: use wrap({argument}=pagoda.{group.__name__}({name}=...))."
-                )
-        if name == "keep_checkpoints":
-            raise UsageError(f"{name} is not an argument of wrap: use wrap(memory=pagoda.Memory(ssd_checkpoints=...)).")
-        raise TypeError(f"wrap() got an unexpected keyword argument {name!r}")
 
 
 def _check_activations(training: Training, memory: Memory, model: nn.Module, mesh: Mesh) -> None:

@@ -97,15 +97,15 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "optim/adamw.py": {
         "AdamW's weight decay has the wrong sign": (
-            "fp32(1.0 - self.lr * self.weight_decay)",
-            "fp32(1.0 + self.lr * self.weight_decay)",
+            "return 1.0 - self.lr * self.weight_decay",
+            "return 1.0 + self.lr * self.weight_decay",
             "optim/test_settings.py optim/test_kernels.py",
         ),
     },
     "optim/adam.py": {
         "AdamW corrects the second moment's bias by the first's": (
-            "bias2_sqrt=math.sqrt(1.0 - beta2**step)",
-            "bias2_sqrt=math.sqrt(1.0 - beta1**step)",
+            "corrected = math.sqrt(1.0 - beta2**step)",
+            "corrected = math.sqrt(1.0 - beta1**step)",
             "optim/test_settings.py optim/test_kernels.py",
         ),
         "an eps that fp32 rounds to zero is taken": (

@@ -24,6 +24,7 @@ from pagoda.memory.files import (
     replace_file,
     storage_errors,
     sync_directory,
+    write_durably,
 )
 from pagoda.memory.identity import (
     CHECKPOINT_ID,
@@ -244,15 +245,8 @@ def check_absent(directory: Path) -> None:
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     """Write and sync the manifest, with a hash of its content."""
     content = json.loads(json.dumps(content))  # the form in which it will be read
-    write_json(directory / MANIFEST, {"format": FORMAT, "version": VERSION, "hash": _hash(content), **content})
-
-
-def write_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Write and sync a JSON file."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=indent)
-        file.flush()
-        os.fsync(file.fileno())
+    whole = {"format": FORMAT, "version": VERSION, "hash": _hash(content), **content}
+    write_durably(directory / MANIFEST, json.dumps(whole).encode())
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

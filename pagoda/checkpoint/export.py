@@ -1,5 +1,6 @@
 """Export from a checkpoint or from pages to the files that transformers' `from_pretrained` or peft reads, in pieces."""
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.adapter import AdaptedModel
-from pagoda.checkpoint.directory import committed, write_json
+from pagoda.checkpoint.directory import committed
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.live import Weights, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
@@ -143,16 +144,19 @@ def _write(
                 for start, count in chunks(tensors[name].numel()):
                     files.write(file, name, start, tensor_bytes(tensors[name].read(start, count)))
         files.finish()
+        described: dict[str, Any] = {}
         if len(shards) > 1:
             index = {
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
                 "weight_map": {name: f"{file}.safetensors" for file, names in shards.items() for name in names},
             }
-            write_json(files.folder / INDEX, index, indent=2)
+            described[INDEX] = index
         if record is not None:
-            write_json(files.folder / "config.json", _config(record, dtype), indent=2)
+            described["config.json"] = _config(record, dtype)
             if record.get("generation_config"):
-                write_json(files.folder / "generation_config.json", record["generation_config"], indent=2)
+                described["generation_config.json"] = record["generation_config"]
+        for name, content in described.items():
+            write_durably(files.folder / name, json.dumps(content, indent=2).encode())
 
 
 def _copy(files: Sequence[Path], folder: Path) -> None:

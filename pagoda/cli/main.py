@@ -18,7 +18,7 @@ from pagoda.cli.train import defaults_of
 from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, GenerateConfig, InspectConfig, ReportConfig
 from pagoda.errors import PagodaError
 from pagoda.forecast.config import PlanConfig
-from pagoda.train.request import TrainRequest
+from pagoda.train.config import TrainConfig
 
 USER_ERROR = 2
 _INTERRUPTED = 130
@@ -39,7 +39,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("train", TrainRequest, defaults_of, "interrupted; nothing after the last checkpoint is kept"),
+    Command("train", TrainConfig, defaults_of, "interrupted; nothing after the last checkpoint is kept"),
     Command("plan", PlanConfig),
     Command("export", ExportConfig),
     Command("generate", GenerateConfig),

@@ -1,24 +1,13 @@
 """`pagoda plan`: forecasts a run without running it."""
 
 import gc
-import shlex
-from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
 
 from rich.console import Console
 
-from pagoda.config.run import Run
-from pagoda.config.settings import flag
 from pagoda.forecast.config import PlanConfig
-from pagoda.train.config import flat
-from pagoda.train.progress import say
-
-if TYPE_CHECKING:
-    from pagoda.forecast.forecast import Forecast
 
 DOES_NOT_FIT = 1
-_SAID_OTHERWISE = {"model", "batch_size", "seq_len", "trace", "plan", "memory.host", "memory.device", "memory.ssd"}
-"""Settings whose flags are written in another way than a changed default."""
 
 
 def run(config: PlanConfig, console: Console) -> int:
@@ -45,8 +34,7 @@ def run(config: PlanConfig, console: Console) -> int:
     if config.search_degrees:
         config, resolved = search_degrees(config)
     machine = find_machine_for(config)
-    searched = config.max_model
-    if searched:
+    if config.max_model:
         config = replace(config, model=largest_model(config, machine), max_model=False)
     pipeline = forecast_pipeline(config, machine) if config.pipeline_parallel > 1 else None
     made = forecast(config, machine) if pipeline is None else pipeline.slowest
@@ -58,8 +46,6 @@ def run(config: PlanConfig, console: Console) -> int:
         if pipeline is not None:
             console.print(pipeline_table(pipeline), highlight=False)
         show(made, advice, console)
-        if searched and made.fits and made.machine.ranks.count == 1:
-            say(console, f"Train it: {_train_command(made, config)}")
     if not made.fits:
         return DOES_NOT_FIT
     title = f"{made.described.name} on {machine.hardware.name}, predicted"
@@ -69,23 +55,3 @@ def run(config: PlanConfig, console: Console) -> int:
         limits = {tier: limit for tier, limit in asdict(made.plan.budgets).items() if limit is not None}
         draw(made.timeline, limits, title, config.plot)
     return 0
-
-
-def _train_command(made: "Forecast", config: PlanConfig) -> str:
-    """The command that trains the model within the budgets of the forecast for `config`."""
-    budgets = made.plan.budgets
-    flags = [f"--model {made.described.name} --batch-size {config.batch_size} --seq-len {config.seq_len}"]
-    flags.append(f"--memory.host {budgets.host}")
-    if made.machine.hardware.device is not None:
-        flags.append(f"--memory.device {budgets.device}")
-    elif config.memory.device is not None:
-        flags.append(f"--memory.device {config.memory.device}")
-    if "ssd" in made.plan.bytes:
-        ssd = str(config.memory.ssd or "DIR")
-        flags.append(f"--memory.ssd {f'DIR:{ssd}' if ssd[:1].isdigit() else ssd}")
-    settings = {field.name for field in fields(Run)}
-    plain = dict(flat(asdict(PlanConfig(model=config.model, accumulation_steps=1))))
-    for name, value in flat(asdict(config)):
-        if name.partition(".")[0] in settings and name not in _SAID_OTHERWISE and value != plain[name]:
-            flags.append(f"{flag(name)} {shlex.join(value) if isinstance(value, tuple) else value}")
-    return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.described.name}"

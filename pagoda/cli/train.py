@@ -1,17 +1,19 @@
 """`pagoda train`: the ready-made training loop."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from pagoda.train.request import TrainRequest
+from pagoda.train.config import TrainConfig
 from pagoda.train.run_dir import LAST, RunDir
+from pagoda.train.settings_file import read_settings
 
 _SIGNAL_BASE = 128
 
 
-def run(config: TrainRequest, console: Console) -> int:
+def run(config: TrainConfig, console: Console) -> int:
     """Train. Returns the exit code."""
     from pagoda.process import keep_freed_memory
     from pagoda.tiers import compute_device
@@ -23,7 +25,7 @@ def run(config: TrainRequest, console: Console) -> int:
     return 0 if result is None or result.stopped_by is None else _SIGNAL_BASE + result.stopped_by
 
 
-def defaults_of(args: Sequence[str]) -> TrainRequest | None:
+def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     """The configuration that provides the values of flags that are not given: that of the run in --out with --resume,
     or that of the file with --config.
 
@@ -33,9 +35,9 @@ def defaults_of(args: Sequence[str]) -> TrainRequest | None:
         return None
     if "--resume" in args and (out := _value(args, "--out")):
         started = RunDir(Path(out)).started_config()
-        return TrainRequest.like(started, out=Path(out), resume=True, checkpoint=LAST, trace=None)
+        return replace(started, out=Path(out), resume=True, checkpoint=LAST, trace=None)
     given = _value(args, "--config")
-    return TrainRequest.read(Path(given)) if given else None
+    return read_settings(Path(given)) if given else None
 
 
 def _value(args: Sequence[str], flag: str) -> str | None:

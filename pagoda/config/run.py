@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.config.memory import Memory
-from pagoda.config.settings import Settings, require, require_count
+from pagoda.config.settings import Settings, require_count
 from pagoda.config.training import Training
 
 PlanMode = Literal["usual", "search"]
@@ -33,15 +33,10 @@ class Workload(Settings):
     seq_len: int
     """Tokens per sequence. For a T5, of the encoder's input and of the decoder's output each."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_count("batch_size", self.batch_size, 1)
-        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 (a token and the next)")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding(Settings):
-    """What several ranks divide (shard)."""
+class Run(Training, Workload):
+    """The settings that decide how much memory and time a run takes."""
 
     zero_stage: Literal[1, 2, 3] = 3
     """Stage of ZeRO. Ranks divide the optimizer's state (1), gradients too (2), weights too (3)."""
@@ -52,39 +47,12 @@ class Sharding(Settings):
     ranks of their experts."""
     tensor_parallel: int = 1
     """Number of consecutive ranks that divide every layer and get the same batches."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("replicas", "tensor_parallel", "expert_parallel"):
-            require_count(name, getattr(self, name), 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoints(Settings):
-    """When a run saves checkpoints, and how many it keeps."""
-
     checkpoint_every: int = 0
     """Steps from one checkpoint to the next. 0: save only at the end, and when the run is interrupted."""
     keep_checkpoints: int = 2
     """Number of checkpoints to keep. Older ones are deleted after a new one is complete. With --checkpoint-every, a
     checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more space there. 0:
     delete no checkpoint, and copy the state on SSD into each."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_count("checkpoint_every", self.checkpoint_every, 0)
-        require_count("keep_checkpoints", self.keep_checkpoints, 0)
-
-    def kept_on_ssd(self, nodes: int) -> int:
-        """Number of checkpoints for which state on SSD has spare pages. None if a run saves only at its end, because
-        that checkpoint copies, and none on several nodes, because other nodes may not see this node's drives."""
-        return self.keep_checkpoints if self.checkpoint_every and nodes == 1 else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run(Checkpoints, Sharding, Training, Workload):
-    """The settings that decide how much memory and time a run takes."""
-
     accumulation_steps: int  # its default is inherited: a run always announces its passes
     optimizer: str = "adamw"
     """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other class.
@@ -104,3 +72,15 @@ class Run(Checkpoints, Sharding, Training, Workload):
     trace: Path | None = None
     """File for a trace of one step, as JSON for Perfetto or chrome://tracing: what compute does, and every lane
     (transfers, updates). `pagoda plan` writes the predicted step, `pagoda train` the step --trace-step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("replicas", "tensor_parallel", "expert_parallel"):
+            require_count(name, getattr(self, name), 1)
+        for name in ("checkpoint_every", "keep_checkpoints"):
+            require_count(name, getattr(self, name), 0)
+
+    def kept_on_ssd(self, nodes: int) -> int:
+        """Number of checkpoints for which state on SSD has spare pages. None if a run saves only at its end, because
+        that checkpoint copies, and none on several nodes, because other nodes may not see this node's drives."""
+        return self.keep_checkpoints if self.checkpoint_every and nodes == 1 else 0

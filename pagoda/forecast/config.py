@@ -54,8 +54,9 @@ class PlanConfig(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("nodes", self.nodes, 1)
-        require_count("pipeline_parallel", self.pipeline_parallel, 1)
+        for name in ("batch_size", "nodes", "pipeline_parallel"):
+            require_count(name, getattr(self, name), 1)
+        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 (a token and the next)")
         if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):
             raise ConfigError("--max-model searches with data-parallel ranks only: name the model in --model")
         if self.gpus_per_node is not None:

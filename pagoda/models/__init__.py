@@ -3,7 +3,4 @@
 from pagoda.models.build import build_model, layer_count
 from pagoda.models.shapes import SHAPES, ModelShape
 
-Shape = ModelShape
-"""The earlier name of `ModelShape`."""
-
-__all__ = ["SHAPES", "ModelShape", "Shape", "build_model", "layer_count"]
+__all__ = ["SHAPES", "ModelShape", "build_model", "layer_count"]

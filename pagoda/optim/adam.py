@@ -5,7 +5,7 @@ Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015).
 **Definition**, like that of `adamw` except that the decay is added to the gradient::
 
     g     = float(gradient) * grad_scale
-    g     = g + w * weight_decay
+    g     = g + w * decay                       decay = weight_decay
     m     = m * beta1 + g * one_minus_beta1
     v     = v * beta2 + (g * g) * one_minus_beta2
     denom = sqrt(v) / bias2_sqrt + eps
@@ -15,26 +15,11 @@ Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from pagoda.optim.rule import ElementwiseRule, StateSpec, fp32, is_number
-
-
-class Scalars(NamedTuple):
-    """The scalars of Adam and AdamW, in the order of the kernels' arguments. Each is exactly an fp32 value."""
-
-    grad_scale: float
-    decay: float
-    """For Adam, ``weight_decay``. For AdamW, 1 - lr * weight_decay."""
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    bias2_sqrt: float
-    eps: float
-    step_size: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +56,18 @@ class Adam(ElementwiseRule):
     def kernel_name(self) -> str:
         return "adam"
 
-    def scalars(self, step: int, grad_scale: float = 1.0) -> Scalars:
-        """With t the step, ``step_size = lr / (1 - beta1**t)`` and ``bias2_sqrt = sqrt(1 - beta2**t)`` hold the bias
+    @property
+    def _decay(self) -> float:
+        """The scalar ``decay`` of the definition."""
+        return self.weight_decay
+
+    def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
+        """grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps and step_size.
+
+        With t the step, ``step_size = lr / (1 - beta1**t)`` and ``bias2_sqrt = sqrt(1 - beta2**t)`` hold the bias
         corrections.
         """
         beta1, beta2 = self.betas
-        exact = Scalars(
-            grad_scale=grad_scale,
-            decay=self.weight_decay,
-            beta1=beta1,
-            one_minus_beta1=1.0 - beta1,
-            beta2=beta2,
-            one_minus_beta2=1.0 - beta2,
-            bias2_sqrt=math.sqrt(1.0 - beta2**step),
-            eps=self.eps,
-            step_size=self.lr / (1.0 - beta1**step),
-        )
-        return Scalars(*map(fp32, exact))
+        moments = beta1, 1.0 - beta1, beta2, 1.0 - beta2
+        corrected = math.sqrt(1.0 - beta2**step), self.eps, self.lr / (1.0 - beta1**step)
+        return tuple(map(fp32, (grad_scale, self._decay, *moments, *corrected)))

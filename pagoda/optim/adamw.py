@@ -7,7 +7,7 @@ rounding once after each operation (to nearest, ties to even), with no fused mul
 square root correctly rounded, and without flushing denormals::
 
     g     = float(gradient) * grad_scale
-    w     = w * decay
+    w     = w * decay                           decay = 1 - lr * weight_decay
     m     = m * beta1 + g * one_minus_beta1
     v     = v * beta2 + (g * g) * one_minus_beta2
     denom = sqrt(v) / bias2_sqrt + eps
@@ -23,9 +23,9 @@ from typing import Any, ClassVar, get_args
 
 import torch
 
-from pagoda.optim.adam import Adam, Scalars
+from pagoda.optim.adam import Adam
 from pagoda.optim.codecs import BLOCK, Key, Moments
-from pagoda.optim.rule import StateSpec, fp32
+from pagoda.optim.rule import StateSpec
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 """torch's names of the moments, for every codec."""
@@ -84,9 +84,9 @@ class AdamW(Adam):
     def kernel_name(self) -> str:
         return "adamw" if self.moments == "fp32" else f"adamw_moments_{self.moments}"
 
-    def scalars(self, step: int, grad_scale: float = 1.0) -> Scalars:
-        """The scalars of Adam, with ``decay = 1 - lr * weight_decay``."""
-        return super().scalars(step, grad_scale)._replace(decay=fp32(1.0 - self.lr * self.weight_decay))
+    @property
+    def _decay(self) -> float:
+        return 1.0 - self.lr * self.weight_decay
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The entry of torch's AdamW: moments in fp32, however they are stored."""

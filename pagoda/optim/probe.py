@@ -6,7 +6,6 @@ it is matched with the product of some of the parameter's dimensions. Behaviour 
 here. An update whose states differ from those found is refused when it happens.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations
@@ -187,16 +186,6 @@ def kind_of(shape: tuple[int, ...]) -> Kind:
     """The kind of a parameter's shape."""
     distinct = sorted({size for size in shape if size != 1})
     return tuple(0 if size == 1 else 1 + distinct.index(size) for size in shape)
-
-
-def check_steps_without_closure(label: str, kind: type[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError for a class whose step needs a closure, such as LBFGS."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{label} needs a closure that evaluates the model again within a step, and all parameters at once; Pagoda "
-            "updates unit by unit. Use an optimizer whose step() takes no closure."
-        )
 
 
 def kept_in(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from pagoda.errors import ConfigError, UsageError
-from pagoda.optim.probe import Probe, check_steps_without_closure, kept_in
+from pagoda.optim.probe import Probe, kept_in
 from pagoda.optim.rule import StateSpec, TensorRule, plain_setting
 
 
@@ -39,7 +39,6 @@ class Optim(TensorRule):
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(f"pagoda.Optim wants a class of optimizers, such as torch.optim.Adagrad, not {kind!r}.")
         label = f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
-        check_steps_without_closure(label, kind)
         probe = Probe(label, lambda params: kind(params, **settings))
         for name, value in (("kind", kind), ("settings", settings), ("group", probe.group), ("_probe", probe)):
             object.__setattr__(self, name, value)

@@ -5,17 +5,8 @@ A program handles one block of a matrix, row by row. `adafactor` folds the resul
 
 import triton.language as tl
 
-from pagoda.optim import adafactor
-from pagoda.optim.triton_parts import (
-    adafactor_element,
-    adafactor_rate,
-    as_fp32,
-    factored_update,
-    jit,
-    load_master,
-    square,
-    store_master,
-)
+from pagoda.optim import adafactor, triton_parts as parts
+from pagoda.optim.triton_parts import jit
 
 ROWS, COLUMNS = tl.constexpr(adafactor.ROWS), tl.constexpr(adafactor.COLUMNS)
 LANES = tl.constexpr(adafactor.LANES)
@@ -69,13 +60,14 @@ def sum_block(
     for row in range(group * ROWS, tl.minimum(rows, (group + 1) * ROWS)):
         at = (matrix * rows + row) * columns + column
         if of == OF_WEIGHT:
-            value = load_master(weight, weight_low, at, mask, form)
+            value = parts.load_master(weight, weight_low, at, mask, form)
         else:
-            value = as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale
+            value = parts.as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale
             if of == OF_UPDATE:
                 share = tl.load(shares + matrix * rows + row)
-                value = factored_update(value, share, tl.load(column_var + matrix * columns + column, mask, 1.0), floor)
-        total += tl.where(mask, square(value), 0.0)
+                of_column = tl.load(column_var + matrix * columns + column, mask, 1.0)
+                value = parts.factored_update(value, share, of_column, floor)
+        total += tl.where(mask, parts.square(value), 0.0)
     if of == OF_GRADIENT:
         tl.store(sums + (group * matrices + matrix) * columns + column, total, mask)
     else:
@@ -95,7 +87,7 @@ def sum_rows(gradient, sums, rows, columns, scale, arriving: tl.constexpr, tile:
         column = first + tl.arange(0, LANES)
         mask = there[:, None] & (column < end)[None, :]
         at = row[:, None] * columns + column[None, :]
-        lanes += square(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale)
+        lanes += parts.square(parts.as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale)
     tl.store(sums + block.to(tl.int64) * rows + row, _folded(lanes, tile, LANES, _LANE_LEVELS), there)
 
 
@@ -121,18 +113,19 @@ def step(
 ):
     """Update `n` weights, and the first moment if there is one."""
     scale, floor, rate, least, most, decay, beta1, one_minus_beta1 = scalars
-    rate = adafactor_rate(tl.load(weight_sum), tl.load(update_sum), count, rate, least, most)
+    rate = parts.adafactor_rate(tl.load(weight_sum), tl.load(update_sum), count, rate, least, most)
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
     row = at // columns
     share = tl.load(shares + row, mask, 1.0)
     of_column = tl.load(column_var + row // rows * columns + at % columns, mask, 1.0)
-    u = factored_update(as_fp32(tl.load(gradient + at, mask, 0), arriving) * scale, share, of_column, floor)
-    w = load_master(weight, weight_low, at, mask, form)
+    grad = parts.as_fp32(tl.load(gradient + at, mask, 0), arriving)
+    u = parts.factored_update(grad * scale, share, of_column, floor)
+    w = parts.load_master(weight, weight_low, at, mask, form)
     m = w
     if has_moment:
         m = tl.load(moment + at, mask, 0.0)
-    w, m = adafactor_element(w, m, u, (rate, decay, beta1, one_minus_beta1), has_moment)
+    w, m = parts.adafactor_element(w, m, u, (rate, decay, beta1, one_minus_beta1), has_moment)
     if has_moment:
         tl.store(moment + at, m, mask)
-    store_master(weight, weight_low, at, w, mask, form)
+    parts.store_master(weight, weight_low, at, w, mask, form)

@@ -6,26 +6,8 @@ fp32. It does not use pointers to states that its rule does not have. `scalars` 
 
 import triton.language as tl
 
-from pagoda.optim import arithmetic, codecs, gradient_kernels
-from pagoda.optim.triton_parts import (
-    adam_element,
-    add,
-    as_fp32,
-    bf16_to_fp32,
-    decode,
-    encode,
-    jit,
-    lion_element,
-    load_master,
-    magnitude,
-    noise_bits,
-    round_noisily,
-    scale_of,
-    sgd_element,
-    square,
-    store_master,
-    word,
-)
+from pagoda.optim import arithmetic, codecs, gradient_kernels, triton_parts as parts
+from pagoda.optim.triton_parts import jit
 
 _ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
 _SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
@@ -60,36 +42,37 @@ def update(
     """
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
-    w = load_master(weight, weight_low, at, mask, form)
-    grad = as_fp32(tl.load(gradient + at, mask, 0), arriving)
+    w = parts.load_master(weight, weight_low, at, mask, form)
+    grad = parts.as_fp32(tl.load(gradient + at, mask, 0), arriving)
     if rule == _SGD:
-        w, _ = sgd_element(w, w, grad, scalars, False)
+        w, _ = parts.sgd_element(w, w, grad, scalars, False)
     elif rule == _SGD_MOMENTUM:
-        w, m = sgd_element(w, tl.load(first + at, mask, 0.0), grad, scalars, True)
+        w, m = parts.sgd_element(w, tl.load(first + at, mask, 0.0), grad, scalars, True)
         tl.store(first + at, m, mask)
     elif rule == _LION:
-        w, m = lion_element(w, tl.load(first + at, mask, 0.0), grad, scalars)
+        w, m = parts.lion_element(w, tl.load(first + at, mask, 0.0), grad, scalars)
         tl.store(first + at, m, mask)
     else:
         m, v = tl.load(first + at, mask, 0), tl.load(second + at, mask, 0)
         if noisy:
-            m, v = bf16_to_fp32(m), bf16_to_fp32(v)
-        w, m, v = adam_element(w, m, v, grad, scalars, rule == _ADAMW)
+            m, v = parts.bf16_to_fp32(m), parts.bf16_to_fp32(v)
+        w, m, v = parts.adam_element(w, m, v, grad, scalars, rule == _ADAMW)
         if noisy:
-            noise = noise_bits(add(index, at), word(key_low), word(key_high))
-            m, v = round_noisily(m, noise & 0xFFFF).to(tl.int16), round_noisily(v, noise >> 16).to(tl.int16)
+            noise = parts.noise_bits(parts.add(index, at), parts.word(key_low), parts.word(key_high))
+            m, v = parts.round_noisily(m, noise & 0xFFFF), parts.round_noisily(v, noise >> 16)
+            m, v = m.to(tl.int16), v.to(tl.int16)
         tl.store(first + at, m, mask)
         tl.store(second + at, v, mask)
-    store_master(weight, weight_low, at, w, mask, form)
+    parts.store_master(weight, weight_low, at, w, mask, form)
 
 
 @jit()
 def _encode_blocks(value, codes, scales, at, mask, row, there, signed: tl.constexpr):
-    scale = scale_of(tl.max(tl.where(mask, magnitude(value), 0), axis=1))
+    scale = parts.scale_of(tl.max(tl.where(mask, parts.magnitude(value), 0), axis=1))
     tl.store(scales + row, scale, there)
     usable = (scale > 0.0)[:, None]
     inverse = tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0))[:, None]
-    code = tl.where(usable, encode(tl.where(usable, value, 0.0), inverse, signed), 0)
+    code = tl.where(usable, parts.encode(tl.where(usable, value, 0.0), inverse, signed), 0)
     tl.store(codes + at, code.to(tl.uint8), mask)
 
 
@@ -115,12 +98,12 @@ def adamw_8bit(
     at = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = at < n
     there = row * _BLOCK < n
-    w = load_master(weight, weight_low, at, mask, form)
-    grad = as_fp32(tl.load(gradient + at, mask, 0), arriving)
-    m = decode(tl.load(exp_avg + at, mask, 0), True) * tl.load(exp_avg_scale + row, there, 0.0)[:, None]
-    v = decode(tl.load(exp_avg_sq + at, mask, 0), False) * tl.load(exp_avg_sq_scale + row, there, 0.0)[:, None]
-    w, m, v = adam_element(w, m, v, grad, scalars, True)
-    store_master(weight, weight_low, at, w, mask, form)
+    w = parts.load_master(weight, weight_low, at, mask, form)
+    grad = parts.as_fp32(tl.load(gradient + at, mask, 0), arriving)
+    m = parts.decode(tl.load(exp_avg + at, mask, 0), True) * tl.load(exp_avg_scale + row, there, 0.0)[:, None]
+    v = parts.decode(tl.load(exp_avg_sq + at, mask, 0), False) * tl.load(exp_avg_sq_scale + row, there, 0.0)[:, None]
+    w, m, v = parts.adam_element(w, m, v, grad, scalars, True)
+    parts.store_master(weight, weight_low, at, w, mask, form)
     _encode_blocks(m, exp_avg, exp_avg_scale, at, mask, row, there, True)
     _encode_blocks(v, exp_avg_sq, exp_avg_sq_scale, at, mask, row, there, False)
 
@@ -130,7 +113,7 @@ def join(weight, weight_low, master, n, form: tl.constexpr, size: tl.constexpr):
     """Join ``n`` fp32 masters of a 16-bit `form`, `size` elements per program."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
-    tl.store(master + at, load_master(weight, weight_low, at, mask, form), mask)
+    tl.store(master + at, parts.load_master(weight, weight_low, at, mask, form), mask)
 
 
 @jit(do_not_specialize=("n",))
@@ -138,16 +121,16 @@ def split(weight, weight_low, master, n, form: tl.constexpr, size: tl.constexpr)
     """The reverse of `join`."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
-    store_master(weight, weight_low, at, tl.load(master + at, mask, 0.0), mask, form)
+    parts.store_master(weight, weight_low, at, tl.load(master + at, mask, 0.0), mask, form)
 
 
 @jit()
 def _row(gradient, at, form: tl.constexpr):
     """What the elements of a row add to each lane."""
-    one = square(as_fp32(tl.load(gradient + at), form))
-    two = square(as_fp32(tl.load(gradient + at + LANES), form))
-    three = square(as_fp32(tl.load(gradient + at + 2 * LANES), form))
-    four = square(as_fp32(tl.load(gradient + at + 3 * LANES), form))
+    one = parts.square(parts.as_fp32(tl.load(gradient + at), form))
+    two = parts.square(parts.as_fp32(tl.load(gradient + at + LANES), form))
+    three = parts.square(parts.as_fp32(tl.load(gradient + at + 2 * LANES), form))
+    four = parts.square(parts.as_fp32(tl.load(gradient + at + 3 * LANES), form))
     return one + two + three + four
 
 
@@ -175,5 +158,5 @@ def square_sums(gradient, sums, n, piece: tl.constexpr, form: tl.constexpr):
         lanes += _row(start, at + lane, form)
     for part in tl.static_range(4):
         at = whole + part * LANES + lane
-        lanes += square(as_fp32(tl.load(start + at, at < count, 0), form))
+        lanes += parts.square(parts.as_fp32(tl.load(start + at, at < count, 0), form))
     tl.store(sums + tl.program_id(0) * LANES + lane, lanes)

@@ -207,7 +207,10 @@ class Hardware:
         if self.gpus_per_node < 1 or (self.link and not 1 <= self.link.gpus <= self.gpus_per_node):
             raise ConfigError(f"hardware {self.name!r}: it needs at least one GPU or process, and one per link")
         if self.gpus_per_node > 1 and self.intra_node_bytes_per_s is None:
-            raise ConfigError(f"hardware {self.name!r}: {self.gpus_per_node} GPUs need intra_node_bytes_per_s")
+            raise ConfigError(
+                f"hardware {self.name!r}: {self.gpus_per_node} GPUs or processes need intra_node_bytes_per_s, which "
+                "`torchrun ... -m pagoda calibrate` measures with as many processes"
+            )
 
     def matmul(self, dtype: MatmulType | Literal["fp16"]) -> MatmulRate:
         """The rate of the processor that computes: one GPU, or the CPU. fp16 is assumed to be as fast as bf16.

@@ -17,10 +17,6 @@ import numpy.typing as npt
 from pagoda.errors import ConfigError
 from pagoda.train.records import Document, Message
 
-_PROBE = [
-    {"role": role, "content": content}
-    for role, content in (("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
-]
 _ASSISTANT = "assistant"
 
 
@@ -49,9 +45,9 @@ class ChatTemplate:
         """
         if self._marked is None:
             self._choose(document.where)
-        messages, tools = list(document.messages), list(document.tools) or None
+        said = list(document.messages), list(document.tools) or None
         try:
-            ids, trained = self._by_markers(messages, tools) if self._marked else self._by_turns(messages, tools)
+            ids, trained = self._by_markers(*said) if self._marked else self._by_turns(document.where, *said)
         except ConfigError:
             raise
         except Exception as error:  # templates raise errors of their own, and of Jinja
@@ -79,15 +75,6 @@ class ChatTemplate:
         marked = "{% generation" in template or "{%- generation" in template
         variant = None if marked else self._variant()
         self._template, self._marked = variant or template, marked or variant is not None
-        if self._marked:
-            return
-        whole = self._written(_PROBE, None)
-        if not all(whole.startswith(self._written(_PROBE[:n], None, n % 2 == 1)) for n in range(1, len(_PROBE))):
-            raise ConfigError(
-                f"{where} is a conversation, and the tokenizer's chat template does not say which part of it an "
-                "assistant has written: put {% generation %} and {% endgeneration %} around that in "
-                "chat_template.jinja, or install trl, which has such variants of many templates"
-            )
 
     def _variant(self) -> str | None:
         """TRL's training variant of the template, or None."""
@@ -111,7 +98,7 @@ class ChatTemplate:
         )
         return found["input_ids"], found["assistant_masks"]
 
-    def _by_turns(self, messages: list[Any], tools: list[Any] | None) -> tuple[list[int], list[bool]]:
+    def _by_turns(self, where: str, messages: list[Any], tools: list[Any] | None) -> tuple[list[int], list[bool]]:
         text = self._written(messages, tools)
         spans = []
         for index, message in enumerate(messages):
@@ -121,8 +108,10 @@ class ChatTemplate:
             until = self._written(messages[: index + 1], tools)
             if not (until.startswith(before) and text.startswith(until)):
                 raise ConfigError(
-                    f"messages[{index}] of an assistant is written in another way at the end of a conversation than in "
-                    "the middle: put {% generation %} and {% endgeneration %} around it in chat_template.jinja"
+                    f"{where} is a conversation, and the tokenizer's chat template does not say which part of it an "
+                    f"assistant has written: it writes messages[{index}] in another way at the end than in the middle. "
+                    "Put {% generation %} and {% endgeneration %} around that in chat_template.jinja, or install trl, "
+                    "which has such variants of many templates"
                 )
             spans.append((len(before), len(until)))
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

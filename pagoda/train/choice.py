@@ -19,7 +19,7 @@ from pagoda.forecast.model_description import widths
 from pagoda.forecast.record import timeline_record
 from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_tokens
-from pagoda.simulate.hardware import hardware_file, read_hardware
+from pagoda.simulate.hardware import hardware_file
 from pagoda.tiers import compute_device
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
@@ -79,18 +79,6 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[Trai
     return replace(config, memory=memory, **changes), predicted
 
 
-def _check_measured_for(mesh: Mesh) -> None:
-    """Raises ConfigError if nobody has measured how fast these ranks communicate."""
-    world, again = mesh.world, "calibrate with as many processes: `torchrun ... -m pagoda calibrate`"
-    if not hardware_file().exists():
-        return  # `forecast` refuses that
-    hardware = read_hardware(hardware_file())
-    if world.local_size > 1 and hardware.intra_node_bytes_per_s is None:
-        raise ConfigError(f"--plan search needs the speed of collectives among the processes of a node: {again}")
-    if world.nodes > 1 and hardware.inter_node_bytes_per_s is None:
-        raise ConfigError(f"--plan search needs the speed of collectives among nodes: {again}")
-
-
 def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
     """The settings with which `pagoda plan` forecasts a run."""
     world = mesh.world
@@ -99,8 +87,6 @@ def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
 
 def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]:
     """Changed settings, with those of `Memory` under "memory"; the reasons; and a record of the predicted step."""
-    if mesh.size > 1:
-        _check_measured_for(mesh)
     asked = plan_config(config, mesh)
     machine = find_machine_for(asked)
     if compute_device(asked.memory) == torch.device("cpu"):  # the run does not use a GPU

@@ -9,12 +9,12 @@ All other settings must stay as they were when the run started; `check_resumes` 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagoda.config.decode import decoded
-from pagoda.config.run import Checkpoints, Run, Sharding, StatesConfig
+from pagoda.config.run import Run, StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.models.lora import LoraConfig
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
-    {field.name for concern in (Checkpoints, Sharding) for field in fields(concern)}
+    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "checkpoint_every", "keep_checkpoints"}
     | {"steps", "out", "save_at_end", "resume", "checkpoint", "plan", "trace", "trace_step", "speculate"}
     | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
-    | {"sample_every", "prompt", "sample_tokens", "log"}
+    | {"sample_every", "prompt", "sample_tokens", "log", "tokens_per_step", "epochs", "config"}
 )
 """`data` and `tokenizer` may have moved, because a checkpoint identifies its tokens. Settings under `memory` are free
 too."""
@@ -91,7 +91,8 @@ class OptimConfig(StatesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Run):
-    """Train a language model whose training state may be larger than memory."""
+    """Train or fine-tune a language model whose training state may be larger than memory. --model and --data are
+    enough: Pagoda chooses everything else, and prints each choice with its reason."""
 
     model: str
     """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
@@ -114,8 +115,9 @@ class TrainConfig(Run):
     eval_data: str | None = None
     """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
     --eval-every steps, and keeps the checkpoint with the lowest."""
-    eval_share: float = 0.0
-    """Share of the sequences of --data to evaluate on. They are not trained on."""
+    eval_share: float | None = None
+    """Share of the sequences of --data to evaluate on. They are not trained on. By default 0.05 for pretrained weights
+    without --eval-data, if there are enough sequences."""
     eval_every: int = 0
     """Steps from one evaluation to the next. 0: a tenth of the run."""
     eval_rows: int = 256
@@ -130,14 +132,26 @@ class TrainConfig(Run):
     """Text that samples continue, or for conversations, what the user says."""
     sample_tokens: int = 48
     """Most tokens in a sample."""
-    steps: int
-    """Optimizer steps of the whole run, those before it was resumed included."""
+    batch_size: int = 0
+    """Sequences per forward pass, on each rank. 0: as many as memory has room for, up to --tokens-per-step."""
+    seq_len: int = 0
+    """Tokens per sequence. 0: 1024 for texts, or what most conversations fit in; at most what the model has positions
+    for. In a T5, of the encoder's input and of the decoder's output each."""
+    tokens_per_step: int = 16384
+    """Tokens per optimizer step. If --batch-size is left out, batch size and accumulation are chosen to give about as
+    many."""
+    steps: int = 0
+    """Optimizer steps of the whole run, those before it was resumed included. 0: as many as --epochs take."""
+    epochs: float | None = None
+    """Passes over the data, if --steps is left out. By default 3 for conversations, and 1 for texts."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
-    out: Path
-    """Run directory, created: config.json, metrics.jsonl, checkpoints."""
+    out: Path | None = None
+    """Run directory to create, for settings, metrics and checkpoints. By default a new one in runs/."""
+    config: Path | None = None
+    """File with settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
     resume: bool = False
     """Continue the run in --out from its last whole checkpoint, or from the beginning if it has none yet. Settings that
     are not given keep their values."""
@@ -155,23 +169,32 @@ class TrainConfig(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("steps", "trace_step", "eval_rows", "sample_tokens"):
+        for name in ("tokens_per_step", "trace_step", "eval_rows", "sample_tokens"):
             require_count(name, getattr(self, name), 1)
-        for name in ("eval_every", "patience", "sample_every"):
+        for name in ("batch_size", "seq_len", "steps", "eval_every", "patience", "sample_every"):
             require_count(name, getattr(self, name), 0)
-        require(0 <= self.eval_share < 1, "eval_share", self.eval_share, "at least 0, and below 1")
+        require(self.seq_len != 1, "seq_len", self.seq_len, "at least 2 (a token and the next)")
+        require(self.epochs is None or self.epochs > 0, "epochs", self.epochs, "above 0")
+        if self.epochs is not None and self.steps:
+            raise ConfigError("give --steps or --epochs, not both")
+        require(0 <= (self.eval_share or 0) < 1, "eval_share", self.eval_share, "at least 0, and below 1")
         if self.eval_data is not None and self.eval_share:
             raise ConfigError("give --eval-data, or --eval-share to hold out a part of --data, not both")
-        if self.patience and not self.evaluates:
+        if self.patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         if self.lora.rank is not None:
             self._check_adapters()
 
     @property
+    def depends_on_data(self) -> bool:
+        """Whether something is left to be chosen that depends on the data."""
+        return not all((self.seq_len, self.steps, self.batch_size)) or self.eval_share is None
+
+    @property
     def evaluates(self) -> bool:
         """Whether the run has data to evaluate on."""
-        return self.eval_data is not None or self.eval_share > 0
+        return self.eval_data is not None or bool(self.eval_share)
 
     @property
     def evaluates_every(self) -> int:

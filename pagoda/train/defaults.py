@@ -23,7 +23,6 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.data import Rows
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
-from pagoda.train.request import TrainRequest
 from pagoda.train.run_dir import RunDir, unused
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
@@ -44,16 +43,13 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
 
     Raises ConfigError if data, a model or a setting cannot be used, and StorageError if there is no room for tokens.
     """
-    if not isinstance(config, TrainRequest):
-        lr, _ = _learning_rate(config)
-        return replace(config, optim=replace(config.optim, lr=lr))
     if config.resume and config.out is None:
         raise ConfigError("--resume continues a run: name its directory with --out")
     if config.out is None and may_be_restarted():
         raise ConfigError("torchrun --max-restarts goes on with a run: name its directory with --out")
 
     def choices() -> tuple[TrainConfig, list[str]]:
-        if config.out is not None and not config.resume:
+        if config.out is not None and not config.resume and config.depends_on_data:
             run_dir = RunDir(config.out)
             if was_restarted() and run_dir.config.exists():  # these processes go on with what others began
                 return replace(run_dir.started_config(), out=config.out), []
@@ -65,7 +61,7 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
     return chosen
 
 
-def _chosen(asked: TrainRequest, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
+def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
     """The configuration, and the reasons."""
     reasons: list[str] = []
     lr, why = _learning_rate(asked)
@@ -78,34 +74,32 @@ def _chosen(asked: TrainRequest, ranks: int, console: Console) -> tuple[TrainCon
         free = int(torch.cuda.mem_get_info()[0] * _DEVICE_SHARE)
         asked = replace(asked, memory=replace(asked.memory, device=str(free)))
         reasons.append(f"--memory.device {format_bytes(free)}: {_DEVICE_SHARE:.0%} of the GPU's free memory")
-    open_ = (asked.seq_len, asked.steps, asked.batch_size, asked.eval_share)
-    if None not in open_:
-        return asked.with_choices(), reasons
+    if not asked.depends_on_data:
+        return asked, reasons
     tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
     tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console)
-    seq_len = asked.seq_len
-    if seq_len is None:
+    if not asked.seq_len:
         seq_len, why = _sequence(asked, tokens)
         asked = replace(asked, seq_len=seq_len)
         reasons += why
-    if asked.batch_size is None:
-        batch, passes, why = _batch(asked, seq_len, ranks)
+    if not asked.batch_size:
+        batch, passes, why = _batch(asked, ranks)
         asked = replace(asked, batch_size=batch, accumulation_steps=passes)
         reasons += why
-    rows = len(Rows.of(tokens, seq_len * (2 if is_encoder_decoder(asked.model) else 1)))
+    rows = len(Rows.of(tokens, asked.seq_len * (2 if is_encoder_decoder(asked.model) else 1)))
     if asked.eval_share is None:
         holds_out = asked.eval_data is None and _kind(asked) != "random weights" and rows >= _LEAST_TO_HOLD_OUT
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
         if holds_out:
             reasons.append(f"--eval-share {_EVAL_SHARE}: of {rows:,} sequences, to see whether what is learned holds")
-    if asked.steps is None:
+    if not asked.steps:
         left = rows - round(rows * (asked.eval_share or 0))
         epochs = asked.epochs or (3.0 if tokens.about.chats else 1.0)
-        sequences = asked.with_choices(steps=1).batch_size * asked.accumulation_steps * ranks
+        sequences = asked.batch_size * asked.accumulation_steps * ranks
         steps = max(1, ceil(epochs * left / sequences))
         asked = replace(asked, steps=steps, epochs=None)
         reasons.append(f"--steps {steps:,}: {epochs:g} epoch{'s' * (epochs != 1)} of {left:,} sequences")
-    return asked.with_choices(), reasons
+    return asked, reasons
 
 
 def _kind(config: TrainConfig) -> str:
@@ -126,13 +120,13 @@ def _learning_rate(config: TrainConfig) -> tuple[float, list[str]]:
     return lr, [f"--optim.lr {lr:g}: {why}"]
 
 
-def _new_directory(asked: TrainRequest) -> Path:
+def _new_directory(asked: TrainConfig) -> Path:
     """A directory in runs/ that is not there yet, with the names of model and data."""
     stem = f"{Path(asked.model).resolve().name}-{Path(asked.data).stem}".replace("*", "")
     return unused(Path("runs") / stem, "-")
 
 
-def _sequence(asked: TrainRequest, tokens: Tokens) -> tuple[int, list[str]]:
+def _sequence(asked: TrainConfig, tokens: Tokens) -> tuple[int, list[str]]:
     """Tokens of a sequence."""
     positions = positions_of(asked.model)
     most = _MOST_SEQ_LEN if positions is None else min(positions, _MOST_SEQ_LEN)
@@ -151,8 +145,9 @@ def _sequence(asked: TrainRequest, tokens: Tokens) -> tuple[int, list[str]]:
     return seq_len, [f"--seq-len {seq_len}: {why}"]
 
 
-def _batch(asked: TrainRequest, seq_len: int, ranks: int) -> tuple[int, int, list[str]]:
+def _batch(asked: TrainConfig, ranks: int) -> tuple[int, int, list[str]]:
     """Sequences of a forward pass, and passes of a step."""
+    seq_len = asked.seq_len
     target = max(1, round(asked.tokens_per_step / seq_len / ranks))
     described = describe_model(PlanConfig(model=asked.model, seq_len=seq_len, accumulation_steps=1), count_flops=False)
     itemsize = 4 if asked.precision == "fp32" else 2
@@ -181,7 +176,7 @@ def _batch(asked: TrainRequest, seq_len: int, ranks: int) -> tuple[int, int, lis
     return batch, passes, reasons
 
 
-def _room(asked: TrainRequest) -> tuple[int, str]:
+def _room(asked: TrainConfig) -> tuple[int, str]:
     """Bytes for activations on the compute device, and where these come from."""
     memory = asked.memory
     if memory.activation_bytes is not None:

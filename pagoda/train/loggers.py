@@ -2,16 +2,14 @@
 it."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError, needed
-from pagoda.train.config import TrainConfig
 from pagoda.train.evaluate import Evaluation
 from pagoda.train.metrics import StepMetrics
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-KNOWN = ("jsonl", *_MODULES)
-"""jsonl stands for the files that every run writes: metrics.jsonl and evals.jsonl."""
 
 
 class Loggers:
@@ -21,16 +19,17 @@ class Loggers:
     Raises ConfigError if a name is unknown, or if its package is not installed.
     """
 
-    def __init__(self, names: str | None, config: TrainConfig) -> None:
-        self._out = config.out
+    def __init__(self, names: str | None, out: Path) -> None:
+        """`out`: the run's directory."""
+        self._out = out
         self._modules: dict[str, Any] = {}
         self._opened: dict[str, Any] | None = None
         for name in filter(None, map(str.strip, (names or "").split(","))):
-            if name not in KNOWN:
-                raise ConfigError(f"--log {name!r} is not known: give some of {', '.join(KNOWN)}, with commas between")
-            if name != "jsonl":
-                refusal = f"--log {name} needs the package {name}: pip install {name}"
-                self._modules[name] = needed(_MODULES[name], refusal)
+            if name not in _MODULES:
+                known = ", ".join(_MODULES)
+                raise ConfigError(f"--log {name!r} is not known: give some of {known}, with commas between")
+            refusal = f"--log {name} needs the package {name}: pip install {name}"
+            self._modules[name] = needed(_MODULES[name], refusal)
 
     def step(self, metrics: StepMetrics) -> None:
         """Logs a step."""

@@ -50,6 +50,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel, config.tensor_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
     config = completed(config, mesh, console)
+    assert config.out is not None, "it is chosen now"
     run_dir = RunDir(config.out)
     with ExitStack() as held:
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
@@ -63,7 +64,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
 def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console) -> TrainResult:
     """Build what a run needs, then run it."""
     checkpoint = beginning.checkpoint
-    _check_trace(config, beginning.done)
+    _check_trace(config, run_dir, beginning.done)
     rule = config.optim.build(config.seed, config.optimizer)
     tokenizer = open_tokenizer(model_directory(config.model), config.tokenizer)
     tokens = opened_tokens(config, config.data, tokenizer, mesh, console)
@@ -144,7 +145,7 @@ def _downloaded(directory: Path) -> list[Path]:
     return files
 
 
-def _check_trace(config: TrainConfig, done: int) -> None:
+def _check_trace(config: TrainConfig, run_dir: RunDir, done: int) -> None:
     if config.trace is None:
         return
     if config.steps - done < config.trace_step:
@@ -153,5 +154,5 @@ def _check_trace(config: TrainConfig, done: int) -> None:
             " give more --steps, or a smaller --trace-step"
         )
     parent = config.trace.absolute().parent
-    if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == config.out.absolute()):
+    if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == run_dir.path.absolute()):
         raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that is there")

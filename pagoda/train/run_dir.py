@@ -18,7 +18,7 @@ from pagoda.memory.files import make_directories, read_regular, sync_directory, 
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import read_metrics
-from pagoda.train.request import settings_as_yaml
+from pagoda.train.settings_file import settings_as_yaml
 
 LOCK = ".pagoda-lock"
 _CHECKPOINT = re.compile(r"step-(\d{6,})")

@@ -9,17 +9,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from pagoda.api import plan_of
-from pagoda.config.memory import Memory
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.record import as_lines, machine_record, plan_record, timeline_record
 from pagoda.memory.files import make_directories, storage_errors, write_durably
-from pagoda.memory.sizes import format_bytes
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
@@ -31,9 +28,6 @@ from pagoda.train.resume import CONFIG, Beginning
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
-
-_GPU_MARGIN, _MUCH_OF_A_GPU = 0.05, 0.1
-"""Shares of a GPU's memory: how much should stay free, and from how much on unused memory is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +75,7 @@ class Steps:
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
-        self._loggers = Loggers(None if mesh.rank else session.config.log, session.config)
+        self._loggers = Loggers(None if mesh.rank else session.config.log, run_dir.path)
         self._saved: Path | None = None
 
     def run(self, beginning: Beginning) -> TrainResult:
@@ -251,25 +245,7 @@ class Steps:
             lines.append("No checkpoint was saved (--no-save-at-end): the trained weights are not kept.")
         if result.stopped_by is not None:
             lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}")
-        memory = self._config.memory
-        if memory.device_bytes is not None and not memory.arena_for_device:
-            lines += unused_gpu(memory, *torch.cuda.mem_get_info())
         say(self._console, *lines)
-
-
-def unused_gpu(memory: Memory, free: int, total: int) -> list[str]:
-    """A line that says how much of the GPU's memory nothing has used, if it is much.
-
-    torch keeps the memory that a step has taken. So `free` bytes after some steps were free in all of them.
-    """
-    more = free - int(_GPU_MARGIN * total)
-    if memory.device_bytes is None or more < _MUCH_OF_A_GPU * total:
-        return []
-    asked = format_bytes(memory.device_bytes + more).replace(" ", "")
-    return [
-        f"GPU: {format_bytes(free)} of {format_bytes(total)} were never used. To let pages take more, "
-        f"also of a run that is resumed: --memory.device {asked}"
-    ]
 
 
 @contextmanager

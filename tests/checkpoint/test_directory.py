@@ -101,7 +101,8 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     with committed(target) as folder:
         fill(folder)
     mark = folder / (PARTIAL_MARK + TEMPORARY)
-    before = [tmp_path, runs, mark, folder, runs / "first", folder / MANIFEST, folder]
+    manifest = [folder / (MANIFEST + TEMPORARY), folder]
+    before = [tmp_path, runs, mark, folder, runs / "first", *manifest, folder]
     in_parents = [tmp_path, runs]  # the first is new, and so is `runs`
     assert synced == [*((str(path), False) for path in (*in_parents, *before[1:])), (str(runs / "first"), True)]
 

@@ -15,7 +15,7 @@ from pagoda.cli.main import parse
 from pagoda.config.run import Run
 from pagoda.config.settings import flag
 from pagoda.forecast.config import PlanConfig
-from pagoda.train.request import TrainRequest
+from pagoda.train.config import TrainConfig
 
 OF_A_RUN = {
     # What it trains on, and where it writes.
@@ -33,7 +33,7 @@ OF_A_MACHINE = {
     "hardware", "nodes", "gpus_per_node", "pipeline_parallel", "search_degrees", "max_model", "json",
     "plot",
 }  # fmt: skip
-COMMANDS = {"train": TrainRequest, "plan": PlanConfig}
+COMMANDS = {"train": TrainConfig, "plan": PlanConfig}
 
 
 def settings(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -9,7 +9,6 @@ from lion_pytorch import Lion as TheirLion
 
 from pagoda.errors import ConfigError
 from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Rule, gradient_dtype
-from pagoda.optim.adam import Scalars
 from pagoda.optim.rule import Hyper
 
 from .blocks import RULES
@@ -115,15 +114,6 @@ def test_what_each_rule_takes_a_parameter() -> None:
 
 def test_scalars_are_rounded_once_from_float64() -> None:
     scalars = AdamW(lr=3e-4, weight_decay=0.1).scalars(3, grad_scale=1 / 3)
-    exact = Scalars(
-        grad_scale=1 / 3,
-        decay=1 - 3e-4 * 0.1,
-        beta1=0.9,
-        one_minus_beta1=1 - 0.9,
-        beta2=0.999,
-        one_minus_beta2=1 - 0.999,
-        bias2_sqrt=math.sqrt(1 - 0.999**3),
-        eps=1e-8,
-        step_size=3e-4 / (1 - 0.9**3),
-    )
+    betas = 0.9, 1 - 0.9, 0.999, 1 - 0.999
+    exact = (1 / 3, 1 - 3e-4 * 0.1, *betas, math.sqrt(1 - 0.999**3), 1e-8, 3e-4 / (1 - 0.9**3))
     assert scalars == tuple(float(np.float32(value)) for value in exact)

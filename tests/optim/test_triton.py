@@ -174,6 +174,7 @@ def ptx(kernel, types, **constants):
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}).asm["ptx"]
 
+one_of = int(sys.argv[1])
 for form in (0, 1, 2):
     weight = "*i16" if form else "*fp32"
     types = {**TYPES, "weight": weight, "weight_low": weight, "gradient": weight}
@@ -189,7 +190,7 @@ for form in (0, 1, 2):
     kernels += [(triton_adafactor.sum_block, types, {"of": of}) for of in range(3)]
     kernels += [(triton_adafactor.step, types, {"has_moment": has, "size": 1024}) for has in (False, True)]
     kernels.append((triton_adafactor.sum_rows, types, {"tile": 16}))
-    for kernel, types, constants in kernels[form :: int(sys.argv[1])]:
+    for kernel, types, constants in kernels[form % one_of :: one_of]:
         forms = {name: form for name in ("form", "arriving") if name in kernel.arg_names}
         print(ptx(kernel, types, **forms, **constants))
 """

@@ -351,18 +351,6 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
     for memory, options, message in refused:
         with pytest.raises(pagoda.ConfigError, match=message):
             pagoda.wrap(fresh(), pagoda.AdamW(), memory=pagoda.Memory(**memory), **options)
-    moved = {
-        "gradients": r"precision=pagoda\.MixedPrecision\(gradients=\.\.\.\)",
-        "speculate": r"update=pagoda\.Updates\(speculate",
-        "partition_activations": r"activations=pagoda\.Activations\(partition_activations",
-        "batch_tiles": r"tiles=pagoda\.Tiles\(batch_tiles",
-        "keep_checkpoints": r"memory=pagoda\.Memory\(ssd_checkpoints",
-    }
-    for name, place in moved.items():
-        with pytest.raises(pagoda.UsageError, match=rf"{name} is not an argument of wrap: use wrap\({place}"):
-            pagoda.wrap(fresh(), pagoda.AdamW(), **{name: 1})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'presicion'"):
-        pagoda.wrap(fresh(), pagoda.AdamW(), presicion="fp32")
 
 
 @pytest.mark.parametrize(

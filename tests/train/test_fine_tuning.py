@@ -45,6 +45,7 @@ def config_of(folder: Path, data: str, out: Path, **changes: Any) -> TrainConfig
     settings = {
         "steps": 4, "batch_size": 2, "seq_len": 128, "precision": "fp32", "accumulation_steps": 2,
         "optim": OptimConfig(lr=3e-3, schedule="constant"), "memory": Memory(host="1GiB"), "plan": "usual",
+        "eval_share": 0.0,
     }  # fmt: skip
     return TrainConfig(model=str(folder / "model"), data=str(folder / data), out=out, **{**settings, **changes})
 

@@ -59,7 +59,7 @@ def test_every_step_and_evaluation_is_logged(config: TrainConfig, monkeypatch: p
     trackers = {name: Tracker(name) for name in MODULES}
     for name, tracker in trackers.items():
         monkeypatch.setitem(sys.modules, MODULES[name], tracker)
-    trained(replace(config, log=", ".join(("jsonl", *MODULES))))
+    trained(replace(config, log=", ".join(MODULES)))
     for name, tracker in trackers.items():
         begun = str(config.out / "tensorboard") if name == "tensorboard" else {"project": "pagoda", "name": "run"}
         assert (tracker.begun, tracker.ended) == ([begun], 1)
@@ -75,6 +75,6 @@ def test_a_package_that_is_missing_is_named_before_anything_is_written(
     monkeypatch.setitem(sys.modules, MODULES[name], None)
     with pytest.raises(ConfigError, match=f"--log {name} needs the package {name}: pip install {name}"):
         trained(replace(config, log=name))
-    with pytest.raises(ConfigError, match="'tensorbord' is not known: give some of jsonl, tensorboard"):
+    with pytest.raises(ConfigError, match="'tensorbord' is not known: give some of tensorboard"):
         trained(replace(config, log="tensorbord"))
     assert not config.out.exists()

@@ -12,12 +12,11 @@ from pagoda.config.memory import Memory
 from pagoda.distributed.mesh import open_mesh
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.models.lora import LoraConfig
-from pagoda.train import OptimConfig, run
+from pagoda.train import OptimConfig, TrainConfig, run
 from pagoda.train.defaults import completed
 from pagoda.train.metrics import read_metrics
-from pagoda.train.request import TrainRequest
 from pagoda.train.run_dir import RunDir
-from pagoda.train.steps import unused_gpu
+from pagoda.train.settings_file import read_settings
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
 from tests.tiny import write_model
 
@@ -37,7 +36,7 @@ def run_of(folder: Path, **given: Any) -> tuple[Any, str]:
     """The settings that a run took, and what it said."""
     shown = io.StringIO()
     settings = {"model": str(folder / "model"), "memory": Memory(host="64MiB"), "plan": "usual", **given}
-    result = run(TrainRequest(**settings), Console(file=shown, width=300))
+    result = run(TrainConfig(**settings), Console(file=shown, width=300))
     return RunDir(result.out).started_config(), shown.getvalue()
 
 
@@ -72,12 +71,12 @@ def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restar
     assert "Chosen: --seq-len" not in shown, "what is given is not chosen"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     console = Console(file=io.StringIO(), width=300)
-    again = TrainRequest(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)
+    again = TrainConfig(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)
     assert run(again, console) is None
     assert "has finished: 3 of 3 steps are done" in console.file.getvalue()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     with pytest.raises(ConfigError, match="name its directory with --out"):
-        run(TrainRequest(model=str(folder / "model"), **given))
+        run(TrainConfig(model=str(folder / "model"), **given))
 
 
 def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> N
     console = Console(file=io.StringIO(), width=300)
 
     def rate(**given: Any) -> float | None:
-        return completed(TrainRequest(**{**one, **given}), open_mesh(), console).optim.lr
+        return completed(TrainConfig(**{**one, **given}), open_mesh(), console).optim.lr
 
     assert [rate(optimizer=name) for name in ("adamw", "lion", "sgd")] == [2e-5, 4e-6, 3e-4]
     assert "a guess: sgd may need another" in console.file.getvalue()
@@ -112,7 +111,7 @@ def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) ->
 def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: gpt2\noptim: {lr: 2e-5}\n")
-    assert TrainRequest.read(path).optim.lr == 2e-5
+    assert read_settings(path).optim.lr == 2e-5
     for text, message in (
         ("model: gpt2\nlearning_rate: 1\n", "unknown settings: learning_rate"),
         ("model: gpt2\nsteps: many\n", "steps as 'many', which is a value of the wrong type"),
@@ -120,7 +119,7 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
-            TrainRequest.read(path)
+            read_settings(path)
 
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:
@@ -128,13 +127,4 @@ def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(fold
         run_of(folder, data=str(folder / "text.txt"), out=tmp_path / "run", memory=Memory(activations="4KiB"))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="not both"):
-        TrainRequest(model="gpt2", steps=1, epochs=1.0)
-
-
-@pytest.mark.parametrize(("free_gib", "said"), [(30, "--memory.device 66.00GiB"), (10, None), (0, None)])
-def test_memory_of_a_gpu_that_nothing_used_is_said_with_the_setting_that_gives_it_to_pages(
-    free_gib: int, said: str | None
-) -> None:
-    lines = unused_gpu(Memory(device="40GiB"), free_gib << 30, 80 << 30)
-    assert [line for line in lines if said is not None and line.endswith(said)] == lines
-    assert bool(lines) == (said is not None)
+        TrainConfig(model="gpt2", steps=1, epochs=1.0)

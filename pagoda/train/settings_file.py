@@ -1,0 +1,55 @@
+"""Files of settings, from which `pagoda train --config` starts another run."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pagoda.errors import ConfigError
+from pagoda.train.config import TrainConfig
+
+_NOT_SETTINGS = ("out", "resume", "checkpoint", "trace", "trace_step", "config")
+"""Arguments that belong to one command. They are not copied to another run."""
+
+
+def read_settings(path: Path) -> TrainConfig:
+    """Read a file of settings.
+
+    Raises ConfigError if it cannot be read, or if a setting in it is unknown or has the wrong type.
+    """
+    try:
+        settings = _yaml(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+    if isinstance(settings, Mapping):
+        settings = {name: value for name, value in settings.items() if name != "hash"}
+    try:
+        return TrainConfig.from_settings(settings)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+
+
+def settings_as_yaml(config: TrainConfig) -> str:
+    """All settings of a run except its directory, in the format that `read_settings` reads."""
+    import yaml
+
+    settings = {k: v for k, v in config.settings().items() if k not in _NOT_SETTINGS}
+    text: str = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _yaml(text: str) -> Any:
+    """Parse YAML in which 2e-5 is a number. Raises ValueError."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML 1.1 with the number format of YAML 1.2."""
+
+    number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
