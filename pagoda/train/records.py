@@ -218,7 +218,8 @@ def _check_unicode(document: Document) -> None:
             if isinstance(text, str):
                 text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{document.where}: not Unicode text: {error.object[error.start]!r} is half of a pair") from error
+        half = error.object[error.start]
+        raise ConfigError(f"{document.where}: not Unicode text: {half!r} is half of a surrogate pair") from error
 
 
 def _names(row: Mapping[str, Any]) -> str:

@@ -45,8 +45,8 @@ class Source:
 def find(name: str, column: str | None = None) -> Source:
     """Find the files of a path, a folder, a glob, or `"stdlib"` (this Python's standard library, without its tests).
 
-    Hidden entries of a folder are ignored, unless the path or glob names them. A folder with files of records is a data set: only those files are read,
-    except those whose names say that they are another split (test, validation).
+    Hidden entries of a folder are ignored, unless the path or glob names them. A folder with files of records is a data
+    set: only those files are read, except those whose names say that they are another split (test, validation).
 
     Raises ConfigError if nothing is there, or no file can be read.
     """
