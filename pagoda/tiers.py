@@ -27,10 +27,11 @@ def budgets_of(memory: Memory) -> Budgets:
     return Budgets(host, memory.device_bytes, ssd_budget(memory))
 
 
-def ssd_budget(memory: Memory) -> int | None:
-    """Bytes of the SSD tier, or None if there is none. Raises StorageError for a directory that cannot be used."""
+def ssd_budget(memory: Memory, ranks: int = 1) -> int | None:
+    """Bytes of the SSD tier of one of several ranks that share the drives, or None if there is none. A size that was
+    given is that of each rank. Raises StorageError for a directory that cannot be used."""
     sizes = memory.ssd_directories.items()
-    return sum(_free_disk(path) if size is None else size for path, size in sizes) if sizes else None
+    return sum(_free_disk(path) // ranks if size is None else size for path, size in sizes) if sizes else None
 
 
 def compute_device(memory: Memory) -> torch.device:

@@ -1,5 +1,6 @@
 """`pagoda report`: a run or a plan as a page."""
 
+import html
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,7 +53,7 @@ def server_of(directory: Path, port: int) -> ThreadingHTTPServer:
             try:
                 status, page = 200, report(directory)
             except PagodaError as error:
-                status, page = 503, f"<!DOCTYPE html><title>No report yet</title><p>{error}</p>"
+                status, page = 503, f"<!DOCTYPE html><title>No report yet</title><p>{html.escape(str(error))}</p>"
             content = page.encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/html; charset=utf-8")

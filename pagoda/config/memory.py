@@ -77,7 +77,8 @@ class Memory(Settings):
     (multiples of 1000).
 
     Budgets cover pages: weights, gradients, optimizer state and the buffers through which they pass. Activations that
-    are not offloaded, and other memory of torch, come in addition.
+    are not offloaded, and other memory of torch, come in addition. With several ranks, sizes are those of each rank,
+    and the ranks of a node share what is left open.
 
     Raises ConfigError for a size, a page size or a device that cannot be used.
     """

@@ -150,9 +150,9 @@ def _host_budget(machine: Machine, memory: Memory, beside: int, notes: list[str]
 def _ssd_budget(machine: Machine, memory: Memory, notes: list[str]) -> int | None:
     drive, ranks = machine.hardware.ssd, machine.hardware.gpus_per_node
     if machine.here:
-        ssd = ssd_budget(memory)
+        ssd = ssd_budget(memory, ranks)
         notes.append("ssd: none, as --memory.ssd DIR is not given." if ssd is None else f"ssd: {memory.ssd}.")
-        return None if ssd is None else ssd // ranks
+        return ssd
     size = "" if memory.ssd is None else str(memory.ssd).rpartition(":")[2]
     if size[:1].isdigit():
         notes.append(f"ssd: {size} as asked.")

@@ -55,7 +55,9 @@ def read_records(path: Path, column: str | None, read: Callable[[int], None]) ->
     for where, row, position in rows:
         if not isinstance(row, Mapping):
             raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
-        yield _document(row, where, column)
+        document = _document(row, where, column)
+        _check_unicode(document)
+        yield document
         if done < position <= size:
             read(position - done)
             done = position
@@ -146,7 +148,19 @@ def _conversation(row: Mapping[str, Any], column: str, where: str) -> Document:
     messages = [_message(turn, f"{where}: {column}[{number}]") for number, turn in enumerate(turns)]
     if isinstance(row.get("system"), str) and row["system"] and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": row["system"]})
-    return Document(where, messages=tuple(messages), tools=tuple(row.get("tools") or ()))
+    return Document(where, messages=tuple(messages), tools=_tools(row.get("tools"), where))
+
+
+def _tools(tools: Any, where: str) -> tuple[Any, ...]:
+    """The tools that a conversation may call. Tables have them as JSON."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except ValueError as error:
+            raise ConfigError(f"{where}: tools is not JSON: {error}") from error
+    if not isinstance(tools, list | tuple | None):
+        raise ConfigError(f"{where}: tools is a {type(tools).__name__}, not a list of tools")
+    return tuple(tools or ())
 
 
 def _message(turn: Any, where: str) -> Message:
@@ -195,6 +209,17 @@ def suffix(path: Path) -> str:
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
+
+
+def _check_unicode(document: Document) -> None:
+    """Raises ConfigError if a text cannot be encoded. JSON may write one half of a surrogate pair."""
+    try:
+        for text in (document.text, *(message["content"] for message in document.messages)):
+            if isinstance(text, str):
+                text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ConfigError(f"{document.where}: not Unicode text: {half!r} is half of a surrogate pair") from error
 
 
 def _names(row: Mapping[str, Any]) -> str:

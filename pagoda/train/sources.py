@@ -45,8 +45,8 @@ class Source:
 def find(name: str, column: str | None = None) -> Source:
     """Find the files of a path, a folder, a glob, or `"stdlib"` (this Python's standard library, without its tests).
 
-    Hidden entries of a folder are ignored. A folder with files of records is a data set: only those files are read,
-    except those whose names say that they are another split (test, validation).
+    Hidden entries of a folder are ignored, unless the path or glob names them. A folder with files of records is a data
+    set: only those files are read, except those whose names say that they are another split (test, validation).
 
     Raises ConfigError if nothing is there, or no file can be read.
     """
@@ -59,14 +59,14 @@ def find(name: str, column: str | None = None) -> Source:
     if path.is_file():
         return Source(name, (path,), records=suffix(path) in (RECORDS | TABLES), column=column)
     if path.is_dir():
-        root, found = path, path.rglob("*")
-    elif matches := glob.glob(name, recursive=True):
+        root, found = path, (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
+    elif matches := glob.glob(name, recursive=True):  # wildcards match no hidden entries
         root, found = Path(Path(name).anchor), map(Path, matches)
     else:
         raise ConfigError(
             f"data {name!r} does not exist: give a file, a folder, a glob in quotes, or 'stdlib'{_nearby(path)}"
         )
-    files = _sorted(root, (p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)))
+    files = _sorted(root, found)
     if not files:
         raise ConfigError(f"data {name!r} holds no text: there is no file in it")
     return _of_many(name, root, files, column)
@@ -150,6 +150,10 @@ class _NotTextError(ConfigError):
     def __init__(self, path: Path, line: int, reason: str) -> None:
         super().__init__(f"{path}, line {line}: {reason}: give a file or folder with UTF-8 text")
         self.reason = reason
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _sorted(root: Path, paths: Iterable[Path]) -> tuple[Path, ...]:

@@ -88,7 +88,9 @@ class Steps:
         first: Evaluation | None = None
         if self._evaluator is not None:
             self._losses = read_losses(self._run_dir.evals, until=done)
-            first = None if done else self._evaluate(0)
+            evaluated = any(step == done for step, _ in self._losses)
+            # A run that was interrupted has left out the evaluation after its last step.
+            first = None if evaluated or done % config.evaluates_every else self._evaluate(done)
         with ExitStack() as opened:
             opened.callback(self._loggers.close)
             with _first_signal() as received, Progress(self._console, config.steps, done) as progress:
@@ -132,7 +134,7 @@ class Steps:
         return result
 
     def _new_files(self, done: int, first: Evaluation | None) -> MetricsFiles:
-        """Create the files of the run. `first`: the evaluation before the first step."""
+        """Create the files of the run. `first`: the evaluation before the first step of this call, if one was due."""
         if self._mesh.rank == 0:
             self._run_dir.create(self._config, self._tokenizer.files)
             with storage_errors(f"{self._run_dir.plan} cannot be written"):

@@ -1,8 +1,10 @@
 """What a forecast says, on a small machine that is not this one."""
 
+import shutil
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,7 +178,7 @@ def test_a_forecast_for_this_machine_counts_the_limits_of_control_groups(monkeyp
     assert Machine(SMALL, here=True).compute_memory == 100 * MIB
 
 
-def test_more_processes_share_ram_and_ssd() -> None:
+def test_more_processes_share_ram_and_ssd_that_are_left_open(tmp_path: Path) -> None:
     machine = replace(SMALL, intra_node_bytes_per_s=figure(1e9))
     config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2)
     shared = Machine(machine.with_gpus(2), False, Ranks(2, 2))
@@ -185,6 +187,11 @@ def test_more_processes_share_ram_and_ssd() -> None:
     one, _ = budgets_for(HERE_NOT, config.memory, none)
     two, _ = budgets_for(shared, config.memory, none)
     assert (two.host, two.ssd) == (one.host // 2, GIB)
+    here = replace(shared, here=True)
+    given, _ = budgets_for(here, Memory(host="1GiB", ssd=f"{tmp_path}:2GiB"), none)
+    assert (given.host, given.ssd) == (GIB, 2 * GIB)
+    left, _ = budgets_for(here, Memory(ssd=str(tmp_path)), none)
+    assert left.ssd == pytest.approx(shutil.disk_usage(tmp_path).free / 2, rel=0.1)
     assert made(shared, model="gpt-2x192", seq_len=16).tokens_per_step == 32
 
 

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from pagoda.errors import ConfigError, StorageError
 from pagoda.train import tokens as tokens_module
+from pagoda.train.records import read_records
 from pagoda.train.sources import find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
@@ -48,7 +49,7 @@ def test_the_standard_library_is_text_of_this_python_without_its_tests() -> None
     assert tokens.about.target_bytes == len(tokens)
 
 
-def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "one.txt").write_text("zwei ä drei", encoding="utf-8")
     (tmp_path / "a.txt").write_text("eins")
@@ -64,6 +65,9 @@ def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path) -> None:
         ("d.txt", "not UTF-8"),
     ]
     assert text_of(open_tokens(f"{tmp_path}/*.txt")) == "eins"
+    monkeypatch.chdir(tmp_path / "b")
+    assert text_of(open_tokens("../a*")) == "eins"
+    assert text_of(open_tokens(f"{tmp_path}/.hid*")) == "secret"
 
 
 def test_texts_end_with_the_tokenizers_own_end_and_a_long_one_has_the_tokens_of_the_whole(
@@ -136,6 +140,13 @@ def test_texts_and_conversations_are_the_same_in_every_format_and_convention(
     assert found[0].about.fingerprint == found[1].about.fingerprint
 
 
+def test_tools_are_a_list_or_its_json(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "search"}}]
+    rows = [{"messages": [], "tools": given} for given in (tools, json.dumps(tools))]
+    found = read_records(write_lines(tmp_path / "a.jsonl", rows), None, lambda _: None)
+    assert [[*document.tools] for document in found] == [tools, tools]
+
+
 def test_a_folder_of_records_is_a_data_set_without_its_other_splits(model: ModelTokenizer, tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"text": "to learn"}])
     write_lines(tmp_path / "test-00000.jsonl", [{"text": "not to learn"}])
@@ -155,6 +166,9 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "no text": ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: text is a int, not text.*--column"),
     "no role": ("a.jsonl", b'{"messages": [{"content": "a"}]}\n', r"line 1: messages\[0\] has no role"),
     "no message": ("a.jsonl", b'{"messages": ["a"]}\n', r"line 1: messages\[0\] is a str"),
+    "half a character": ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', "line 2: not Unicode text"),
+    "no tools": ("a.jsonl", b'{"messages": [], "tools": 3}\n', "line 1: tools is a int, not a list of tools"),
+    "broken tools": ("a.jsonl", b'{"messages": [], "tools": "search"}\n', "line 1: tools is not JSON"),
     "broken array": ("a.json", b'[{"text": "a"},', "not JSON"),
     "fields too many": ("a.csv", b"text,id\na,1\nb,2,3\n", "line 3: not as many fields as the 2"),
     "an open quote": ("a.csv", b'text,id\na,1\n"b,2\n', "line .: not CSV"),
