@@ -54,18 +54,6 @@ def trained(memory: pagoda.Memory) -> tuple[list[torch.Tensor], Plan]:
         optimizer.close()
 
 
-def test_striping_over_drives_changes_no_bit(tmp_path: Path) -> None:
-    drives = [tmp_path / name for name in "ab"]
-    for drive in drives:
-        drive.mkdir()
-    common = {"page_size": "4KiB", "unit_limit": "16KiB"}
-    resident, _ = trained(pagoda.Memory(host="64MiB", **common))
-    for ssd in (f"{drives[0]}", f"{drives[0]},{drives[1]}:8MiB"):
-        weights, plan = trained(pagoda.Memory(host="192KiB", ssd=ssd, **common))
-        assert plan.bytes["ssd"]["exp_avg"] > 0
-        assert all(torch.equal(a, b) for a, b in zip(resident, weights, strict=True))
-
-
 def test_spare_pages_for_checkpoints_are_planned_where_they_fit_and_refused_where_asked_for(tmp_path: Path) -> None:
     def memory(ssd: int, kept: int | None = None) -> pagoda.Memory:
         sizes = {"host": "192KiB", "page_size": "4KiB", "unit_limit": "16KiB"}

@@ -27,7 +27,6 @@ from .conftest import Wrap
 from .loops import state_of
 from .test_device import memory as on_device
 
-SOON_S = 30
 STEPS = 6
 BOTH = "both"
 """Units live on a device, or their states pass it."""

@@ -92,38 +92,6 @@ def test_weights_move_once_for_all_micro_batches(tmp_path: Path) -> None:
     assert moved[0] > 6 * moved[1]
 
 
-RECIPES = {name: zoo.Recipe(name, checkpointing=True) for name in ("gpt2", "t5", "conv")}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_models_of_every_kind_are_tiled(name: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer sees one sample at a time, and losses are those of the untiled model but for rounding."""
-    monkeypatch.setattr(zoo, "BATCH", 4)
-    losses, sizes = [], []
-    for tiles in (None, 4):
-        model = RECIPES[name].build().eval()  # dropout draws other numbers for a tile
-        blocks = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-        part = next(part for part in blocks[0].modules() if isinstance(part, nn.Linear | nn.Conv2d | nn.LayerNorm))
-        part = part if name != "gpt2" else blocks[0].ln_1
-        model.train()
-        for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
-            dropout.p = 0.0
-        model, optimizer = wrap(model, tiles=pagoda.Tiles(batch_tiles=tiles))
-        seen: set[int] = set()
-        handle = part.register_forward_pre_hook(lambda _, args, seen=seen: seen.add(len(args[0])))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loss = zoo.loss_of(model(**zoo.batch(name, torch.Generator().manual_seed(5))))
-        seen.clear()
-        loss.backward()  # what is recomputed, without the probe
-        handle.remove()
-        optimizer.step()
-        losses.append((loss.item(), optimizer.stats.grad_norm))
-        sizes.append(seen)
-    assert sizes == [{4}, {1}]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
 def test_auto_keeps_micro_batches_as_large_as_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.plan.batch_tiles.TILE_TOKENS", 10)
     train(zoo.RESIDENT, tiles="auto").assert_same_bits(train(zoo.RESIDENT, tiles=4))

@@ -83,20 +83,6 @@ def assert_updated_on_device(outcome: Outcome, share: float) -> None:
         assert not any(step["update"] for step in outcome.moved)
 
 
-def test_states_on_ssd_come_to_the_device_and_go_back(tmp_path: Path) -> None:
-    """Some units have states in RAM, some have states on SSD; the device updates units of both kinds."""
-    recipe = Recipe("qwen3")
-    host = int(states_of(recipe, gradients=False) * 0.8)
-    outcome = train(recipe, memory(recipe, 1.0, host=host, ssd=tmp_path))
-    outcome.assert_same_bits(resident(recipe))
-    assert_updated_on_device(outcome, 1.0)
-    placement = outcome.plan.placement
-    streamed = {unit for (unit, state), tier in placement.homes.items() if tier == "ssd" and state != GRAD}
-    assert streamed & placement.on_device
-    assert placement.on_device - streamed
-    assert placement.speculated.isdisjoint(placement.on_device)
-
-
 def test_a_device_without_room_for_the_ring_is_refused() -> None:
     recipe = Recipe("llama")
     roomy = memory(recipe, 1.0)
@@ -232,27 +218,6 @@ WHOLE = {
 }
 COPIED = ("muon", "nadam")
 """Those that compute on copies."""
-
-
-@pytest.mark.parametrize(
-    ("name", "homes", "on_ssd"),
-    [("muon", 0.6, False), ("adafactor", 0.0, True), pytest.param("nadam", 0.3, False, marks=pytest.mark.slow)],
-)
-def test_parameters_that_are_taken_whole_are_all_updated_on_the_device(
-    name: str, homes: float, on_ssd: bool, tmp_path: Path
-) -> None:
-    """Wherever their states live."""
-    recipe = Recipe("llama", rule=WHOLE[name], frozen=homes > 0, accumulation=2)
-    host = int(states_of(recipe) * 0.8) if on_ssd else 64 << 20
-    outcome = train(recipe, memory(recipe, 1.0, homes, host, ssd=tmp_path if on_ssd else None))
-    outcome.assert_same_bits(train(recipe, RESIDENT))
-    placement = outcome.plan.placement
-    trained = {unit.index for unit in outcome.plan.units if unit.trainable_numel}
-    assert bool(placement.units_with("device", [WEIGHT])) == (homes > 0)
-    assert any(tier == "ssd" and state != GRAD for (_, state), tier in placement.homes.items()) == on_ssd
-    assert placement.on_device >= trained
-    assert not any(step["update"] for step in outcome.moved)
-    assert outcome.moved[-1]["device_update"] > 0
 
 
 def test_a_plan_by_itself_never_moves_them_to_the_device() -> None:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 from pagoda.errors import CorruptPageError
 from pagoda.memory.arena import Arena
-from pagoda.runtime.activations.places import Piece, RamPlace, SsdPlace
+from pagoda.runtime.activations.places import SsdPlace
 from pagoda.runtime.device import PAST, Device
 
 PAGE = 4096
@@ -21,47 +20,6 @@ def on_ssd(directories: dict[Path, int | None]) -> SsdPlace:
     arena = Arena(16 * PAGE)
     buffers = [arena.view(4 * number * PAGE, 4 * PAGE) for number in range(4)]
     return SsdPlace(64 * PAGE, PAGE, Device(), directories, buffers)
-
-
-@given(st.integers(0, 40), st.lists(st.integers(1, 12 * PAGE), max_size=40), st.randoms())
-def test_no_more_is_taken_than_there_is_room_for(room: int, sizes: list[int], random: object) -> None:
-    place = RamPlace(room * PAGE, PAGE, Device())
-    held: list[tuple[Piece, ...]] = []
-    in_use = peak = 0
-    for nbytes in sizes:
-        pages = -(-nbytes // PAGE)
-        pieces = place.alloc(nbytes)
-        assert (pieces is None) == (in_use + pages > room), "what is free is found, however it is scattered"
-        if pieces is not None:
-            assert sum(piece.run.count for piece in pieces) == pages
-            held.append(pieces)
-            in_use += pages
-        elif held:
-            freed = held.pop(random.randrange(len(held)))  # type: ignore[attr-defined]
-            place.free(freed)
-            in_use -= sum(piece.run.count for piece in freed)
-        peak = max(peak, in_use)
-        assert place.in_use_bytes == in_use * PAGE
-        assert place.peak_bytes == peak * PAGE
-        assert place.in_use_bytes <= place.capacity_bytes <= room * PAGE
-    place.close()
-
-
-def test_pieces_of_ram_do_not_overlap_and_are_poisoned_when_nobody_has_them() -> None:
-    place = RamPlace(8 * PAGE, PAGE, Device(), poison=True)
-    first, second = place.alloc(3 * PAGE), place.alloc(5 * PAGE)
-    for value, pieces, pages in ((1, first, 3), (2, second, 5)):
-        place.write(pieces, torch.full((pages * PAGE,), value, dtype=torch.uint8), PAST)
-
-    def content(pieces: tuple[Piece, ...], pages: int) -> list[int]:
-        into = torch.empty(pages * PAGE, dtype=torch.uint8)
-        place.read(pieces, [], into, PAST)
-        return into.unique().tolist()
-
-    assert content(first, 3) == [1]
-    place.free(first)
-    assert content(first, 3) == [255]
-    assert content(second, 5) == [2]
 
 
 @pytest.mark.parametrize("drives", [1, 2])
