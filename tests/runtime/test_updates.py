@@ -33,7 +33,12 @@ def test_weights_in_ram_can_be_used_while_moments_are_still_being_written(
     model, optimizer = wrap(Layers(6), squeeze(Layers(6), HOST_WEIGHTS, tmp_path, unit_limit="64KiB"))
     x, gate, store = torch.ones(2, WIDTH), threading.Event(), SSDTier.store
     before = model(x, [0]).item()
-    monkeypatch.setattr(SSDTier, "store", lambda *args: gate.wait(SOON_S) and store(*args))
+
+    def store_later(*args: Any) -> None:
+        assert gate.wait(SOON_S)
+        store(*args)
+
+    monkeypatch.setattr(SSDTier, "store", store_later)
     loss_of(model).backward()
     optimizer.step()
     try:
