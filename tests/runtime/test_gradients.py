@@ -76,6 +76,8 @@ def test_a_gradient_that_cannot_be_written_is_written_later_or_its_step_dropped(
             raise StorageError("the disk is gone")
         store(ssd, run, *rest)
 
+    for layer in model.layers:  # or whether a failure is known before the next gradient would be chance
+        layer.register_full_backward_hook(lambda *_: optimizer._engine.accesses.wait_until_idle())
     with monkeypatch.context() as patch:
         patch.setattr(SSDTier, "store", failing)
         if fails == "once":
