@@ -61,13 +61,17 @@ def test_without_ssd_the_units_that_hold_the_buffers_are_named(wrap: Wrap, monke
         assert text in str(refused.value)
 
 
+def runs_of_gradients(model: nn.Module, optimizer: Any) -> set[Run]:
+    """Where gradients go on SSD."""
+    return {optimizer._engine.store.run(unit.index, GRAD) for unit in pagoda.plan_of(model).units}
+
+
 @pytest.mark.parametrize("fails", ["once", "for good"])
 def test_a_gradient_that_cannot_be_written_is_written_later_or_its_step_dropped(
     fails: str, wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = wrap(layers(6), squeeze(layers(6), ALL_ON_SSD, tmp_path, unit_limit="64KiB"))
-    held: Any = optimizer._engine.store
-    spilled = {held.run(unit.index, GRAD) for unit in pagoda.plan_of(model).units}
+    spilled = runs_of_gradients(model, optimizer)
     store: Callable[..., None] = SSDTier.store
     calls = count()
 
@@ -91,6 +95,31 @@ def test_a_gradient_that_cannot_be_written_is_written_later_or_its_step_dropped(
     train_layers(model, optimizer)
     twin = wrap(layers(6))
     train_layers(*twin, 3 if fails == "once" else 2)
+    assert_same_state((model, optimizer), twin)
+
+
+def test_no_update_sees_a_gradient_that_cannot_be_read_back(
+    wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrap(layers(6), squeeze(layers(6), ALL_ON_SSD, tmp_path, unit_limit="64KiB"))
+    spilled = runs_of_gradients(model, optimizer)
+    load: Callable[..., None] = SSDTier.load
+
+    def failing(ssd: SSDTier, run: Run, *rest: Any) -> None:
+        if run in spilled:
+            raise StorageError("the disk is gone")
+        load(ssd, run, *rest)
+
+    optimizer.save_checkpoint(tmp_path / "saved")
+    with monkeypatch.context() as patch:
+        patch.setattr(SSDTier, "load", failing)
+        with pytest.raises(StorageError, match="the disk is gone"):
+            train_layers(model, optimizer, 1)
+            optimizer.drain()
+    optimizer.load_checkpoint(tmp_path / "saved")
+    train_layers(model, optimizer)
+    twin = wrap(layers(6))
+    train_layers(*twin)
     assert_same_state((model, optimizer), twin)
 
 
