@@ -110,12 +110,15 @@ def test_no_update_sees_a_gradient_that_cannot_be_read_back(
             raise StorageError("the disk is gone")
         load(ssd, run, *rest)
 
+    def step() -> None:
+        train_layers(model, optimizer, 1)
+        optimizer.drain()
+
     optimizer.save_checkpoint(tmp_path / "saved")
     with monkeypatch.context() as patch:
         patch.setattr(SSDTier, "load", failing)
         with pytest.raises(StorageError, match="the disk is gone"):
-            train_layers(model, optimizer, 1)
-            optimizer.drain()
+            step()
     optimizer.load_checkpoint(tmp_path / "saved")
     train_layers(model, optimizer)
     twin = wrap(layers(6))
