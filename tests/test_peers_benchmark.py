@@ -10,9 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import peers
-from peer_suite.environments import Environment
 from peer_suite.process import Peer, Task, Turns
-from peer_suite.report import tables
 from peer_suite.systems import PLAIN, SYSTEMS
 from turns import HERE, TurnFailed, TurnTaker
 
@@ -90,12 +88,6 @@ def test_a_process_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_an_environment_of_other_versions_has_another_place(tmp_path: Path) -> None:
-    one, two = (Environment("it", (f"it=={version}",)).folder(tmp_path) for version in (1, 2))
-    assert one != two
-    assert one.parent == two.parent == tmp_path
-
-
 @pytest.mark.slow
 def test_a_run_writes_its_figures_and_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, page = tmp_path / "peers.json", tmp_path / "page.md"
@@ -129,18 +121,3 @@ def test_a_run_writes_its_figures_and_goes_on_where_it_stopped(tmp_path: Path, m
     assert SYSTEMS["pagoda-ssd"].label in page.read_text()
     for plot in ("peers_time.png", "peers_tokens.png"):
         assert (tmp_path / plot).stat().st_size > 1000
-
-
-def test_what_did_not_run_is_a_row_with_its_error() -> None:
-    settings = {"machine": "a machine", "model": "a model", "clip": 1.0, "precision": "bf16", "rounds": 1}
-    of_speed = {"settings": {**settings, "tokens": [8], "micro_batches": 1}, "load_average": 0.5}
-    figures = {"it": {"label": "It", "settings": "its own", "error": "no such | device"}}
-    limits = {"1GiB": {"it": {"label": "It", "parameters": 0, "layers": 0, "stopped_by": "no such device"}}}
-    of_largest = {
-        "settings": {**settings, "tokens": 8, "turn_s": 1.0, "limited_by": "it"},
-        "load_average": 0.5,
-        "figures": limits,
-    }
-    result = {"speed": {"bf16": {**of_speed, "figures": figures}}, "largest": of_largest}
-    assert "| It | no such \\| device |" in tables(result)
-    assert "| 1GiB | It | none | no such device |" in tables(result)

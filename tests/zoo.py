@@ -294,6 +294,18 @@ def take_step(optimizer: Any, outcome: Outcome) -> None:
     outcome.moved.append(optimizer.stats.bytes_moved)
 
 
+def losses_of(loss_of: Callable[[int], torch.Tensor], optimizer: Any, steps: int = 3) -> list[float]:
+    """Trains on a loss, which may depend on the number of the step."""
+    losses = []
+    for step in range(steps):
+        loss = loss_of(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def usual_loop(recipe: Recipe) -> Loop:
     """Forward and backward over as many micro-batches as a step accumulates, then the step."""
 

@@ -11,7 +11,6 @@ from distributed.ranks import RankServer
 
 from pagoda.calibrate import Effort, calibrate, drive
 from pagoda.calibrate.meter import Meter
-from pagoda.calibrate.table import figure_table
 from pagoda.cli.main import main
 from pagoda.distributed.world import launched
 from pagoda.errors import StorageError
@@ -68,19 +67,6 @@ def test_the_file_reads_back_as_it_was_written_and_replaces_the_one_before(measu
     write_hardware(measured, path)
     assert read_hardware(path) == measured
     assert left(path.parent) == [path]
-
-
-def test_the_file_is_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert hardware_file() == tmp_path / "pagoda" / "hardware.json"
-    for ignored in ("", "relative"):
-        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert hardware_file() == Path.home() / ".cache" / "pagoda" / "hardware.json"
-
-
-def test_a_table_lists_every_figure(measured: Hardware) -> None:
-    for hardware in (measured, *MACHINES.values()):
-        assert figure_table(hardware).row_count == len(list(walk(hardware)))
 
 
 @pytest.mark.slow

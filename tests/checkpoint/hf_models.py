@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from zoo import losses_of
 
 import pagoda
 
@@ -101,14 +102,9 @@ def wrapped(model: nn.Module, place: str, ssd: Path, precision: str = "bf16") ->
 
 def train(model: nn.Module, optimizer: Any, first: int, last: int) -> list[float]:
     """Steps [first, last); returns the losses."""
-    losses = []
-    for step in range(first, last):
-        loss = model(input_ids=ids(step), labels=ids(step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return losses_of(
+        lambda step: model(input_ids=ids(first + step), labels=ids(first + step)).loss, optimizer, last - first
+    )
 
 
 def logits(model: nn.Module) -> torch.Tensor:

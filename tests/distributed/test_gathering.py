@@ -2,14 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from runtime.parts import RESIDENT, Parts, parts
+from torch import nn
 
+import pagoda
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.order import CollectiveKind
 from pagoda.distributed.world import World
@@ -19,6 +19,7 @@ from pagoda.plan.slices import Span
 from pagoda.runtime import collective, gathering
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device
+from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathering import Gathering
 from pagoda.runtime.lanes import Handle
 
@@ -43,16 +44,19 @@ class FakeCollectives:
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> Iterator[Parts]:
-    with parts(tmp_path, [[NUMEL]], placement=RESIDENT) as made:
-        made.store.write(0, "weight", 0, torch.arange(NUMEL).to(made.dtype))
-        yield made
+def engine() -> Iterator[Engine]:
+    """Of a model with one parameter, which counts."""
+    memory = pagoda.Memory(host="1MiB", page_size=4096)
+    _, optimizer = pagoda.wrap(nn.Linear(NUMEL, 1, bias=False), pagoda.AdamW(), memory=memory)
+    optimizer._engine.store.write(0, "weight", 0, torch.arange(NUMEL).bfloat16())
+    yield optimizer._engine
+    optimizer.close()
 
 
-def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
+def ask(engine: Engine, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
     """Rank 0 asks rank 1 for its weights after one update; each of the waits of rank 1 takes a second of the clock."""
     executor: Any = SimpleNamespace(is_to_come=lambda _: False)
-    Gathering(collectives, part.store, part.units, executor, None, {})
+    Gathering(collectives, engine.store, engine.units, executor, None, {})
     waits = 0
 
     def sleep(_: float) -> None:
@@ -61,23 +65,23 @@ def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait:
         on_wait(waits)
 
     monkeypatch.setattr(gathering, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(waits)))
-    collectives.take_part[CollectiveKind.SHARE](part.units[0], 1)
+    collectives.take_part[CollectiveKind.SHARE](engine.units[0], 1)
 
 
 def test_a_rank_that_takes_a_minute_to_queue_its_update_is_waited_for(
-    part: Parts, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def update(waits: int) -> None:
-        part.units[0].version = int(waits >= 60)
+        engine.units[0].version = int(waits >= 60)
 
     collectives = FakeCollectives()
-    ask(part, collectives, monkeypatch, update)
+    ask(engine, collectives, monkeypatch, update)
     (given,) = collectives.given
-    assert torch.equal(given, torch.arange(NUMEL // 2, NUMEL).to(part.dtype))
+    assert torch.equal(given, torch.arange(NUMEL // 2, NUMEL).bfloat16())
 
 
 def test_a_rank_that_waits_for_what_comes_later_has_not_made_the_update(
-    part: Parts, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reach_the_end_of_the_step(waits: int) -> None:
         assert waits <= 3, "it will never be updated"
@@ -85,7 +89,7 @@ def test_a_rank_that_waits_for_what_comes_later_has_not_made_the_update(
 
     collectives = FakeCollectives()
     with pytest.raises(RankError, match="after 1 updates, and rank 1 has made 0"):
-        ask(part, collectives, monkeypatch, reach_the_end_of_the_step)
+        ask(engine, collectives, monkeypatch, reach_the_end_of_the_step)
     assert not collectives.given
 
 
@@ -138,9 +142,9 @@ def test_a_failed_update_of_weights_that_all_share_stops_the_others(monkeypatch:
     assert "Rank 1 has failed" in str(errors[0])
 
 
-def test_ranks_are_not_waited_for_longer_than_the_timeout(part: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_not_waited_for_longer_than_the_timeout(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_RANK_TIMEOUT", "70")
     waited: list[int] = []
     with pytest.raises(RankError, match="has made 0"):
-        ask(part, FakeCollectives(), monkeypatch, waited.append)
+        ask(engine, FakeCollectives(), monkeypatch, waited.append)
     assert waited[-1] == 70

@@ -4,7 +4,7 @@ import pytest
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.shards import Shards
-from pagoda.distributed.world import World, launched
+from pagoda.distributed.world import World
 from pagoda.errors import ConfigError
 from pagoda.optim import AdamW
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
@@ -14,23 +14,6 @@ from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, discover
 
 def mesh(rank: int, size: int, **settings: int) -> Mesh:
     return Mesh(World(rank, size, rank, size), Ranks(size, size, **settings))
-
-
-def test_without_torchrun_the_world_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert launched() == World(0, 1, 0, 1)
-
-
-def test_ranks_of_a_replica_are_consecutive_and_those_with_the_same_experts_apart() -> None:
-    for rank in range(8):
-        place = mesh(rank, 8, replicas=2)
-        assert place.sharers() == (tuple(range(4)) if rank < 4 else tuple(range(4, 8)))
-        assert place.copies() == (rank % 4, rank % 4 + 4)
-        place = mesh(rank, 8, expert_parallel=4)
-        assert place.expert_index == rank % 4
-        assert place.sharers(expert=True) == (rank % 4, rank % 4 + 4)
-        assert place.sharers() == tuple(range(8))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -1,19 +1,14 @@
 """What a forecast shows: its table, its trace and its picture."""
 
-import io
-import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pagoda.errors import ConfigError
-from pagoda.forecast.chrome_trace import chrome_trace, write_trace
+from pagoda.forecast.chrome_trace import chrome_trace
 from pagoda.forecast.draw import colour, draw
-from pagoda.forecast.report import plan_table
 from pagoda.simulate.timeline import Span, Timeline
 
 TIMELINE = Timeline(
@@ -55,35 +50,6 @@ def test_spans_lie_within_the_step_in_microseconds_and_say_their_bytes() -> None
     counted = [(event["name"], event["ts"], event["args"]["bytes"]) for event in events("C")]
     assert counted == [("host bytes", 0.0, 1 << 30), ("host bytes", 1e6, 2 << 30), ("ssd bytes", 0.0, 1 << 30)]
     assert spans["read layers.0"]["args"] == {"nbytes": 100, "began_s": -0.5}
-
-
-def test_the_table_shows_bytes_per_tier_and_state_the_budget_and_the_reasons() -> None:
-    plan: Any = SimpleNamespace(
-        bytes={"device": {}, "host": {"weight": 1 << 20, "exp_avg": 2 << 20}, "ssd": {"exp_avg": 5 << 20}},
-        budgets=SimpleNamespace(device=None, host=4 << 20, ssd=None),
-        reasons=("Pages of 4.00 MiB: [as asked].",),
-        units=(0, 1),
-        page_bytes=4 << 20,
-        parameters=1_500_000,
-    )
-    stream = io.StringIO()
-    Console(file=stream, width=80).print(plan_table(plan))
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "Plan: 1.5 M parameters in 2 units, pages of 4.00 MiB"
-    cells = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in lines]
-    assert ["state", "host", "ssd"] in cells
-    assert ["weight", "1.00 MiB", "-"] in cells
-    assert ["exp_avg", "2.00 MiB", "5.00 MiB"] in cells
-    assert ["in all", "3.00 MiB", "5.00 MiB"] in cells
-    assert ["budget", "4.00 MiB", "-"] in cells
-    assert lines[-1] == "- Pages of 4.00 MiB: [as asked]."
-
-
-def test_the_file_is_json_and_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    write_trace(TIMELINE, "a step", tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == chrome_trace(TIMELINE, "a step")
-    with pytest.raises(ConfigError, match=r"--trace .*not-there"):
-        write_trace(TIMELINE, "a step", tmp_path / "not-there" / "trace.json")
 
 
 def test_a_picture_has_every_kind_of_work_in_its_colour(tmp_path: Path) -> None:

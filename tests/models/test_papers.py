@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape
+from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from paper_tables.largest import gpt_shape
 
 ROUNDED_BY_THE_PAPER = {
@@ -48,17 +48,6 @@ def test_the_family_grows_with_the_size_asked_for_and_stays_below_it() -> None:
         assert (smaller.layers, smaller.hidden) == (larger.layers, larger.hidden) or smaller.params < larger.params
         assert smaller.layers <= larger.layers
         assert smaller.hidden <= larger.hidden
-
-
-@pytest.mark.parametrize(("size", "gap"), [(1e9, 0.09), (1e10, 0.04), (1e11, 0.02), (1e12, 0.01)])
-def test_the_family_is_dense(size: float, gap: float) -> None:
-    assert gpt_shape(size).params >= size / (1 + gap)
-
-
-def test_a_shape_of_the_family_is_a_gpt_of_the_sequence_length_asked_for() -> None:
-    shape = gpt_shape(1e9, seq_len=4_096)
-    assert (shape.family, shape.seq_len, shape.ffn, shape.vocab) == ("gpt", 4_096, 4 * shape.hidden, GPT_VOCAB)
-    assert shape.name == f"gpt-{shape.layers}x{shape.hidden}"
 
 
 def test_a_size_below_the_family_is_refused() -> None:

@@ -55,18 +55,6 @@ def test_every_shape_has_its_published_parameter_count(large: bool) -> None:
     assert {name: parameters(name) for name in chosen} == chosen
 
 
-def test_a_built_in_shape_is_ready_to_train() -> None:
-    with torch.device("meta"):
-        model = build_model("llama-15m", seq_len=128)
-    assert type(model).__name__ == "LlamaForCausalLM"
-    assert model.training
-    assert not checkpoints(model)
-    assert model.config._attn_implementation == "sdpa"
-    assert model.config.use_cache is False
-    assert model.config.vocab_size == 32_000
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 def test_a_directory_builds_what_its_config_says_and_checkpoints_do_not_reenter(tmp_path: Path) -> None:
     directory = write_config(tmp_path, dtype="bfloat16")
     plain = build_model(directory, seq_len=16)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from zoo import losses_of
 
 import pagoda
 from nightly.in_pages import assert_same_weights, in_pages
@@ -17,22 +18,14 @@ from nightly.tiny_models import classes, inputs, loss_of, tiny_model
 from pagoda.config.training import ActivationMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-STEPS = 2
 MOST_PARAMETERS = 20_000_000
 KNOWN: dict[tuple[str, str], str] = {}
 """(class, activations) -> why it does not train in pages, or not with the same bits."""
 
 
 def trained(model: Any, optimizer: Any, given: dict[str, Any]) -> list[float]:
-    losses = []
     transformers.set_seed(2)  # also numpy's generator, by which models mask sounds
-    for _ in range(STEPS):
-        loss = loss_of(model, deepcopy(given))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return losses_of(lambda _: loss_of(model, deepcopy(given)), optimizer, steps=2)
 
 
 def plain(name: str) -> tuple[nn.Module, dict[str, Any], list[float]]:

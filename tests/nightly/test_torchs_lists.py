@@ -12,27 +12,23 @@ from torch import nn
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._pytree import tree_leaves
+from zoo import losses_of
 
 import pagoda
 from nightly.in_pages import assert_same_weights, in_pages
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-STEPS = 3
 MOST_CASES = 20
 """Of a module: some have hundreds."""
 
 
 def trained(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> list[float]:
-    losses = []
-    torch.manual_seed(2)
-    for _ in range(STEPS):
+    def loss_of(_step: int) -> torch.Tensor:
         out = model(*deepcopy(args), **deepcopy(kwargs))
-        loss = torch.stack([t.float().square().mean() for t in tree_leaves(out) if t.is_floating_point()]).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return torch.stack([t.float().square().mean() for t in tree_leaves(out) if t.is_floating_point()]).sum()
+
+    torch.manual_seed(2)
+    return losses_of(loss_of, optimizer)
 
 
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)

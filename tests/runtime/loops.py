@@ -63,18 +63,6 @@ def train_layers(model: Any, optimizer: Any, steps: int = 2) -> None:
         optimizer.step()
 
 
-def losses_of(loss_of: Callable[[int], torch.Tensor], optimizer: Any, steps: int = 3) -> list[float]:
-    """Trains on a loss, which may depend on the number of the step."""
-    losses = []
-    for step in range(steps):
-        loss = loss_of(step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def state_of(model: nn.Module, optimizer: PagedOptimizer) -> Outcome:
     """All that training has changed."""
     return Outcome(weights=model.state_dict(), optimizer=optimizer.state_dict())

@@ -27,7 +27,6 @@ from .conftest import Wrap
 from .loops import state_of
 from .test_device import memory as on_device
 
-SOON_S = 30
 STEPS = 6
 BOTH = "both"
 """Units live on a device, or their states pass it."""
@@ -53,13 +52,7 @@ def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
 
 def steps(model: nn.Module, optimizer: PagedOptimizer, generator: torch.Generator, count: int = 1) -> list[float]:
     """Losses of some steps."""
-    losses = []
-    for _ in range(count):
-        loss = loss_of(model, generator)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return zoo.losses_of(lambda _: loss_of(model, generator), optimizer, count)
 
 
 def seeded(seed: int = 1) -> torch.Generator:

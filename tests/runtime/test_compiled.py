@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo import losses_of
 
 import pagoda
 from pagoda.config.training import ActivationMode
-
-from .loops import losses_of
 
 RULE = pagoda.Optim(torch.optim.SGD, lr=0.05)
 

@@ -8,20 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import each_once
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
 from zoo import (
     ALL_ON_SSD,
     ARENA_ALL_ON_SSD,
-    MODELS,
     PAGE,
     RESIDENT,
     ConvNet,
     assert_equal,
-    batch,
     llama,
-    loss_of,
     squeeze,
 )
 
@@ -303,27 +299,6 @@ def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
     with pytest.raises(pagoda.ConfigError, match=r"'1\.forgotten'.*uninitialised.*reset_parameters"):
         pagoda.wrap(model, pagoda.AdamW(), memory=memory)
     assert list(tmp_path.iterdir()) == []
-
-
-@each_once(name=["plain", "t5", "conv"], later=[True, False])
-def test_ties_hold_after_wrap(name: str, later: bool, wrap: Wrap) -> None:
-    def ties(model: nn.Module) -> set[frozenset[str]]:
-        """Names of each parameter."""
-        names: dict[int, set[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), set()).add(name)
-        return {frozenset(of_one) for of_one in names.values()}
-
-    model = built_later(MODELS[name]) if later else MODELS[name]()
-    before = ties(model)
-    model, optimizer = wrap(model)
-    assert ties(model) == before
-    assert any(len(names) > 1 for names in before) == (name != "conv")
-    loss_of(model(**batch(name, torch.Generator().manual_seed(1)))).backward()
-    optimizer.step()
-    trained = model.state_dict()
-    for first, *others in before:
-        assert all(torch.equal(trained[first], trained[other]) for other in others)
 
 
 class Tied(nn.Module):

@@ -41,7 +41,7 @@ from pagoda.config.training import ActivationMode
 from pagoda.experts.modules import ExpertStack, RoutedExperts, SwitchRouter
 
 from .conftest import Wrap
-from .loops import assert_trained_alike, in_memory
+from .loops import assert_trained_alike, in_memory, learn
 
 STEPS = 3
 WHOLE = pagoda.Tiles(tile_limit=1 << 40)
@@ -131,8 +131,7 @@ def few_tokens(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
     for _ in range(STEPS):
         ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
         loss = loss_of(model, ids)
-        loss.backward()
-        outcome.losses.append(loss.item())
+        learn(loss, outcome)
         take_step(optimizer, outcome)
 
 

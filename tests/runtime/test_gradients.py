@@ -1,112 +1,129 @@
-"""Gradients come to their updates as autograd would have accumulated them, wherever they have been meanwhile."""
+"""Gradients come to their updates as autograd would have accumulated them, though a disk fails meanwhile."""
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from zoo import ALL_ON_SSD, PAGE, least_host, squeeze
 
 import pagoda
 from pagoda.config.memory import Memory
+from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError, StorageError
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.tier import SSDTier
+from pagoda.plan.layout import GRAD
+from pagoda.plan.options import Options
+from pagoda.plan.placement import STAGING, Budgets
 from pagoda.runtime import gradients
 
-from .parts import LARGE, SHARED, Parts, parts
-
-EQUAL = [[2048]] * 4
-
-
-def assert_sees(part: Parts, seed: int) -> None:
-    """A step's updates see the whole gradients of all units, as they arrived, and give their buffers back."""
-    seen = part.see_all()
-    wanted = {(unit.index, slot): (unit, slot) for unit in part.units for slot in range(unit.trainable)}
-    assert seen.keys() == wanted.keys()
-    for key, (unit, slot) in wanted.items():
-        assert torch.equal(seen[key], part.random_gradient(unit, slot, seed))
-    assert part.scheduler.gradients.pages.in_use == 0
+from .conftest import Wrap
+from .loops import assert_same_state, layers, train_layers
 
 
-def test_without_ssd_the_units_that_hold_the_buffers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Layer(nn.Module):
+    """Backward makes the gradient of its bias long after that of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return x + self.bias if first else x @ self.weight
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first in (True, False):
+            for layer in self.layers:
+                x = layer(x, first)
+        return x.sum()
+
+
+def test_without_ssd_the_units_that_hold_the_buffers_are_named(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where gradients come to buffers one by one, as large ones do: not once all of a unit have been made."""
     monkeypatch.setattr(gradients, "_WORTH_BYTES", 1)
-    with parts(tmp_path, [[1500, 548]] * 3, placement=SHARED, staged_units=2) as part:
-        for unit in part.units[:2]:
-            part.arrive(unit, slots=[0])
-        part.settle()
-        with pytest.raises(BudgetError) as refused:
-            part.arrive(part.units[2], slots=[0])
-        for text in ("'layers.0'", "'layers.1'", "unit 'layers.2'", "memory.ssd", "accumulation_steps"):
-            assert text in str(refused.value)
+    model, options = Layers(), Options(PAGE, 1, accumulation_steps=1)
+    host = least_host(describe(model), pagoda.AdamW().states("bf16"), Budgets(PAGE), options)
+    model, _ = wrap(model, Memory(host=host, page_size=PAGE, unit_limit=1), accumulation_steps=1)
+    assert STAGING in pagoda.plan_of(model).bytes["host"]
+    with pytest.raises(BudgetError) as refused:
+        model(torch.ones(2, 64, dtype=torch.bfloat16)).backward()
+    for text in ("'layers.1'", "'layers.4'", "unit 'layers.0'", "memory.ssd", "accumulation_steps"):
+        assert text in str(refused.value)
 
 
-def test_gradients_of_another_dtype_or_layout_are_taken_as_the_extent_keeps_them(tmp_path: Path) -> None:
-    with parts(tmp_path, [[6]]) as part:
-        grad = torch.arange(12, dtype=torch.float32)[::2] / 3
-        part.deliver(part.units[0], 0, grad)
-        assert torch.equal(part.see_all()[0, 0], grad.bfloat16())
+def runs_of_gradients(model: nn.Module, optimizer: Any) -> set[Run]:
+    """Where gradients go on SSD."""
+    return {optimizer._engine.store.run(unit.index, GRAD) for unit in pagoda.plan_of(model).units}
 
 
-# --- a disk that fails -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fails", ["once", "for good"])
+def test_a_gradient_that_cannot_be_written_is_written_later_or_its_step_dropped(
+    fails: str, wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrap(layers(6), squeeze(layers(6), ALL_ON_SSD, tmp_path, unit_limit="64KiB"))
+    spilled = runs_of_gradients(model, optimizer)
+    store: Callable[..., None] = SSDTier.store
+    calls = count()
 
-
-def failing(times: int, real: Callable[..., None]) -> Callable[..., None]:
-    """`real`, but for the first calls, which fail."""
-    left = iter(range(times))
-
-    def transfer(*args: object) -> None:
-        if next(left, None) is not None:
+    def failing(ssd: SSDTier, run: Run, *rest: Any) -> None:
+        if run in spilled and (next(calls) == 0 or fails == "for good"):
             raise StorageError("the disk is gone")
-        real(*args)
+        store(ssd, run, *rest)
 
-    return transfer
-
-
-def test_a_gradient_that_cannot_be_read_back_reaches_whoever_waits_until_all_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with parts(tmp_path, EQUAL, staged_units=2) as part:
-        for unit in part.units:
-            part.arrive(unit)
-        part.settle()
-        seen = part.only_look()
-        with monkeypatch.context() as patch:
-            patch.setattr(part.store.ssd, "load", failing(LARGE, part.store.ssd.load))
-            part.step()
+    for layer in model.layers:  # or whether a failure is known before the next gradient would be chance
+        layer.register_full_backward_hook(lambda *_: optimizer._engine.accesses.wait_until_idle())
+    with monkeypatch.context() as patch:
+        patch.setattr(SSDTier, "store", failing)
+        if fails == "once":
+            train_layers(model, optimizer, 1)
+        else:
             with pytest.raises(StorageError, match="the disk is gone"):
-                part.engine.drain()
-        assert len(seen) <= 2, "no update sees a gradient that was not read back"
-        with part.engine.replacing():
-            pass
-        assert part.scheduler.gradients.pages.in_use == 0
-        for unit in part.units:
-            part.arrive(unit, seed=1)
-        assert_sees(part, seed=1)
+                train_layers(model, optimizer, 1)
+            optimizer.zero_grad()
+            optimizer._engine.accesses.wait_until_idle()
+    assert next(calls) > 1
+    train_layers(model, optimizer)
+    twin = wrap(layers(6))
+    train_layers(*twin, 3 if fails == "once" else 2)
+    assert_same_state((model, optimizer), twin)
 
 
-def test_after_a_failed_write_to_ssd_the_step_can_be_dropped_and_the_next_one_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_update_sees_a_gradient_that_cannot_be_read_back(
+    wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with parts(tmp_path, EQUAL, staged_units=2) as part:
-        with monkeypatch.context() as patch:
-            patch.setattr(part.store.ssd, "store", failing(LARGE, part.store.ssd.store))
-            with pytest.raises(StorageError, match="the disk is gone"):
-                [part.arrive(unit) for unit in part.units]
-        part.zero_grad()
-        assert part.scheduler.gradients.pages.in_use == 0
-        for unit in part.units:
-            part.arrive(unit, seed=1)
-        assert_sees(part, seed=1)
+    model, optimizer = wrap(layers(6), squeeze(layers(6), ALL_ON_SSD, tmp_path, unit_limit="64KiB"))
+    spilled = runs_of_gradients(model, optimizer)
+    load: Callable[..., None] = SSDTier.load
 
+    def failing(ssd: SSDTier, run: Run, *rest: Any) -> None:
+        if run in spilled:
+            raise StorageError("the disk is gone")
+        load(ssd, run, *rest)
 
-def test_a_write_to_ssd_that_failed_once_is_done_again_when_the_buffer_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with parts(tmp_path, EQUAL, staged_units=2) as part:
-        monkeypatch.setattr(part.store.ssd, "store", failing(1, part.store.ssd.store))
-        for unit in part.units:
-            part.arrive(unit)
-        assert_sees(part, seed=0)
+    def step() -> None:
+        train_layers(model, optimizer, 1)
+        optimizer.drain()
+
+    optimizer.save_checkpoint(tmp_path / "saved")
+    with monkeypatch.context() as patch:
+        patch.setattr(SSDTier, "load", failing)
+        with pytest.raises(StorageError, match="the disk is gone"):
+            step()
+    optimizer.load_checkpoint(tmp_path / "saved")
+    train_layers(model, optimizer)
+    twin = wrap(layers(6))
+    train_layers(*twin)
+    assert_same_state((model, optimizer), twin)
 
 
 def test_a_sparse_gradient_trains_as_the_same_gradient_made_dense(tmp_path: Path) -> None:

@@ -10,14 +10,12 @@ from integrations.tiny_text import VOCABULARY, model as llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import InMemory
 from torch import nn
-from zoo import PAGE, assert_equal, least_host
+from zoo import PAGE, assert_equal, least_host, losses_of
 
 import pagoda
 from pagoda.construction.construct import describe
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-
-from .loops import losses_of
 
 STEPS, LAYERS = 3, 4
 RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)

@@ -16,6 +16,7 @@ from pagoda.checkpoint.export import export
 from pagoda.models.tiles import Tiled
 
 from .conftest import Wrap
+from .loops import learn
 
 WIDTH, ROWS = 64, 4096
 LARGE = 2 * WIDTH * ROWS  # bytes in bf16
@@ -39,8 +40,7 @@ def loop(model: nn.Module, optimizer: Any, outcome: zoo.Outcome) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         loss = model(torch.randn(8, WIDTH, generator=generator))
-        loss.backward()
-        outcome.losses.append(loss.item())
+        learn(loss, outcome)
         zoo.take_step(optimizer, outcome)
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from pairwise import each_once
 from torch import nn
-from zoo import PAGE, RESIDENT, assert_equal
+from zoo import PAGE, RESIDENT, assert_equal, losses_of
 
 import pagoda
 
 from .conftest import Wrap
-from .loops import WIDTH, Layers, backward, losses_of
+from .loops import WIDTH, Layers, backward
 
 SMALL_UNITS = pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=PAGE)
 ARENA = pagoda.Memory(host="64MiB", device="cpu:8MiB", unit_limit="16KiB", page_size=PAGE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import RESIDENT
+from zoo import RESIDENT, precision_of
 
 import pagoda
 
@@ -101,12 +101,13 @@ def test_a_scale_that_cannot_go_lower_names_the_gradient(wrap: Wrap) -> None:
         step(wrapped, factor=math.inf)
 
 
-@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
-def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: Wrap) -> None:
+@pytest.mark.parametrize("numbers", ["bf16+fp32", "bf16+bf16", "fp32+bf16"])
+def test_gradients_are_accumulated_in_the_dtype_asked_for(numbers: str, wrap: Wrap) -> None:
     """fp32: the sum of what autograd gave. bf16: rounded after every addition."""
-    kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[gradients]
-    model, optimizer = wrap(layers(), precision=pagoda.MixedPrecision("bf16", gradients=gradients), lr=0.0)
-    plain = layers().bfloat16()
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    weights, kept = (dtypes[name] for name in numbers.split("+"))
+    model, optimizer = wrap(layers(), precision=precision_of(numbers), lr=0.0)
+    plain = layers().to(weights)
     total: dict[str, torch.Tensor] = {}
     for seed in range(8):
         for module in (model, plain):

@@ -13,12 +13,11 @@ from integrations.tiny_text import model as llama
 from pairwise import each_once
 from torch import nn
 from torch.nn import functional
+from zoo import losses_of
 
 import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.config.training import ActivationMode
-
-from .loops import losses_of
 
 SHAPE = 64, 96
 RULE = pagoda.Optim(torch.optim.SGD, lr=0.5)

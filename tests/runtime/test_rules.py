@@ -10,14 +10,13 @@ import reference
 import torch
 from lion_pytorch import Lion as TheirLion
 from torch import nn
-from zoo import ALL_ON_SSD, RESIDENT, Outcome, Recipe, assert_equal, squeeze, train, usual_loop
+from zoo import ALL_ON_SSD, RESIDENT, Outcome, Recipe, assert_equal, losses_of, squeeze, train, usual_loop
 
 import pagoda
 from pagoda.optim import AdamW, Rule
 from pagoda.optim.codecs import Moments
 
 from .conftest import Wrap
-from .loops import losses_of
 
 RECIPE = Recipe("plain", clip=0.5, steps=3)
 ELEMENTWISE: dict[str, Rule] = {

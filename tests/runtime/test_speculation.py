@@ -24,7 +24,7 @@ from pagoda.plan.placement import UNDO
 from pagoda.runtime.undo import Guess
 from pagoda.schedule import updates
 
-from .loops import inputs, layers
+from .loops import inputs, layers, learn
 
 LIMIT = 0.5
 CLIPPED, CALM = 30.0, 1e-3
@@ -73,8 +73,7 @@ class Training:
         for step, sign in enumerate(self.pattern):
             for number in range(self.accumulation):
                 loss = loss_of(model, self.accumulation * step + number) * (CLIPPED if sign == "x" else CALM)
-                loss.backward()
-                outcome.losses.append(loss.item())
+                learn(loss, outcome)
             if self.between is not None and self.at in (None, step):
                 self.between(model, optimizer, outcome)
             optimizer.step()

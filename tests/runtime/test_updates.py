@@ -4,75 +4,79 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from zoo import ALL_ON_SSD, PAGE, Outcome, squeeze
+from zoo import ALL_ON_SSD, HOST_WEIGHTS, PAGE, Outcome, squeeze
 
 import pagoda
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
+from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers
-from .parts import MOMENTS_ON_SSD, parts
 
 SOON_S = 30
 
 
+def loss_of(model: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(2, WIDTH), [*range(len(model.layers))])
+    return loss
+
+
 def test_weights_in_ram_can_be_used_while_moments_are_still_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with parts(tmp_path, [[9000], [2048]], placement=MOMENTS_ON_SSD) as part:
-        ssd, unit = part.store.ssd, part.units[1]
-        gate, store, gradient = threading.Event(), ssd.store, part.store.run(1, "grad")
+    model, optimizer = wrap(Layers(6), squeeze(Layers(6), HOST_WEIGHTS, tmp_path, unit_limit="64KiB"))
+    x, gate, store = torch.ones(2, WIDTH), threading.Event(), SSDTier.store
+    before = model(x, [0]).item()
 
-        def slow(run: Run, offset: int, data: memoryview) -> None:
-            assert run == gradient or gate.wait(SOON_S)
-            store(run, offset, data)
+    def store_later(*args: Any) -> None:
+        assert gate.wait(SOON_S)
+        store(*args)
 
-        for name, dtype in (("weight", torch.bfloat16), ("weight_low", torch.int16)):
-            part.store.write(1, name, 0, torch.zeros(2048, dtype=dtype))
-        monkeypatch.setattr(ssd, "store", slow)
-        part.arrive(unit)
-        part.step()
-        try:
-            assert part.engine.accesses.read(unit)[:2048].any()
-            assert not part.scheduler.updates.drained
-        finally:
-            gate.set()
-        part.engine.drain()
+    monkeypatch.setattr(SSDTier, "store", store_later)
+    loss_of(model).backward()
+    optimizer.step()
+    try:
+        with torch.no_grad():
+            assert model(x, [0]).item() != before
+        assert not optimizer._engine.scheduler.updates.drained
+    finally:
+        gate.set()
 
 
 def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with parts(tmp_path, [[9000]], block_limit=1) as part:
-        updater, store = part.engine._executor.updaters[0], part.store
-        values = torch.arange(9000, dtype=torch.float32)
-        store.write(0, "exp_avg", 0, values)
-        load, go_on, being_filled = store.ssd.load, threading.Event(), set[int]()
+    _, optimizer = wrap(Layers(6), squeeze(Layers(6), ALL_ON_SSD, tmp_path, unit_limit="64KiB"))
+    updater, held = optimizer._engine._executor.updaters[0], optimizer._engine.store
+    values = torch.arange(9000, dtype=torch.float32)
+    held.write(0, "exp_avg", 0, values)
+    load, go_on, being_filled = held.ssd.load, threading.Event(), set[int]()
 
-        def load_later(run: Run, offset: int, into: memoryview) -> None:
-            address = torch.frombuffer(into, dtype=torch.uint8).data_ptr()
-            if threading.current_thread() is threading.main_thread():
-                assert address not in being_filled
-            else:
-                being_filled.add(address)
-                go_on.wait(SOON_S)
-                being_filled.remove(address)
-            load(run, offset, into)
+    def load_later(run: Run, offset: int, into: memoryview) -> None:
+        address = torch.frombuffer(into, dtype=torch.uint8).data_ptr()
+        if threading.current_thread() is threading.main_thread():
+            assert address not in being_filled
+        else:
+            being_filled.add(address)
+            go_on.wait(SOON_S)
+            being_filled.remove(address)
+        load(run, offset, into)
 
-        monkeypatch.setattr(store.ssd, "load", load_later)
-        updater._read_ahead(0)
-        while not being_filled:
-            time.sleep(0.001)
-        updater._drop_ahead()
-        timer = threading.Timer(0.1, go_on.set)
-        timer.start()
-        assert torch.equal(store.read(0, "exp_avg", 0, 9000), values)
-        timer.join()
+    monkeypatch.setattr(held.ssd, "load", load_later)
+    updater._read_ahead(0)
+    while not being_filled:
+        time.sleep(0.001)
+    updater._drop_ahead()
+    timer = threading.Timer(0.1, go_on.set)
+    timer.start()
+    assert torch.equal(held.read(0, "exp_avg", 0, 9000), values)
+    timer.join()
 
 
 def test_a_read_ahead_that_failed_is_dropped_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +101,7 @@ def test_an_update_during_backward_that_is_refused_counts_as_no_step(bad: str, w
     model, optimizer = wrap(Layers(2), memory, accumulation_steps=1)
 
     def backward(scale: float = 1.0) -> None:
-        (model(torch.ones(2, WIDTH), [0, 1]) * scale).backward()
+        (loss_of(model) * scale).backward()
 
     backward()
     optimizer.step()
@@ -123,7 +127,7 @@ def test_states_that_are_read_across_a_step_are_refused_and_the_step_is_whole(wr
         model, optimizer = wrap(Layers(2), squeeze(Layers(2), ALL_ON_SSD, tmp_path, clipping=False))
         states = optimizer.named_states()
         for _ in range(3):
-            model(torch.ones(2, WIDTH), [0, 1]).backward()
+            loss_of(model).backward()
             optimizer.step()
             if reads and optimizer.stats.step == 2:
                 with pytest.raises(pagoda.UsageError, match=r"finish the iteration before the next step"):

@@ -19,6 +19,8 @@ from pagoda.plan.layout import MASTER, WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.plan.traffic import traffic_of
 
+from .loops import learn
+
 CLIP = 0.05
 """Every step is clipped."""
 RECIPE = Recipe("llama", clip=CLIP)
@@ -84,8 +86,7 @@ def test_a_checkpoint_between_the_parts_has_the_state_after_the_step(tmp_path: P
             loss = loss_of(model(**batches[step]))
             if (step, after, first) == (3, "forward", 0):
                 optimizer.save_checkpoint(tmp_path / "saved")
-            loss.backward()
-            outcome.losses.append(loss.item())
+            learn(loss, outcome)
             take_step(optimizer, outcome)
             if (step, after) == (2, "step"):
                 optimizer.save_checkpoint(tmp_path / "saved")

@@ -19,8 +19,6 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.tiny import at_the_first_batch, tiny_run, trained, write_model
 
-STEPS = 4
-
 
 def config_in(folder: Path) -> TrainConfig:
     memory = Memory(host="64MiB", page_size="4KiB", unit_limit="128KiB")
