@@ -79,17 +79,19 @@ def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
     timer.join()
 
 
-def test_a_read_ahead_that_failed_is_dropped_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_ahead_that_failed_is_dropped_with_its_error(
+    wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody needs what it read, such as `load_checkpoint` after a failing disk."""
-    with parts(tmp_path, [[9000]], block_limit=1) as part:
+    _, optimizer = wrap(Layers(6), squeeze(Layers(6), ALL_ON_SSD, tmp_path, unit_limit="64KiB"))
 
-        def fail(*_: object) -> None:
-            raise pagoda.StorageError("the disk failed")
+    def fail(*_: object) -> None:
+        raise pagoda.StorageError("the disk failed")
 
-        with monkeypatch.context() as failing:
-            failing.setattr(part.store.ssd, "load", fail)
-            part.engine._executor.updaters[0].read_ahead(0)
-            part.engine.drain()
+    with monkeypatch.context() as failing:
+        failing.setattr(optimizer._engine.store.ssd, "load", fail)
+        optimizer._engine._executor.updaters[0].read_ahead(0)
+        optimizer._engine.drain()
 
 
 # --- errors ------------------------------------------------------------------------------------------------
