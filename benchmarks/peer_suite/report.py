@@ -86,17 +86,27 @@ def _systems(variants: Figures) -> list[str]:
 
 
 def _largest(part: Figures) -> list[str]:
-    settings, figures = part["settings"], part["figures"]
+    settings = part["settings"]
+    limits = dict(sorted(part["figures"].items(), key=lambda of: parse_bytes(of[0])))
     lines = [
         f"{_machine(part, settings['precision'])}, more or fewer layers, {settings['tokens']} tokens, three steps,"
     ]
     lines += [f"no turn longer than {settings['turn_s']:.0f} s. Memory is limited by {settings['limited_by']}."]
-    lines += _head("RAM of the process", "system", "largest model", "why not more")
-    for limit, of in figures.items():
-        for one in of.values():
-            most = f"{one['parameters'] / 1e6:,.0f} M parameters" if one["parameters"] else "none"
-            lines.append(_row(limit, one["label"], most, one["stopped_by"].replace("|", "\\|")))
+    lines += ["Where nothing else is said, a larger model takes more RAM than that."]
+    lines += _head("system", *(f"largest model in {limit}" for limit in limits))
+    labels = {name: one["label"] for of in limits.values() for name, one in of.items()}
+    for name, label in labels.items():
+        lines.append(_row(label, *(_most(of.get(name)) for of in limits.values())))
     return [*lines, ""]
+
+
+def _most(figures: Figures | None) -> str:
+    """The largest model of a system, and what stopped larger ones if it was not their RAM."""
+    if figures is None:
+        return NOTHING
+    most = f"{figures['parameters'] / 1e6:,.0f} M" if figures["parameters"] else "none"
+    reason = figures["stopped_by"].replace("|", "\\|")
+    return most if reason.endswith("of RAM") else f"{most}; {reason}"
 
 
 def draw(result: Figures, folder: Path) -> None:
