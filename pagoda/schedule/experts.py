@@ -22,10 +22,9 @@ class ExpertHistory:
         self._routed = routed
         self.steady: frozenset[int] = frozenset()
         """Units that the trace counts on."""
-        self._idle = routed
-        """Units that the last step did not use."""
         self._alike = routed
         self._uses: Counter[int] | None = None
+        """How often the last step used each unit."""
         self._steps = 0
         self._decide_at = _FIRST_DECISION
 
@@ -41,7 +40,6 @@ class ExpertHistory:
         uses = Counter(access.unit for access in trace.accesses if access.unit in self._routed)
         before = uses if self._uses is None else self._uses
         self._alike = frozenset(unit for unit in self._alike if 0 < uses[unit] == before[unit])
-        self._idle = self._routed - uses.keys()
         self._uses = uses
         self._steps += 1
         if self._steps < self._decide_at:
@@ -53,7 +51,7 @@ class ExpertHistory:
 
     def counts_on(self, unit: int) -> bool:
         """Whether a unit is expected to be used. Experts that the last step did not use are not."""
-        return unit not in self._routed or (unit in self.steady and unit not in self._idle)
+        return unit not in self._routed or (unit in self.steady and bool(self._uses and self._uses[unit]))
 
     def counted_on(self, trace: Trace) -> Trace:
         """The trace without the units that it cannot count on."""
