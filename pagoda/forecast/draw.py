@@ -6,14 +6,13 @@ from typing import Any
 
 from pagoda.errors import ConfigError, needed
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.simulate.timeline import COMPUTE, Timeline
+from pagoda.simulate.timeline import ALL_LANES, Timeline
 
 KINDS = (
     *("forward", "backward", "fetch", "offload", "spill", "read", "gradient"),
     *("gather", "reduce", "tokens", "step", "update", "write", "save", "return", "sum", "send"),
 )
-"""Kinds of work: the first words of spans' names. Each kind has a colour of matplotlib's tab20."""
+"""Kinds of work. Each kind has a colour of matplotlib's tab20."""
 _GIB = 1 << 30
 
 
@@ -32,7 +31,7 @@ def draw(timeline: Timeline, budgets: Mapping[str, int], title: str, path: Path)
     from matplotlib.figure import Figure
 
     tiers = list(timeline.held_bytes)
-    lanes = [lane for lane in (COMPUTE, *LANES, COLLECTIVE) if lane in {span.lane for span in timeline.spans}]
+    lanes = [lane for lane in ALL_LANES if lane in {span.lane for span in timeline.spans}]
     heights = [0.5 + 0.4 * len(lanes), *(1.1 for _ in tiers)]
     figure = Figure(figsize=(12, 1.2 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -59,9 +58,8 @@ def colour(kind: str) -> Any:
 def _draw_lanes(axis: Any, timeline: Timeline, lanes: list[str]) -> None:
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in timeline.spans:
-        kind = span.name.partition(" ")[0]
         start = max(0.0, span.start_s)
-        bars.setdefault((kind, span.lane), []).append((start, max(0.0, span.end_s - start)))
+        bars.setdefault((span.kind, span.lane), []).append((start, max(0.0, span.end_s - start)))
     for (kind, lane), spans in bars.items():
         axis.broken_barh(spans, (lanes.index(lane) - 0.4, 0.8), facecolors=colour(kind), linewidth=0)
     axis.set_yticks(range(len(lanes)), lanes)

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +18,7 @@ from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, STAGING
 from pagoda.runtime.device import PAST, Arrival, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.meter import InFlight, Meter
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -143,7 +142,7 @@ class Gradients:
     _store: Store
     _lanes: dict[str, Lane]
     _device: Device
-    _stalled: Callable[[str, float], None]
+    meter: Meter
 
     def __post_init__(self) -> None:
         store = self._store
@@ -160,9 +159,8 @@ class Gradients:
         """unit -> its gradient of this step that no update has taken."""
         self._all: dict[tuple[int, int], UnitGradient] = {}
         """(unit, step) -> every gradient that an operation may still name."""
-        self._in_flight: deque[tuple[Handle, int]] = deque()
-        self._in_flight_bytes = 0
-        self._in_flight_limit = store.plan.gradients_in_flight_bytes
+        self._in_flight = InFlight(self.meter)
+        self._most_in_flight = store.plan.gradients_in_flight_bytes
 
     # --- of this step ---
 
@@ -228,17 +226,8 @@ class Gradients:
 
     def hold_back(self, record: UnitGradient, nbytes: int) -> None:
         """Limit the bytes on their way to buffers. The record's latest transfer has `nbytes`."""
-        self._in_flight.append((record.pending[-1], nbytes))
-        self._in_flight_bytes += nbytes
-        start = time.perf_counter()
-        stalled = False
-        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > self._in_flight_limit):
-            oldest, size = self._in_flight.popleft()
-            stalled = stalled or not oldest.done
-            self._in_flight_bytes -= size
-            oldest.wait()
-        if stalled:
-            self._stalled("d2h", time.perf_counter() - start)
+        self._in_flight.add(record.pending[-1], nbytes)
+        self._in_flight.hold_back(self._most_in_flight)
 
     # --- operations ---
 

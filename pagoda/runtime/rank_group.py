@@ -15,15 +15,14 @@ from pagoda.distributed.transport import Transport
 from pagoda.errors import UsageError
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.collective import reduce_buffers
-from pagoda.plan.layout import WEIGHT
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
-from pagoda.runtime.device import Device, Event
+from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gathering import Gathering
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.lanes import Lane
 from pagoda.runtime.reducing import Reducer
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -49,7 +48,6 @@ class RankGroup:
     _device: Device
     _lanes: dict[str, Lane]
     _executor: Executor
-    _stalled: Callable[[str, float], None]
     _reducer: Reducer | None = None
     """None if no two ranks have gradients of the same elements."""
 
@@ -58,17 +56,13 @@ class RankGroup:
         layout = store.plan.layout
         self._shards = store.shards
         self._transport.connect(device.torch_device)
-        # Each rank uses its own experts, in its own order.
-        listed = not layout.expert_units
-        self.collectives = Collectives(
-            self.mesh, self._transport, store.shards, device, units, driver.scheduler, listed
-        )
+        self.collectives = Collectives(self.mesh, self._transport, store.shards, device, units, driver.scheduler)
         landing = None
         if reduce_buffers(layout).pages:
             buffers = Buffers.open(store.device or store.host, layout, self._gradients.arriving)
             landing, gradients = buffers.landing, self._gradients
-            self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver, self._stalled)
-        self._gathering = Gathering(self.collectives, store, units, self._executor, landing, lanes)
+            self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver)
+        self.gathering = Gathering(self.collectives, store, units, self._executor, landing, lanes)
         store.assemble = self._assemble
 
     def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
@@ -113,17 +107,11 @@ class RankGroup:
             dist.all_gather_object(said, value, group=self.mesh.tensor.get_group())
         return said
 
-    def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
-        """Complete a lease that has this rank's slice, if weights are cut into slices; see `Gathering.gather`."""
-        if not self._shards.is_cut(unit.spec, WEIGHT):
-            return own
-        return self._gathering.gather(unit, weights, own, free)
-
     def share(self, record: UnitGradient) -> None:
         """Bring all new weights of a unit here, once this rank has updated its slice of them."""
         if record.shown is not record.updated and not record.sharing:
             record.sharing = True
-            self._gathering.share(record).then(record.shown.finish)
+            self.gathering.share(record).then(record.shown.finish)
 
     def parameter_square_sums(self, what: str, terms: Mapping[int, UnitGradient]) -> dict[int, list[float]]:
         """Unit -> the square sum of each of its parameters' gradients, over all ranks.
@@ -199,7 +187,7 @@ class RankGroup:
     def close(self) -> None:
         """Leave the others."""
         self.collectives.close()
-        self._gathering.close()
+        self.gathering.close()
 
     def _marked(self, terms: Mapping[int, UnitGradient]) -> dict[int, UnitGradient]:
         """The gradients of this step by unit: `terms` and those still waiting. Parameters show all of them from now on,

@@ -116,14 +116,6 @@ class Store:
         """Whether the home of an extent is a separate device."""
         return self.plan.placement.home(unit, state) == DEVICE
 
-    def update_lane(self, unit: int) -> str:
-        """The lane that most likely ends last before a unit's new weights can be used."""
-        if unit in self.plan.placement.on_device:
-            return "device_update"
-        if self.run(unit, WEIGHT) is not None:
-            return "ssd_write"
-        return "ssd_read" if any(self.run(unit, s.name) is not None for s in self.plan.layout.states) else "update"
-
     def newest_extent(self, unit: int, state: str) -> str:
         """Name of the extent with the newest values of a state."""
         return self.newest[unit] if state == WEIGHT else state

@@ -11,8 +11,7 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.report import format_seconds
 from pagoda.memory.files import read_regular
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.simulate.timeline import COMPUTE
+from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
 from pagoda.train.metrics import read_metrics
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
@@ -105,8 +104,7 @@ def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
     drawn = [("Predicted", predicted)] if predicted else []
     if measured:
         drawn.append((f"Measured, step {measured['step']}" if "step" in measured else "Measured, a step", measured))
-    order = (COMPUTE, *LANES, COLLECTIVE)
-    lanes = [lane for lane in order if any(lane in timeline["busy_s"] for _, timeline in drawn)]
+    lanes = [lane for lane in ALL_LANES if any(lane in timeline["busy_s"] for _, timeline in drawn)]
     figure, axes = figure_of(0.7 + len(drawn) * (0.5 + 0.28 * len(lanes)), rows=len(drawn))
     kinds: set[str] = set()
     for axis, (title, timeline) in zip(axes, drawn, strict=True):

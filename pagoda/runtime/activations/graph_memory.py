@@ -64,7 +64,6 @@ class GraphMemory:
         store: Store,
         lanes: dict[str, Lane],
         device: Device,
-        stalled: Callable[[str, float], None],
         group: dist.ProcessGroup | None = None,
         agree: Callable[[str, Any], list[Any]] = alone,
     ) -> None:
@@ -79,7 +78,7 @@ class GraphMemory:
         self._fixed = None if options.activations == "auto" else Policy(options.activations)
         self._saved = SavedStorages()
         self.offloader = Offloader(
-            self._places, self._page_bytes, self._fixed is not None, lanes, device, self._saved, stalled
+            self._places, self._page_bytes, self._fixed is not None, lanes, device, self._saved, accesses.meter
         )
         partitioner = None if group is None else Partitioner(group)
         self.packing = Packing(leases, accesses, self._saved, self.offloader, partitioner, self._note)
