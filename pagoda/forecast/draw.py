@@ -6,11 +6,14 @@ from typing import Any
 
 from pagoda.errors import ConfigError, needed
 from pagoda.memory.sizes import format_bytes
+from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
 from pagoda.simulate.timeline import ALL_LANES, Timeline
 
+COLLECTIVE_KINDS = ("gather", "reduce", "share", TOKENS, SUM, GRADIENTS, SEND)
+"""Kinds of work between ranks."""
 KINDS = (
-    *("forward", "backward", "fetch", "offload", "spill", "read", "gradient"),
-    *("gather", "reduce", "tokens", "step", "update", "write", "save", "return", "sum", "send"),
+    *("forward", "backward", "step", "fetch", "offload", "spill", "read", "gradient"),
+    *("update", "write", "save", "return", *COLLECTIVE_KINDS),
 )
 """Kinds of work. Each kind has a colour of matplotlib's tab20."""
 _GIB = 1 << 30

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.forecast.draw import COLLECTIVE_KINDS
 from pagoda.forecast.report import format_seconds
 from pagoda.memory.files import read_regular
 from pagoda.memory.sizes import format_bytes
@@ -24,10 +25,10 @@ _WORK = {
     "read": ("fetch", "read", "gradient", "return"),
     "write": ("offload", "spill", "write", "save"),
     "update": ("update", "step"),
-    "ranks": ("gather", "reduce", "tokens"),
+    "ranks": COLLECTIVE_KINDS,
     "other": (),
 }
-"""Kind of work -> the first words of its spans' names. Each kind has a colour."""
+"""Group of kinds of work -> the kinds in it. Each group has a colour."""
 _Record = Mapping[str, Any]
 
 
