@@ -157,6 +157,8 @@ class Gradients:
         self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step that no update has taken."""
+        self.taken: dict[int, UnitGradient] = {}
+        """unit -> its gradient of this step that an update has taken."""
         self._all: dict[tuple[int, int], UnitGradient] = {}
         """(unit, step) -> every gradient that an operation may still name."""
         self._in_flight = InFlight(self.meter)
@@ -171,6 +173,16 @@ class Gradients:
     def records(self) -> list[UnitGradient]:
         """The gradients of this step that no update has taken, in unit order."""
         return [self._records[index] for index in sorted(self._records)]
+
+    def of_step(self) -> dict[int, UnitGradient]:
+        """unit -> its gradient of this step."""
+        return {**self.taken, **{record.unit.index: record for record in self.records()}}
+
+    def non_finite(self) -> tuple[int, int, int] | None:
+        """The first gradient of this step that is NaN or infinite: the position of its arrival, its unit, and its slot.
+        None if there is none."""
+        found = ((at[0], unit, at[1]) for unit, record in self.of_step().items() if (at := record.non_finite()))
+        return min(found, default=None)
 
     def open(self, unit: LiveUnit, step: int) -> UnitGradient:
         """The unit's gradient of this step. It is created if necessary."""
@@ -210,7 +222,7 @@ class Gradients:
 
     def take(self, record: UnitGradient) -> None:
         """An update takes a gradient. Later arrivals belong to the next step."""
-        del self._records[record.unit.index]
+        self.taken[record.unit.index] = self._records.pop(record.unit.index)
 
     def clear(self) -> None:
         """Drop every gradient that no update has taken, once nothing moves it."""
@@ -272,6 +284,7 @@ class Gradients:
     def close(self) -> None:
         """Release all extents. Every lane must have ended."""
         self._records.clear()
+        self.taken.clear()
         self._all.clear()
         self._bounce.clear()
 

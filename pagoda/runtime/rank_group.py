@@ -113,7 +113,7 @@ class RankGroup:
             record.sharing = True
             self.gathering.share(record).then(record.shown.finish)
 
-    def parameter_square_sums(self, what: str, terms: Mapping[int, UnitGradient]) -> dict[int, list[float]]:
+    def parameter_square_sums(self, what: str) -> dict[int, list[float]]:
         """Unit -> the square sum of each of its parameters' gradients, over all ranks.
 
         All ranks call this at the same point, as with `norm_terms`. Raises UsageError on all of them if some have
@@ -126,7 +126,7 @@ class RankGroup:
 
         def work() -> list[tuple[bool, list[float]]]:
             shown = [unit.params[slot].grad is not None for unit, slot in trained]
-            records = self._marked(terms)
+            records = self._marked()
             here = [unit.params[slot].grad is not None for unit, slot in trained]
             sums = [
                 records[unit.index].square_sums[slot]
@@ -145,28 +145,22 @@ class RankGroup:
         return found
 
     def norm_terms(
-        self,
-        what: str,
-        terms: Mapping[int, UnitGradient],
-        square_sums: SquareSums,
-        factors: Mapping[tuple[int, int], float],
+        self, what: str, square_sums: SquareSums, factors: Mapping[tuple[int, int], float]
     ) -> tuple[list[list[float]], str | None]:
         """The square sums of all ranks, by param group, and the name of the first parameter whose gradient is NaN or
         infinite on some rank.
 
-        All ranks call this at the same point, which `what` names; earlier collectives have ended by then. `terms` are
-        gradients whose update has been queued; the step's other gradients are looked up once all ranks are there.
-        `factors` has the factors by which gradients have been multiplied, by unit and slot. Raises UsageError on all
-        ranks if they differ.
+        All ranks call this at the same point, which `what` names; earlier collectives have ended by then. The step's
+        gradients are looked up once all ranks are there. `factors` has the factors by which gradients have been
+        multiplied, by unit and slot. Raises UsageError on all ranks if they differ.
         """
         self.flush()
         changed = {key: factor for key, factor in factors.items() if factor != 1.0}
 
         def work() -> tuple[bool, list[list[float]], str | None]:
-            records = self._marked(terms)
-            mine = [[*filter(math.isfinite, sums)] for sums in square_sums(records.values(), self._shards.counts)]
-            bad = ((at[0], r.unit.index, at[1]) for r in records.values() if (at := r.non_finite()))
-            by_rank = self.collectives.transport.announce((mine, min(bad, default=None), changed))
+            all_sums = square_sums(self._marked().values(), self._shards.counts)
+            mine = [[*filter(math.isfinite, sums)] for sums in all_sums]
+            by_rank = self.collectives.transport.announce((mine, self._gradients.non_finite(), changed))
             alike = all(its == changed for *_, its in by_rank)
             of_groups = [[*chain(*of_ranks)] for of_ranks in zip(*(sums for sums, *_ in by_rank), strict=True)]
             first = min((bad for _, bad, _ in by_rank if bad is not None), default=None)
@@ -189,10 +183,10 @@ class RankGroup:
         self.collectives.close()
         self.gathering.close()
 
-    def _marked(self, terms: Mapping[int, UnitGradient]) -> dict[int, UnitGradient]:
-        """The gradients of this step by unit: `terms` and those still waiting. Parameters show all of them from now on,
-        also those that have arrived on other ranks only: this step updates these, too."""
-        records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
+    def _marked(self) -> dict[int, UnitGradient]:
+        """The gradients of this step by unit. Parameters show all of them from now on, also those that have arrived on
+        other ranks only: this step updates these, too."""
+        records = self._gradients.of_step()
         for record in records.values():
             for slot in record.present:
                 if not record.arrivals[slot]:
