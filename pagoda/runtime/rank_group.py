@@ -13,7 +13,6 @@ from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.transport import Transport
 from pagoda.errors import UsageError
-from pagoda.optim.rule import StateSpec
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
@@ -194,14 +193,14 @@ class RankGroup:
                     record.unit.marked.add(slot)
         return records
 
-    def _assemble(self, spec: UnitSpec, state: StateSpec, start: int, out: torch.Tensor) -> None:
+    def _assemble(self, spec: UnitSpec, state: str, start: int, out: torch.Tensor) -> None:
         """Complete `out`, a state's elements from `start` on, in which this rank's elements lie."""
         group, stop = self.collectives.sharers(spec), start + out.numel()
-        by_place = [self._shards.held(spec, state.name, rank) for rank in group.ranks]
+        by_place = [self._shards.held(spec, state, rank) for rank in group.ranks]
 
         def work() -> None:
             for spans in zip_longest(*by_place, fillvalue=Span(start, start)):
                 parts = [span.within(start, stop) or Span(start, start) for span in spans]
                 group.gather(out, [(part.start - start, part.stop - start) for part in parts])
 
-        self.collectives.on_all_ranks(f"reading {state.name} of unit {spec.index} from element {start}", work)
+        self.collectives.on_all_ranks(f"reading {state} of unit {spec.index} from element {start}", work)
