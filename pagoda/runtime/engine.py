@@ -25,7 +25,7 @@ from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
-from pagoda.runtime.activations.graph_memory import GraphMemory, alone
+from pagoda.runtime.activations.graph_memory import GraphMemory
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece, Saver
 from pagoda.runtime.device import Device
@@ -118,9 +118,7 @@ class Engine:
         self.accesses.owner = self
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
         """Communication with the other ranks of this stage, if there are any."""
-        group = mesh.tensor.get_group() if plan.options.partition_activations else None
-        agree = alone if self.rank_group is None else self.rank_group.of_each_forward
-        self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, group, agree)
+        self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, self.rank_group)
         self.graphs.packing.register(units)
         self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
         self.saver = Saver()
