@@ -16,6 +16,7 @@ from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.meter import Meter
+from pagoda.runtime.rank_group import RankGroup
 from pagoda.runtime.stats import Found, Staleness
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
@@ -28,7 +29,9 @@ class Accesses:
     once per operation. Reads in a row count as one use, which ends when compute does anything else.
     """
 
-    def __init__(self, plan: Plan, executor: Executor, leases: Leases, device: Device, meter: Meter) -> None:
+    def __init__(
+        self, plan: Plan, executor: Executor, leases: Leases, device: Device, meter: Meter, rank_group: RankGroup | None
+    ) -> None:
         self.plan = plan
         self._executor = executor
         self._driver = executor.driver
@@ -36,6 +39,7 @@ class Accesses:
         self._leases = leases
         self._device = device
         self.meter = meter
+        self._rank_group = rank_group
         self._uses = {phase: [0] * len(plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         """Current uses of each unit, including an unfinished read."""
         self._reading: LiveUnit | None = None
@@ -43,10 +47,6 @@ class Accesses:
         self._last: Access | None = None
         self._forks = forks()
         self.closed = False
-        self.before: Callable[[bool], None] = lambda _: None
-        """Called before each access. The argument says whether the access belongs to a step."""
-        self.agree: Callable[[str], None] = lambda _: None
-        """Returns when all ranks do the named thing. Raises UsageError if some do another thing."""
         self.owner: object = None
         """An object that lives as long as anything that can access weights, such as a graph."""
         self.staleness: dict[str, Staleness] = {}
@@ -117,7 +117,8 @@ class Accesses:
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
         self.end_read()
-        self.before(recorded)
+        if self._rank_group is not None:
+            self._rank_group.collectives.begin_access(recorded)
         self.tell(self._scheduler.access, access, recorded)
         if access != self._last:
             self._last = access
@@ -178,8 +179,10 @@ class Accesses:
     def drain(self) -> None:
         """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
-        if not self.closed and any(weights.lag for weights in scheduler.versions.of):
-            self.agree("applying all asynchronous updates, which an evaluation between steps does too")
+        lag = any(weights.lag for weights in scheduler.versions.of)
+        if lag and self._rank_group is not None and not self.closed:
+            what = "applying all asynchronous updates, which an evaluation between steps does too"
+            self._rank_group.collectives.on_all_ranks(what, lambda: None)
         self._executor.poll()
         self.tell(scheduler.drain, True)
         try:

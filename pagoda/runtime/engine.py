@@ -114,10 +114,10 @@ class Engine:
             self.scheduler, self.store, units, self.leases, self.gradients, updaters, self._lanes["update"], device
         )
         self.damage = executor.damage
-        self.accesses = Accesses(plan, executor, self.leases, device, self._meter)
-        self.accesses.owner = self
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
         """Communication with the other ranks of this stage, if there are any."""
+        self.accesses = Accesses(plan, executor, self.leases, device, self._meter, self.rank_group)
+        self.accesses.owner = self
         self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, self.rank_group)
         self.graphs.packing.register(units)
         self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
@@ -300,15 +300,13 @@ class Engine:
     # --- parts ----------------------------------------------------------------------------------------------
 
     def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
-        """Connect leases, accesses and gradients to the other ranks."""
+        """Connect leases and gradients to the other ranks."""
         rank_group = RankGroup(
             mesh, transport, self.store, self.units, self.gradients, self.device, self._lanes, self._executor
         )
         self._lanes[COLLECTIVE] = rank_group.collectives.lane
         self.leases.gather = rank_group.gathering.gather
         self._executor.share = rank_group.share
-        self.accesses.before = rank_group.collectives.begin_access
-        self.accesses.agree = lambda what: rank_group.collectives.on_all_ranks(what, lambda: None)
         return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
