@@ -184,15 +184,19 @@ class Stepper:
         if self._rank_group is not None:
             self._rank_group.drop_gradients()
         self._drop_gradients()
-        self._factors.clear()
 
     def _drop_gradients(self) -> None:
-        self._of_ranks = None
         if self._gradients.of_step():
             self._accesses.tell(self._scheduler.drop_gradients)
         self._gradients.clear()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """Forget what is known of gradients that are gone."""
         self._early.clear()
         self._early_hypers = None
+        self._factors.clear()
+        self._of_ranks = None
         for unit in self._units:
             unit.marked.clear()
 
@@ -409,14 +413,10 @@ class Stepper:
         return math.sqrt(math.fsum(square_sums)) / self.scaler.scale if square_sums else None
 
     def _clear_step(self) -> None:
-        self._early.clear()
-        self._early_hypers = None
+        self._forget_gradients()
         self._gradients.taken.clear()
-        self._factors.clear()
-        self._of_ranks = None
         for unit in self._units:
             unit.used = False
-            unit.marked.clear()
             if unit.updated:  # until now, code that clips had to see the gradient
                 for slot in range(unit.trainable):
                     unit.params[slot].grad = None
