@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,20 +236,18 @@ class Snapshot:
     def _parameters(self, unit: LiveUnit) -> list[ParameterState]:
         return [ParameterState(self._engine, unit, slot) for slot in range(len(unit.params))]
 
-    def _pieces(self, index: int, kept: KeptPages) -> list[Piece]:
+    def _pieces(self, index: int, kept: KeptPages) -> Iterator[Piece]:
         """Every piece of a unit's states that this rank writes, parameter by parameter, without those kept as pages."""
         unit, shards = self._engine.units[index], self._engine.store.shards
         paged = kept.units[index].extents if index in kept.units else ()
         mine = {s.name: shards.responsible(unit.spec, s.name) for s in self._states if s.name not in paged}
-        pieces = []
         for slot, parameter in enumerate(self._parameters(unit)):
             for state, span in parameter.spans().items() if shards.writes(unit.spec, slot) else ():
                 for start, count in chunks(span.count):
                     first = span.first + start
                     for part in filter(None, (here.within(first, first + count) for here in mine.get(state, ()))):
                         begins, numel = start + part.start - first, part.stop - part.start
-                        pieces.append(Piece(index, state, parameter.stored_name, begins, numel, part.at))
-        return pieces
+                        yield Piece(index, state, parameter.stored_name, begins, numel, part.at)
 
     def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
         """The buffers of all stages. Every rank calls this at the same point."""

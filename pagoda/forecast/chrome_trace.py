@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.simulate.timeline import COMPUTE, Span, Timeline
+from pagoda.simulate.timeline import ALL_LANES, Span, Timeline
 
 _US = 1e6
 _PID = 1
-_ORDER = (COMPUTE, *LANES, COLLECTIVE)
 
 
 def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
         lanes.setdefault(span.lane, []).append(span)
     events: list[dict[str, Any]] = [_name("process_name", 0, name)]
     thread = 0
-    for lane in sorted(lanes, key=lambda lane: (_ORDER.index(lane) if lane in _ORDER else len(_ORDER), lane)):
+    for lane in sorted(lanes, key=ALL_LANES.index):
         for number, track in enumerate(_tracks(lanes[lane])):
             thread += 1
             events.append(_name("thread_name", thread, lane if number == 0 else f"{lane} ({number + 1})"))

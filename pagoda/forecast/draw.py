@@ -1,19 +1,21 @@
 """Draws a step: the work of every lane over time, and below it the bytes that each tier holds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError, needed
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.simulate.timeline import COMPUTE, Timeline
+from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
+from pagoda.simulate.timeline import ALL_LANES, Timeline
 
+COLLECTIVE_KINDS = ("gather", "reduce", "share", TOKENS, SUM, GRADIENTS, SEND)
+"""Kinds of work between ranks."""
 KINDS = (
-    *("forward", "backward", "fetch", "offload", "spill", "read", "gradient"),
-    *("gather", "reduce", "tokens", "step", "update", "write", "save", "return", "sum", "send"),
+    *("forward", "backward", "step", "fetch", "offload", "spill", "read", "gradient"),
+    *("update", "write", "save", "return", *COLLECTIVE_KINDS),
 )
-"""Kinds of work: the first words of spans' names. Each kind has a colour of matplotlib's tab20."""
+"""Kinds of work. Each kind has a colour of matplotlib's tab20."""
 _GIB = 1 << 30
 
 
@@ -32,7 +34,7 @@ def draw(timeline: Timeline, budgets: Mapping[str, int], title: str, path: Path)
     from matplotlib.figure import Figure
 
     tiers = list(timeline.held_bytes)
-    lanes = [lane for lane in (COMPUTE, *LANES, COLLECTIVE) if lane in {span.lane for span in timeline.spans}]
+    lanes = [lane for lane in ALL_LANES if lane in {span.lane for span in timeline.spans}]
     heights = [0.5 + 0.4 * len(lanes), *(1.1 for _ in tiers)]
     figure = Figure(figsize=(12, 1.2 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -56,17 +58,23 @@ def colour(kind: str) -> Any:
     return colormaps["tab20"](KINDS.index(kind))[:3]
 
 
-def _draw_lanes(axis: Any, timeline: Timeline, lanes: list[str]) -> None:
+def draw_bars(
+    axis: Any, works: Iterable[tuple[str, str, float, float]], lanes: Sequence[str], colour: Callable[[str], Any]
+) -> set[str]:
+    """Draw a bar for each piece of work: its lane, its kind, its start and its end. Returns the kinds."""
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for span in timeline.spans:
-        kind = span.name.partition(" ")[0]
-        start = max(0.0, span.start_s)
-        bars.setdefault((kind, span.lane), []).append((start, max(0.0, span.end_s - start)))
+    for lane, kind, start, end in works:
+        bars.setdefault((kind, lane), []).append((start, end - start))
     for (kind, lane), spans in bars.items():
         axis.broken_barh(spans, (lanes.index(lane) - 0.4, 0.8), facecolors=colour(kind), linewidth=0)
     axis.set_yticks(range(len(lanes)), lanes)
     axis.set_ylim(len(lanes) - 0.5, -0.5)
-    drawn = {kind for kind, _ in bars}
+    return {kind for kind, _ in bars}
+
+
+def _draw_lanes(axis: Any, timeline: Timeline, lanes: list[str]) -> None:
+    works = ((span.lane, span.kind, max(0.0, span.start_s), max(0.0, span.end_s)) for span in timeline.spans)
+    drawn = draw_bars(axis, works, lanes, colour)
     swatches = [axis.bar(0, 0, color=[colour(kind)], label=kind) for kind in KINDS if kind in drawn]
     axis.legend(handles=swatches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 

@@ -43,7 +43,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 def timeline_record(timeline: Timeline) -> dict[str, Any]:
     """A step, small enough for a page: its seconds, how long each lane worked, and the work by kind.
 
-    Each entry of `spans` has a lane, a kind (the first word of a span's name), a start and an end.
+    Each entry of `spans` has a lane, a kind, a start and an end.
     """
     return {
         "step_s": timeline.step_s,
@@ -78,7 +78,7 @@ def as_lines(record: Mapping[str, Any]) -> str:
 def _by_kind(timeline: Timeline) -> dict[tuple[str, str], list[Span]]:
     found: dict[tuple[str, str], list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
-        found.setdefault((span.lane, span.name.partition(" ")[0]), []).append(span)
+        found.setdefault((span.lane, span.kind), []).append(span)
     return found
 
 

@@ -13,9 +13,8 @@ from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.pipeline import PipelineForecast
 from pagoda.forecast.record import plan_record, timeline_record
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.plan.planner import Plan
-from pagoda.simulate.timeline import COMPUTE
+from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 
 
 def plan_table(plan: Plan) -> RenderableType:
@@ -159,7 +158,7 @@ def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
     timeline = forecast.timeline
     return {
         lane: {"busy_s": timeline.busy_s.get(lane, 0.0), "stall_s": timeline.stall_s.get(lane, 0.0)}
-        for lane in (COMPUTE, *LANES, COLLECTIVE)
+        for lane in ALL_LANES
         if lane == COMPUTE or timeline.busy_s.get(lane)
     }
 

@@ -212,12 +212,15 @@ class Layout:
         """Number of blocks that the ring must hold. A rule that takes whole parameters needs one."""
         return RING_SLOTS if self.weight.whole is None else 1
 
+    def dtype(self, state: str) -> torch.dtype:
+        """Dtype of an extent. Both extents of weights have the same."""
+        if state == GRAD:
+            return self.gradient_dtype
+        return next((s.dtype for s in self.states if s.name == state), self.weight.dtype)
+
     def itemsize(self, state: str) -> int:
         """Bytes per element."""
-        if state == GRAD:
-            return self.gradient_dtype.itemsize
-        name = WEIGHT if state == WEIGHT_BACK else state
-        return next(s.dtype.itemsize for s in self.states if s.name == name)
+        return self.dtype(state).itemsize
 
     def group(self, unit: UnitSpec) -> int:
         """Number of ranks that share the state of a unit."""

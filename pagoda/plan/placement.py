@@ -6,7 +6,7 @@ from functools import cached_property
 
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import UPDATE_RING, WORK
-from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT_BACK
+from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
 from pagoda.plan.ops import DEVICE, HOST, SSD
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
@@ -93,6 +93,14 @@ class Placement:
         """The states that do not live where their unit is updated: on the device, or in RAM."""
         away = (HOST, SSD) if unit in self.on_device else (SSD,)
         return [state for state in states if self.homes[unit, state.name] in away]
+
+    def update_lane(self, unit: int, states: Sequence[StateSpec]) -> str:
+        """The lane that most likely ends last before a unit's new weights can be used."""
+        if self.home(unit, WEIGHT) == SSD:
+            return "ssd_write"
+        if unit in self.on_device:
+            return "device_update"
+        return "ssd_read" if self.streamed(unit, states) else "update"
 
     def pages(self, tier: str, line: str) -> int:
         return self.lines.get(tier, {}).get(line, 0)

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from pagoda.errors import BudgetError, UsageError
+from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
-from pagoda.runtime.stats import Found, Meter, Staleness
-from pagoda.runtime.store import Store
-from pagoda.runtime.timeline_recorder import TimelineRecorder
+from pagoda.runtime.meter import Meter
+from pagoda.runtime.rank_group import RankGroup
+from pagoda.runtime.stats import Found, Staleness
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
 
@@ -28,26 +29,24 @@ class Accesses:
     once per operation. Reads in a row count as one use, which ends when compute does anything else.
     """
 
-    def __init__(self, store: Store, executor: Executor, leases: Leases, device: Device, meter: Meter) -> None:
-        self.plan = store.plan
-        self._store = store
+    def __init__(
+        self, plan: Plan, executor: Executor, leases: Leases, device: Device, meter: Meter, rank_group: RankGroup | None
+    ) -> None:
+        self.plan = plan
         self._executor = executor
         self._driver = executor.driver
         self._scheduler: Scheduler = executor.driver.scheduler
         self._leases = leases
         self._device = device
         self.meter = meter
-        self._uses = {phase: [0] * len(store.plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        self._rank_group = rank_group
+        self._uses = {phase: [0] * len(plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         """Current uses of each unit, including an unfinished read."""
         self._reading: LiveUnit | None = None
         """The unit that backward read last, while that read counts as a use."""
         self._last: Access | None = None
         self._forks = forks()
         self.closed = False
-        self.before: Callable[[bool], None] = lambda _: None
-        """Called before each access. The argument says whether the access belongs to a step."""
-        self.agree: Callable[[str], None] = lambda _: None
-        """Returns when all ranks do the named thing. Raises UsageError if some do another thing."""
         self.owner: object = None
         """An object that lives as long as anything that can access weights, such as a graph."""
         self.staleness: dict[str, Staleness] = {}
@@ -118,7 +117,8 @@ class Accesses:
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
         self.end_read()
-        self.before(recorded)
+        if self._rank_group is not None:
+            self._rank_group.collectives.begin_access(recorded)
         self.tell(self._scheduler.access, access, recorded)
         if access != self._last:
             self._last = access
@@ -134,8 +134,9 @@ class Accesses:
             raise
         if self.plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
-        if self.meter.recorder is not None:
-            self._note(self.meter.recorder, unit, phase)
+        if (recorder := self.meter.recorder) is not None:
+            recorder.access(f"{phase.name.lower()} {unit.spec.name}")
+            recorder.leased(self._scheduler.leases.frames.in_use * self.plan.page_bytes)
         return lease
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
@@ -178,8 +179,10 @@ class Accesses:
     def drain(self) -> None:
         """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
-        if not self.closed and any(weights.lag for weights in scheduler.versions.of):
-            self.agree("applying all asynchronous updates, which an evaluation between steps does too")
+        lag = any(weights.lag for weights in scheduler.versions.of)
+        if lag and self._rank_group is not None and not self.closed:
+            what = "applying all asynchronous updates, which an evaluation between steps does too"
+            self._rank_group.collectives.on_all_ranks(what, lambda: None)
         self._executor.poll()
         self.tell(scheduler.drain, True)
         try:
@@ -201,7 +204,7 @@ class Accesses:
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
-        updates = self._store.update_lane(index)
+        updates = self.plan.placement.update_lane(index, self.plan.layout.states)
         self.wait(lambda: not scheduler.awaits_update(index) or index in failures, updates)
         lane = updates if self._leases.in_place(unit) else self._lane_of_fetch(unit)
         self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
@@ -223,10 +226,6 @@ class Accesses:
         lease = self._leases.latest(unit)
         arrived = self._scheduler.found and lease is not None and lease.ready is not None and lease.ready.done
         return Found.ARRIVED if arrived else Found.LATE
-
-    def _note(self, recorder: TimelineRecorder, unit: LiveUnit, phase: Phase) -> None:
-        recorder.access(f"{phase.name.lower()} {unit.spec.name}")
-        recorder.leased(self._scheduler.leases.frames.in_use * self.plan.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:

@@ -1,13 +1,14 @@
 """Captures the states for a checkpoint, and writes it, while training continues."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.page import Run
 from pagoda.memory.region import Region
+from pagoda.plan.ops import HOST
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
@@ -53,10 +54,10 @@ class Capture:
     """
 
     def __init__(
-        self, store: Store, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, Mapping[str, Run]]
+        self, store: Store, pieces: Callable[[int], Iterator[Piece]], extents: Mapping[int, Mapping[str, Run]]
     ) -> None:
-        """`pieces` returns the pieces of a unit to write. `extents`: unit -> state -> the run on SSD whose pages are
-        kept."""
+        """`pieces` makes the pieces of a unit to write, when a writer takes them. `extents`: unit -> state -> the run
+        on SSD whose pages are kept."""
         self._store = store
         self._pieces = pieces
         self._extents = extents
@@ -94,7 +95,7 @@ class Capture:
         with the capture."""
         if kept is None:
             self._freeze(unit)
-        reading = _Reading(self._of(unit), kept)
+        reading = _Reading(self._pieces(unit), kept)
         with self._lock:
             over = self._over
             if not over:
@@ -123,7 +124,8 @@ class Capture:
         """
         while (taken := self._take()) is not None:
             reading, piece = taken
-            with self._bounce.one() if self._is_bounced(reading, piece) else nullcontext() as landing:
+            in_ram = reading.kept is not None or self._store.plan.placement.home(piece.unit, piece.state) == HOST
+            with nullcontext() if in_ram else self._bounce.one() as landing:
                 yield piece, self._bytes(reading, piece, landing)
             with self._lock:
                 reading.writing -= 1
@@ -157,10 +159,6 @@ class Capture:
 
     # --- parts ---
 
-    def _of(self, unit: int) -> Iterator[Piece]:
-        """A unit's pieces. They are made when a writer takes the first one."""
-        yield from self._pieces(unit)
-
     def _freeze(self, unit: int) -> None:
         with self._lock:
             for run in () if self._over else self._extents.get(unit, {}).values():
@@ -178,12 +176,6 @@ class Capture:
             windows[state] = self._reserve.part(Run(at, pages)).view()
             at += pages
         return windows
-
-    def _is_bounced(self, reading: _Reading, piece: Piece) -> bool:
-        """Whether a piece must be copied to RAM before it can be written."""
-        store = self._store
-        on_ssd = store.tensor(piece.unit, piece.state) is None
-        return reading.kept is None and (on_ssd or store.lives_on_device(piece.unit, piece.state))
 
     def _bytes(self, reading: _Reading, piece: Piece, landing: Region | None) -> memoryview:
         store, size = self._store, self._store.dtype(piece.state).itemsize

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pagoda.distributed.mesh import Mesh
@@ -41,8 +41,6 @@ class Collectives:
     _device: Device
     _units: Sequence[LiveUnit]
     _scheduler: Scheduler
-    listed: InitVar[bool] = True
-    """As `Order` has it."""
     take_part: dict[CollectiveKind, TakePart] = field(default_factory=dict)
     """How this rank takes part in collectives that only others want."""
     awaited: bool = False
@@ -53,7 +51,7 @@ class Collectives:
     """Whether the part has had no collective yet."""
     _left: bool = False
 
-    def __post_init__(self, listed: bool) -> None:
+    def __post_init__(self) -> None:
         mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
         self.lane = Lane(COLLECTIVE)
         self.order = Order(
@@ -61,7 +59,8 @@ class Collectives:
             lambda kind, unit, version: self.take_part[kind](units[unit], version),
             lambda unit: shards.family(units[unit].spec),
             lambda unit: shards.sharers(units[unit].spec),
-            listed,
+            # Each rank uses its own experts, in its own order.
+            listed=not any(unit.routed for unit in self._scheduler.plan.units),
         )
         members = [lambda rank: mesh.sharers(False, rank), mesh.copies]
         if mesh.ranks.expert_parallel > 1:

@@ -3,7 +3,7 @@
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
-from pagoda.runtime.activations.graph_memory import GraphMemory, alone
+from pagoda.runtime.activations.graph_memory import GraphMemory
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece, Saver
 from pagoda.runtime.device import Device
@@ -35,9 +35,10 @@ from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
+from pagoda.runtime.meter import Meter
 from pagoda.runtime.rank_group import RankGroup
 from pagoda.runtime.shutdown import Threads, end_dropped, give_back
-from pagoda.runtime.stats import Meter, StepStats
+from pagoda.runtime.stats import StepStats
 from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
@@ -102,7 +103,7 @@ class Engine:
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)
         device.warm_up(rule, precision, kept)
-        self.gradients = Gradients(self.store, self._lanes, device, self._meter.stalled)
+        self.gradients = Gradients(self.store, self._lanes, device, self._meter)
         self.leases = Leases(self.store, units, device, self._lanes)
         updaters = open_updaters(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
@@ -113,15 +114,11 @@ class Engine:
             self.scheduler, self.store, units, self.leases, self.gradients, updaters, self._lanes["update"], device
         )
         self.damage = executor.damage
-        self.accesses = Accesses(self.store, executor, self.leases, device, self._meter)
-        self.accesses.owner = self
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
         """Communication with the other ranks of this stage, if there are any."""
-        group = mesh.tensor.get_group() if plan.options.partition_activations else None
-        agree = alone if self.rank_group is None else self.rank_group.of_each_forward
-        self.graphs = GraphMemory(
-            self.leases, self.accesses, self.store, self._lanes, device, self._meter.stalled, group, agree
-        )
+        self.accesses = Accesses(plan, executor, self.leases, device, self._meter, self.rank_group)
+        self.accesses.owner = self
+        self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, self.rank_group)
         self.graphs.packing.register(units)
         self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
         self.saver = Saver()
@@ -238,7 +235,7 @@ class Engine:
         if self.plan.options.max_staleness is not None:
             self.drain()
 
-    def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, Mapping[str, Run]]) -> Capture:
+    def capture(self, pieces: Callable[[int], Iterator[Piece]], extents: Mapping[int, Mapping[str, Run]]) -> Capture:
         """Start to capture every state as the last `step()` leaves it, after `prepare_capture`. The arguments are those
         of `Capture`."""
         capture = Capture(self.store, pieces, extents)
@@ -303,16 +300,13 @@ class Engine:
     # --- parts ----------------------------------------------------------------------------------------------
 
     def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
-        """Connect leases, accesses and gradients to the other ranks."""
-        stalled = self._meter.stalled
+        """Connect leases and gradients to the other ranks."""
         rank_group = RankGroup(
-            mesh, transport, self.store, self.units, self.gradients, self.device, self._lanes, self._executor, stalled
+            mesh, transport, self.store, self.units, self.gradients, self.device, self._lanes, self._executor
         )
         self._lanes[COLLECTIVE] = rank_group.collectives.lane
-        self.leases.gather = rank_group.gather
+        self.leases.gather = rank_group.gathering.gather
         self._executor.share = rank_group.share
-        self.accesses.before = rank_group.collectives.begin_access
-        self.accesses.agree = lambda what: rank_group.collectives.on_all_ranks(what, lambda: None)
         return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:

@@ -105,7 +105,7 @@ class Executor:
             Kind.FETCH: self._fetch,
             Kind.RECLAIM: self._reclaim,
             Kind.OFFLOAD: lambda op: self._follow(op, gradients.offload(op)),
-            Kind.SPILL: self._spill,
+            Kind.SPILL: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.UPDATE: self._update,
             Kind.PERSIST: self._persist,
@@ -203,6 +203,8 @@ class Executor:
     def _failed(self, operation: Operation, error: BaseException) -> None:
         if operation.kind is Kind.FETCH:
             self.failures[operation.unit] = error
+        elif operation.kind is Kind.SPILL:
+            self.spill_failure = self.spill_failure or error
         self._scheduler.failed(operation)
         if self._scheduler.versions.failed or operation.kind is Kind.RELOAD:
             self.damage.note(error)
@@ -252,14 +254,6 @@ class Executor:
     def _let_go(self, operation: Operation) -> None:
         self._leases.reclaim(operation, self._units[operation.unit])
         self._scheduler.let_go(operation)
-
-    def _spill(self, operation: Operation) -> None:
-        def ended(error: BaseException | None) -> None:
-            self.spill_failure = self.spill_failure or error
-
-        handle = self._gradients.transfer(operation)
-        handle.then(ended)
-        self._follow(operation, handle)
 
     def _update(self, operation: Operation) -> None:
         records = self._gradients.of(operation)

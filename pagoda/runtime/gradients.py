@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +18,7 @@ from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, STAGING
 from pagoda.runtime.device import PAST, Arrival, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.meter import InFlight, Meter
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -143,7 +142,7 @@ class Gradients:
     _store: Store
     _lanes: dict[str, Lane]
     _device: Device
-    _stalled: Callable[[str, float], None]
+    meter: Meter
 
     def __post_init__(self) -> None:
         store = self._store
@@ -158,11 +157,12 @@ class Gradients:
         self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step that no update has taken."""
+        self.taken: dict[int, UnitGradient] = {}
+        """unit -> its gradient of this step that an update has taken."""
         self._all: dict[tuple[int, int], UnitGradient] = {}
         """(unit, step) -> every gradient that an operation may still name."""
-        self._in_flight: deque[tuple[Handle, int]] = deque()
-        self._in_flight_bytes = 0
-        self._in_flight_limit = store.plan.gradients_in_flight_bytes
+        self._in_flight = InFlight(self.meter)
+        self._most_in_flight = store.plan.gradients_in_flight_bytes
 
     # --- of this step ---
 
@@ -173,6 +173,16 @@ class Gradients:
     def records(self) -> list[UnitGradient]:
         """The gradients of this step that no update has taken, in unit order."""
         return [self._records[index] for index in sorted(self._records)]
+
+    def of_step(self) -> dict[int, UnitGradient]:
+        """unit -> its gradient of this step."""
+        return {**self.taken, **{record.unit.index: record for record in self.records()}}
+
+    def non_finite(self) -> tuple[int, int, int] | None:
+        """The first gradient of this step that is NaN or infinite: the position of its arrival, its unit, and its slot.
+        None if there is none."""
+        found = ((at[0], unit, at[1]) for unit, record in self.of_step().items() if (at := record.non_finite()))
+        return min(found, default=None)
 
     def open(self, unit: LiveUnit, step: int) -> UnitGradient:
         """The unit's gradient of this step. It is created if necessary."""
@@ -212,7 +222,7 @@ class Gradients:
 
     def take(self, record: UnitGradient) -> None:
         """An update takes a gradient. Later arrivals belong to the next step."""
-        del self._records[record.unit.index]
+        self.taken[record.unit.index] = self._records.pop(record.unit.index)
 
     def clear(self) -> None:
         """Drop every gradient that no update has taken, once nothing moves it."""
@@ -228,17 +238,8 @@ class Gradients:
 
     def hold_back(self, record: UnitGradient, nbytes: int) -> None:
         """Limit the bytes on their way to buffers. The record's latest transfer has `nbytes`."""
-        self._in_flight.append((record.pending[-1], nbytes))
-        self._in_flight_bytes += nbytes
-        start = time.perf_counter()
-        stalled = False
-        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > self._in_flight_limit):
-            oldest, size = self._in_flight.popleft()
-            stalled = stalled or not oldest.done
-            self._in_flight_bytes -= size
-            oldest.wait()
-        if stalled:
-            self._stalled("d2h", time.perf_counter() - start)
+        self._in_flight.add(record.pending[-1], nbytes)
+        self._in_flight.hold_back(self._most_in_flight)
 
     # --- operations ---
 
@@ -283,6 +284,7 @@ class Gradients:
     def close(self) -> None:
         """Release all extents. Every lane must have ended."""
         self._records.clear()
+        self.taken.clear()
         self._all.clear()
         self._bounce.clear()
 

@@ -13,17 +13,15 @@ from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.transport import Transport
 from pagoda.errors import UsageError
-from pagoda.optim.rule import StateSpec
 from pagoda.plan.collective import reduce_buffers
-from pagoda.plan.layout import WEIGHT
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
-from pagoda.runtime.device import Device, Event
+from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gathering import Gathering
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.lanes import Lane
 from pagoda.runtime.reducing import Reducer
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -49,7 +47,6 @@ class RankGroup:
     _device: Device
     _lanes: dict[str, Lane]
     _executor: Executor
-    _stalled: Callable[[str, float], None]
     _reducer: Reducer | None = None
     """None if no two ranks have gradients of the same elements."""
 
@@ -58,17 +55,13 @@ class RankGroup:
         layout = store.plan.layout
         self._shards = store.shards
         self._transport.connect(device.torch_device)
-        # Each rank uses its own experts, in its own order.
-        listed = not layout.expert_units
-        self.collectives = Collectives(
-            self.mesh, self._transport, store.shards, device, units, driver.scheduler, listed
-        )
+        self.collectives = Collectives(self.mesh, self._transport, store.shards, device, units, driver.scheduler)
         landing = None
         if reduce_buffers(layout).pages:
             buffers = Buffers.open(store.device or store.host, layout, self._gradients.arriving)
             landing, gradients = buffers.landing, self._gradients
-            self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver, self._stalled)
-        self._gathering = Gathering(self.collectives, store, units, self._executor, landing, lanes)
+            self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver)
+        self.gathering = Gathering(self.collectives, store, units, self._executor, landing, lanes)
         store.assemble = self._assemble
 
     def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
@@ -113,19 +106,13 @@ class RankGroup:
             dist.all_gather_object(said, value, group=self.mesh.tensor.get_group())
         return said
 
-    def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
-        """Complete a lease that has this rank's slice, if weights are cut into slices; see `Gathering.gather`."""
-        if not self._shards.is_cut(unit.spec, WEIGHT):
-            return own
-        return self._gathering.gather(unit, weights, own, free)
-
     def share(self, record: UnitGradient) -> None:
         """Bring all new weights of a unit here, once this rank has updated its slice of them."""
         if record.shown is not record.updated and not record.sharing:
             record.sharing = True
-            self._gathering.share(record).then(record.shown.finish)
+            self.gathering.share(record).then(record.shown.finish)
 
-    def parameter_square_sums(self, what: str, terms: Mapping[int, UnitGradient]) -> dict[int, list[float]]:
+    def parameter_square_sums(self, what: str) -> dict[int, list[float]]:
         """Unit -> the square sum of each of its parameters' gradients, over all ranks.
 
         All ranks call this at the same point, as with `norm_terms`. Raises UsageError on all of them if some have
@@ -138,7 +125,7 @@ class RankGroup:
 
         def work() -> list[tuple[bool, list[float]]]:
             shown = [unit.params[slot].grad is not None for unit, slot in trained]
-            records = self._marked(terms)
+            records = self._marked()
             here = [unit.params[slot].grad is not None for unit, slot in trained]
             sums = [
                 records[unit.index].square_sums[slot]
@@ -157,28 +144,22 @@ class RankGroup:
         return found
 
     def norm_terms(
-        self,
-        what: str,
-        terms: Mapping[int, UnitGradient],
-        square_sums: SquareSums,
-        factors: Mapping[tuple[int, int], float],
+        self, what: str, square_sums: SquareSums, factors: Mapping[tuple[int, int], float]
     ) -> tuple[list[list[float]], str | None]:
         """The square sums of all ranks, by param group, and the name of the first parameter whose gradient is NaN or
         infinite on some rank.
 
-        All ranks call this at the same point, which `what` names; earlier collectives have ended by then. `terms` are
-        gradients whose update has been queued; the step's other gradients are looked up once all ranks are there.
-        `factors` has the factors by which gradients have been multiplied, by unit and slot. Raises UsageError on all
-        ranks if they differ.
+        All ranks call this at the same point, which `what` names; earlier collectives have ended by then. The step's
+        gradients are looked up once all ranks are there. `factors` has the factors by which gradients have been
+        multiplied, by unit and slot. Raises UsageError on all ranks if they differ.
         """
         self.flush()
         changed = {key: factor for key, factor in factors.items() if factor != 1.0}
 
         def work() -> tuple[bool, list[list[float]], str | None]:
-            records = self._marked(terms)
-            mine = [[*filter(math.isfinite, sums)] for sums in square_sums(records.values(), self._shards.counts)]
-            bad = ((at[0], r.unit.index, at[1]) for r in records.values() if (at := r.non_finite()))
-            by_rank = self.collectives.transport.announce((mine, min(bad, default=None), changed))
+            all_sums = square_sums(self._marked().values(), self._shards.counts)
+            mine = [[*filter(math.isfinite, sums)] for sums in all_sums]
+            by_rank = self.collectives.transport.announce((mine, self._gradients.non_finite(), changed))
             alike = all(its == changed for *_, its in by_rank)
             of_groups = [[*chain(*of_ranks)] for of_ranks in zip(*(sums for sums, *_ in by_rank), strict=True)]
             first = min((bad for _, bad, _ in by_rank if bad is not None), default=None)
@@ -199,12 +180,12 @@ class RankGroup:
     def close(self) -> None:
         """Leave the others."""
         self.collectives.close()
-        self._gathering.close()
+        self.gathering.close()
 
-    def _marked(self, terms: Mapping[int, UnitGradient]) -> dict[int, UnitGradient]:
-        """The gradients of this step by unit: `terms` and those still waiting. Parameters show all of them from now on,
-        also those that have arrived on other ranks only: this step updates these, too."""
-        records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
+    def _marked(self) -> dict[int, UnitGradient]:
+        """The gradients of this step by unit. Parameters show all of them from now on, also those that have arrived on
+        other ranks only: this step updates these, too."""
+        records = self._gradients.of_step()
         for record in records.values():
             for slot in record.present:
                 if not record.arrivals[slot]:
@@ -212,14 +193,14 @@ class RankGroup:
                     record.unit.marked.add(slot)
         return records
 
-    def _assemble(self, spec: UnitSpec, state: StateSpec, start: int, out: torch.Tensor) -> None:
+    def _assemble(self, spec: UnitSpec, state: str, start: int, out: torch.Tensor) -> None:
         """Complete `out`, a state's elements from `start` on, in which this rank's elements lie."""
         group, stop = self.collectives.sharers(spec), start + out.numel()
-        by_place = [self._shards.held(spec, state.name, rank) for rank in group.ranks]
+        by_place = [self._shards.held(spec, state, rank) for rank in group.ranks]
 
         def work() -> None:
             for spans in zip_longest(*by_place, fillvalue=Span(start, start)):
                 parts = [span.within(start, stop) or Span(start, start) for span in spans]
                 group.gather(out, [(part.start - start, part.stop - start) for part in parts])
 
-        self.collectives.on_all_ranks(f"reading {state.name} of unit {spec.index} from element {start}", work)
+        self.collectives.on_all_ranks(f"reading {state} of unit {spec.index} from element {start}", work)

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -65,7 +64,6 @@ class Reducer:
     _device: Device
     _copies: Lane
     _driver: Driver
-    _stalled: Callable[[str, float], None]
     _filling: _Filling | None = None
     _next: int = 0
     """The buffer to fill next."""
@@ -155,9 +153,7 @@ class Reducer:
         record = self._gradients.open(unit, step)
         use = self._uses[self._next]
         if use is not None and not use.done:
-            start = time.perf_counter()
-            use.wait()
-            self._stalled(COLLECTIVE, time.perf_counter() - start)
+            self._gradients.meter.wait_for(use)
         buffer = self._fills[self._next]
         self._next ^= 1
         parts = []

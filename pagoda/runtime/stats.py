@@ -1,13 +1,10 @@
 """Figures of the last step, as `optimizer.stats` shows them."""
 
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pagoda.plan.activations import ActivationBytes
-from pagoda.runtime.timeline_recorder import TimelineRecorder
 
 
 @dataclass(frozen=True)
@@ -94,27 +91,3 @@ class StepStats:
         none."""
         fetched = sum(self.accesses.values()) - self.accesses[Found.IN_PLACE]
         return self.accesses[Found.ARRIVED] / fetched if fetched else 1.0
-
-
-class Meter:
-    """Counts what happens during a step."""
-
-    def __init__(self, lanes: Sequence[str]) -> None:
-        self._lock = threading.Lock()
-        self._lanes = lanes
-        self.recorder: TimelineRecorder | None = None
-        """Where the step is recorded, if it is recorded."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Start a step."""
-        self.started = time.perf_counter()
-        self.stall_s = dict.fromkeys(self._lanes, 0.0)
-        self.accesses = dict.fromkeys(Found, 0)
-
-    def stalled(self, lane: str, seconds: float) -> None:
-        """Compute waited for `lane`."""
-        with self._lock:
-            self.stall_s[lane] += seconds
-            if self.recorder is not None:
-                self.recorder.waited(seconds)

@@ -75,8 +75,6 @@ class Stepper:
         """Gradients of units that will be updated during backward, whose update had not begun at the last look."""
         self._early_hypers: NextHypers | None = None
         """The hyperparameters at the time when the first update before this `step()` was prepared."""
-        self._norm_terms: dict[int, UnitGradient] = {}
-        """unit -> the gradient of this step whose update has been asked for."""
         self._factors: dict[tuple[int, int], float] = {}
         """(unit, slot) -> the factor for a gradient of this step on its way into the update. Present if clipping or the
         user set one, even if it is 1."""
@@ -186,15 +184,19 @@ class Stepper:
         if self._rank_group is not None:
             self._rank_group.drop_gradients()
         self._drop_gradients()
-        self._factors.clear()
 
     def _drop_gradients(self) -> None:
-        self._of_ranks = None
-        if self._gradients.records() or self._norm_terms:
+        if self._gradients.of_step():
             self._accesses.tell(self._scheduler.drop_gradients)
         self._gradients.clear()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """Forget what is known of gradients that are gone."""
         self._early.clear()
         self._early_hypers = None
+        self._factors.clear()
+        self._of_ranks = None
         for unit in self._units:
             unit.marked.clear()
 
@@ -215,17 +217,14 @@ class Stepper:
         NonFiniteGradientError if a gradient is NaN or infinite.
         """
         self._offload_all()
-        terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
-        self._settle(terms.values())
+        records = self._gradients.of_step().values()
+        self._settle(records)
         if self._rank_group is not None:
-            square_sums, first = self._rank_group.norm_terms(
-                asked_by, self._norm_terms, self._square_sums, self._factors
-            )
+            square_sums, first = self._rank_group.norm_terms(asked_by, self._square_sums, self._factors)
         else:
-            bad = ((*at, record.unit.index) for record in terms.values() if (at := record.non_finite()))
-            earliest = min(bad, default=None)
-            first = None if earliest is None else self._units[earliest[2]].name(earliest[1])
-            square_sums = self._square_sums(terms.values())
+            bad = self._gradients.non_finite()
+            first = None if bad is None else self._units[bad[1]].name(bad[2])
+            square_sums = self._square_sums(records)
         if self._stages is not None:
             factors = frozenset(self._factor(record.unit, slot) for record, slot in self._shown())
             mine = StepTerms(square_sums, first, factors, self.scaler.used)
@@ -256,7 +255,7 @@ class Stepper:
         With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
         of all parameters.
         """
-        record = self._gradients.get(unit) or self._norm_terms.get(unit.index)
+        record = self._gradients.get(unit) or self._gradients.taken.get(unit.index)
         if record is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
         if self._rank_group is None:
@@ -271,8 +270,8 @@ class Stepper:
         """Sums of squares of this step's gradients over all ranks, by unit and slot."""
         if self._of_ranks is None:
             self._offload_all()
-            self._settle([*self._norm_terms.values(), *self._gradients.records()])
-            self._of_ranks = rank_group.parameter_square_sums("asking param.grad for its norm", self._norm_terms)
+            self._settle(self._gradients.of_step().values())
+            self._of_ranks = rank_group.parameter_square_sums("asking param.grad for its norm")
         return self._of_ranks
 
     def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
@@ -348,13 +347,13 @@ class Stepper:
     def _check_kept(self, hypers: NextHypers) -> None:
         """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user
         has dropped gradients that these have applied. Calling `step()` again keeps the latter."""
-        applied = [(record.unit, slot) for record in self._norm_terms.values() for slot in record.used or ()]
+        applied = [(record.unit, slot) for record in self._gradients.taken.values() for slot in record.used or ()]
         dropped = [(unit, slot) for unit, slot in applied if unit.params[slot].grad is None]
         for unit, slot in dropped:
             unit.params[slot].grad = unit.markers[slot]
         if dropped:
             raise UsageError(_APPLIED)
-        for record in self._norm_terms.values():
+        for record in self._gradients.taken.values():
             if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
                 raise UsageError(
                     "param_groups changed between backward and step(), but units were updated during backward "
@@ -414,14 +413,10 @@ class Stepper:
         return math.sqrt(math.fsum(square_sums)) / self.scaler.scale if square_sums else None
 
     def _clear_step(self) -> None:
-        self._early.clear()
-        self._early_hypers = None
-        self._norm_terms.clear()
-        self._factors.clear()
-        self._of_ranks = None
+        self._forget_gradients()
+        self._gradients.taken.clear()
         for unit in self._units:
             unit.used = False
-            unit.marked.clear()
             if unit.updated:  # until now, code that clips had to see the gradient
                 for slot in range(unit.trainable):
                     unit.params[slot].grad = None
@@ -434,7 +429,7 @@ class Stepper:
                 param.grad = None
         self._drop_gradients()
         self._accesses.drain()
-        for record in self._norm_terms.values():
+        for record in self._gradients.taken.values():
             if record.unit.updated and not record.updated.succeeded:  # the update was refused
                 for slot in record.used or ():
                     record.unit.steps[slot] -= 1
@@ -443,7 +438,6 @@ class Stepper:
     def _ask_for(self, record: UnitGradient) -> None:
         """A unit's update was asked for, or has begun, with the hyperparameters of its record."""
         unit = record.unit
-        self._norm_terms[unit.index] = record
         record.used = list(record.hypers)
         for slot, hyper in record.hypers.items():
             if not unit.updated:

@@ -12,7 +12,6 @@ from pagoda.memory.arena import copy_bytes
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, before
 from pagoda.plan.ops import DEVICE, HOST, SSD
@@ -44,7 +43,7 @@ class Store:
         self.plan = plan
         self.shards = shards
         """The elements that the extents hold."""
-        self.assemble: Callable[[UnitSpec, StateSpec, int, torch.Tensor], None] | None = None
+        self.assemble: Callable[[UnitSpec, str, int, torch.Tensor], None] | None = None
         """Called on every rank at once: fills in the other ranks' elements of a state."""
         self._directories = directories
         placement, page = plan.placement, plan.page_bytes
@@ -86,7 +85,7 @@ class Store:
 
     def dtype(self, state: str) -> torch.dtype:
         """Dtype of a state."""
-        return self.plan.layout.gradient_dtype if state == GRAD else self._spec(state).dtype
+        return self.plan.layout.dtype(state)
 
     def left_on_drives(self) -> dict[Path, int | None]:
         """Bytes of each directory's limit that page files leave, or None for no limit."""
@@ -116,14 +115,6 @@ class Store:
         """Whether the home of an extent is a separate device."""
         return self.plan.placement.home(unit, state) == DEVICE
 
-    def update_lane(self, unit: int) -> str:
-        """The lane that most likely ends last before a unit's new weights can be used."""
-        if unit in self.plan.placement.on_device:
-            return "device_update"
-        if self.run(unit, WEIGHT) is not None:
-            return "ssd_write"
-        return "ssd_read" if any(self.run(unit, s.name) is not None for s in self.plan.layout.states) else "update"
-
     def newest_extent(self, unit: int, state: str) -> str:
         """Name of the extent with the newest values of a state."""
         return self.newest[unit] if state == WEIGHT else state
@@ -150,7 +141,7 @@ class Store:
         for held in self._held(spec, state, start, start + count):
             out[held.start - start : held.stop - start] = self._read(unit, extent, held.at, len(held))
         assert self.assemble is not None
-        self.assemble(spec, self._spec(state), start, out)
+        self.assemble(spec, state, start, out)
         return out
 
     def _read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
@@ -196,10 +187,6 @@ class Store:
     def _held(self, unit: UnitSpec, state: str, start: int, stop: int) -> list[Span]:
         """The parts of a state's elements [start, stop) that are on this rank."""
         return [part for span in self.shards.held(unit, state) if (part := span.within(start, stop)) is not None]
-
-    def _spec(self, state: str) -> StateSpec:
-        states = self.plan.layout.states
-        return next((s for s in states if s.name == state), states[0])
 
     def _write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements of an extent from `start` on."""

@@ -183,10 +183,9 @@ class ParameterUpdater(Updater):
     def __init__(self, store: Store, *others: Any) -> None:
         super().__init__(store, *others)
         self._layout = store.plan.layout
-        begins = [store.shards.updated(unit).start for unit in store.plan.units]
         self._cuts_of = [
-            {cut.start - begin: cut for cut in self._layout.cuts(unit)}
-            for unit, begin in zip(store.plan.units, begins, strict=True)
+            {cut.start - store.shards.updated(unit).start: cut for cut in self._layout.cuts(unit)}
+            for unit in store.plan.units
         ]
         """unit -> first element of a cut, counted from the first element that this rank updates -> cut."""
 

@@ -22,8 +22,6 @@ class ExpertHistory:
         self._routed = routed
         self.steady: frozenset[int] = frozenset()
         """Units in the trace, by the last decision."""
-        self._idle = routed
-        """Units that the last step did not use."""
         self._alike = routed
         """Units that every step since the last decision has used equally often."""
         self._uses: Counter[int] | None = None
@@ -43,7 +41,6 @@ class ExpertHistory:
         uses = Counter(access.unit for access in trace.accesses if access.unit in self._routed)
         before = uses if self._uses is None else self._uses
         self._alike = frozenset(unit for unit in self._alike if 0 < uses[unit] == before[unit])
-        self._idle = self._routed - uses.keys()
         self._uses = uses
         self._steps += 1
         if self._steps < self._decide_at:
@@ -55,7 +52,7 @@ class ExpertHistory:
 
     def is_expected(self, unit: int) -> bool:
         """Whether a unit is expected to be used. Experts that the last step did not use are not."""
-        return unit not in self._routed or (unit in self.steady and unit not in self._idle)
+        return unit not in self._routed or (unit in self.steady and bool(self._uses and self._uses[unit]))
 
     def without_unsteady(self, trace: Trace) -> Trace:
         """The trace without experts that are not steady."""

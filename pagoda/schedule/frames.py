@@ -17,16 +17,12 @@ class Frames:
     def __init__(self, count: int, slab: int) -> None:
         self._slab = slab = slab or 1
         self._slabs = [PagePool(min(slab, count - first), first) for first in range(0, count, slab)]
+        self.slabs = len(self._slabs)
         self._by_room = sorted((pool.largest_free, index) for index, pool in enumerate(self._slabs))
         """(longest free run, slab), sorted."""
         self.in_use = 0
         self.peak = 0
         """The most frames in use at once so far."""
-
-    @property
-    def slabs(self) -> int:
-        """The number of slabs."""
-        return len(self._slabs)
 
     def alloc(self, count: int) -> Run | None:
         """Allocate `count` adjacent frames in the slab whose longest free run fits tightest. Returns None if no slab

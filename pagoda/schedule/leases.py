@@ -6,10 +6,8 @@ The rule is the "aggressive" strategy of Cao, Felten, Karlin and Li, "A study of
 strategies" (SIGMETRICS 1995): fetch the next missing unit as soon as frames allow, evict the unit whose next use is
 furthest away, and never evict a unit that is needed before the one that it makes room for.
 
-The life of a lease:
-
-    FILLING --ended--> READY --evicted, or its weights changed--> ENDED --reclaimed--> its frames are free
-       \\--its weights changed--> ENDED (reclaimed once the fetch has ended)
+A lease is filled, ends when it is evicted or its weights change, and is reclaimed: then its frames are free. If it ends
+before it is filled, it is reclaimed once its fetch has ended.
 
 A graph that will run backward, or a tensor of the user, may still refer to the frames of an ended lease. Only the
 executor knows, so RECLAIM asks it. If something still refers to the frames, `let_go` comes when nothing does.
@@ -22,7 +20,6 @@ ends no lease, because a lease is a copy of the weights.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from math import inf
 
 from pagoda.memory.page import Run
@@ -38,12 +35,6 @@ _CANDIDATES = 16
 """The number of slabs in which a prefetch looks for frames. A fetch for which compute waits looks in all slabs."""
 
 
-class LeaseState(Enum):
-    FILLING = auto()
-    READY = auto()
-    ENDED = auto()
-
-
 @dataclass(eq=False, slots=True)
 class Lease:
     """Frames that hold, or are about to hold, one version of a unit's weights."""
@@ -51,9 +42,10 @@ class Lease:
     unit: int
     run: Run
     version: int
-    state: LeaseState = LeaseState.FILLING
     filled: bool = False
     """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
+    over: bool = False
+    """Whether the lease has ended, so that nothing new uses it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -141,19 +133,19 @@ class Leases:
         if lease.filled:
             return
         lease.filled = True
-        if lease.state is LeaseState.FILLING:
-            lease.state = LeaseState.READY
-            if not self._plan.ranks_fetch_alike:
-                self._note_idle(lease.unit)
-        elif not self._plan.ranks_fetch_alike:
+        if self._plan.ranks_fetch_alike:
+            return
+        if lease.over:
             self._reclaim(lease)
+        else:
+            self._note_idle(lease.unit)
 
     def ended(self, lease: Lease, failed: bool = False) -> None:
         """The fetch of a lease has ended. A failed fetch is retried as long as compute waits for it."""
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
-        if failed and lease.state is not LeaseState.ENDED:
+        if failed and not lease.over:
             lease.filled = True
             self._end(lease, again=False)
         else:
@@ -238,7 +230,7 @@ class Leases:
     def _has_weights(self, unit: int) -> bool:
         """Whether a unit's weights are in a lease that compute can read, or need no lease."""
         lease = self._leases.get(unit)
-        return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is LeaseState.READY)
+        return not self._plan.units[unit].lease_frames or (lease is not None and lease.filled)
 
     def _start(self) -> None:
         if self._reclaiming:
@@ -349,9 +341,7 @@ class Leases:
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease may end to make room for another."""
-        settled = lease.state is LeaseState.READY or (
-            self._plan.ranks_fetch_alike and lease.state is LeaseState.FILLING
-        )
+        settled = not lease.over and (lease.filled or self._plan.ranks_fetch_alike)
         return settled and not self._users[lease.unit] and lease.unit != self._last_used
 
     def _turn_to(self, unit: int) -> None:
@@ -375,9 +365,9 @@ class Leases:
             self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
 
     def _end(self, lease: Lease, again: bool = True) -> None:
-        """End a lease, so that nothing new uses it. If `again`, its unit may be fetched ahead again."""
+        """End a lease. If `again`, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
-        lease.state = LeaseState.ENDED
+        lease.over = True
         if again:
             self._note_missing(lease.unit)
         if lease.filled or self._plan.ranks_fetch_alike:

@@ -29,16 +29,12 @@ class Turns:
     _issue: Callable[[Operation], None]
     _turn: int = 0
     """The number of steps since the last drain."""
-    _step_begun: bool = False
+    step_begun: bool = False
     """Whether compute has used a unit in a step since the last `step()`."""
-
-    def begin_step(self) -> None:
-        """Compute uses a unit in a step."""
-        self._step_begun = True
 
     def end_step(self) -> None:
         """`step()` has queued its updates."""
-        self._step_begun = False
+        self.step_begun = False
         self._turn += 1
         most = self._plan.max_staleness
         for unit in range(len(self._versions.of)) if most is not None else ():
@@ -52,7 +48,7 @@ class Turns:
     def drain(self) -> None:
         """Start updates with all gradients, and restart the turns."""
         self._turn = 0
-        show = self._publish if self._step_begun else self._show
+        show = self._publish if self.step_begun else self._show
         for unit, weights in enumerate(self._versions.of):
             if weights.lag:
                 show(unit)

@@ -336,8 +336,7 @@ class Updates:
     def wanted(self, unit: int, in_step: bool) -> None:
         """Compute begins to use a unit, so its update comes first. `in_step`: the use is part of a step."""
         self._may_read_ahead = True
-        if in_step:
-            self._turns.begin_step()
+        self._turns.step_begun |= in_step
         update = self._versions.of[unit].update
         if update is not None:
             update.urgent = True

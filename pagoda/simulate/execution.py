@@ -37,6 +37,7 @@ class Execution:
         wheres = [False, True] if on_device else [False]
         updates = [SimulatedUpdates(plan, traffic, lanes, rates, where, *reports) for where in wheres]
         self._updates = [updates[unit.index in on_device] for unit in plan.units]
+        self._update_lanes = [plan.placement.update_lane(unit.index, plan.layout.states) for unit in plan.units]
         self._fetches: dict[int, Task] = {}
         """unit -> the end of its latest FETCH."""
         self._versions = [0] * len(plan.units)
@@ -65,7 +66,7 @@ class Execution:
     def lane_waited_for(self, unit: int) -> str:
         """The lane for which compute waits when it waits for a unit's weights."""
         if self._scheduler.awaits_update(unit):
-            return self._updates[unit].lanes_waited_for[unit]
+            return self._update_lanes[unit]
         if unit in self._fetches:
             return self._fetches[unit].work.lane
         return "h2d" if self._plan.lease_tier == DEVICE else "ssd_read"
@@ -75,7 +76,7 @@ class Execution:
         if self._spills or not self._reading:
             return "ssd_write" if self._spills else "d2h"
         unit = next(iter(self._reading))
-        return self._updates[unit].lanes_waited_for[unit]
+        return self._update_lanes[unit]
 
     def _begin(self, operation: Operation) -> None:
         kind, unit = operation.kind, operation.unit

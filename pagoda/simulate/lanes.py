@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 
-from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.simulate.rates import Rates
-from pagoda.simulate.timeline import COMPUTE, Span
+from pagoda.simulate.timeline import ALL_LANES, COMPUTE, Span
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +52,7 @@ class SimulatedLanes:
         """Tasks in the order of their ends."""
         self._rates = rates
         self._shared = cache(rates.shared)
-        self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES, COLLECTIVE)}
+        self._ready: dict[str, deque[Task]] = {lane: deque() for lane in ALL_LANES}
         self._active: dict[str, Task] = {}
         self._handed_over = 0
         """Number of pieces of work handed to lanes since compute last began something."""

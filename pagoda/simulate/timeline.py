@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from pagoda.plan.ops import COLLECTIVE, LANES
+
 COMPUTE = "compute"
-"""The thread or stream that runs the model. The other lanes are in `plan.ops.LANES`."""
+"""The thread or stream that runs the model."""
+ALL_LANES = (COMPUTE, *LANES, COLLECTIVE)
+"""Every lane, in the order in which tables show them."""
 
 
 class Span(NamedTuple):
@@ -17,6 +21,11 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     nbytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The kind of work: the first word of its name."""
+        return self.name.partition(" ")[0]
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,6 @@ class SimulatedUpdates:
     def __post_init__(self) -> None:
         plan, on_device = self._plan, self._on_device
         self._lane = "device_update" if on_device else "update"
-        self.lanes_waited_for = [self._lane_waited_for(unit.index) for unit in plan.units]
-        """For each unit, the lane that most likely ends last before its new weights can be used."""
         layout = plan.layout
         self._elements = [layout.updated_elements(unit) for unit in plan.units]
         """Parameters of each unit that this rank updates."""
@@ -218,11 +216,6 @@ class SimulatedUpdates:
         in_ram = (state for state in layout.states if placement.home(unit, state.name) == HOST)
         copied = sum(layout.updated_bytes(spec, state) for state in in_ram)
         return 1.0 + 2 * copied / (layout.bytes_per_update * self._elements[unit])
-
-    def _lane_waited_for(self, unit: int) -> str:
-        if self._plan.placement.home(unit, WEIGHT) == SSD:
-            return "ssd_write"
-        return "ssd_read" if self._traffic[unit].streamed and not self._on_device else self._lane
 
 
 def _part(nbytes: int, start: int, stop: int, total: int) -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.forecast.draw import COLLECTIVE_KINDS, draw_bars
 from pagoda.forecast.report import format_seconds
 from pagoda.memory.files import read_regular
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.simulate.timeline import COMPUTE
+from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
 from pagoda.train.metrics import read_metrics
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
@@ -25,10 +25,10 @@ _WORK = {
     "read": ("fetch", "read", "gradient", "return"),
     "write": ("offload", "spill", "write", "save"),
     "update": ("update", "step"),
-    "ranks": ("gather", "reduce", "tokens"),
+    "ranks": COLLECTIVE_KINDS,
     "other": (),
 }
-"""Kind of work -> the first words of its spans' names. Each kind has a colour."""
+"""Group of kinds of work -> the kinds in it. Each group has a colour."""
 _Record = Mapping[str, Any]
 
 
@@ -105,16 +105,18 @@ def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
     drawn = [("Predicted", predicted)] if predicted else []
     if measured:
         drawn.append((f"Measured, step {measured['step']}" if "step" in measured else "Measured, a step", measured))
-    order = (COMPUTE, *LANES, COLLECTIVE)
-    lanes = [lane for lane in order if any(lane in timeline["busy_s"] for _, timeline in drawn)]
+    lanes = [lane for lane in ALL_LANES if any(lane in timeline["busy_s"] for _, timeline in drawn)]
     figure, axes = figure_of(0.7 + len(drawn) * (0.5 + 0.28 * len(lanes)), rows=len(drawn))
-    kinds: set[str] = set()
+    colours = dict(zip(_WORK, COLOURS, strict=True))
+    group_of = {kind: group for group, kinds in _WORK.items() for kind in kinds}
+    groups: set[str] = set()
     for axis, (title, timeline) in zip(axes, drawn, strict=True):
-        kinds |= _draw_lanes(axis, timeline, lanes)
+        works = [(lane, group_of.get(kind, "other"), start, end) for lane, kind, start, end in timeline["spans"]]
+        groups |= draw_bars(axis, works, lanes, colours.__getitem__)
         axis.set_title(f"{title}: {format_seconds(timeline['step_s'])}")
     axes[-1].set_xlabel("seconds from the start of the step")
     axes[-1].set_xlim(0, max(timeline["step_s"] for _, timeline in drawn))
-    legend(figure, {kind: colour for kind, colour in zip(_WORK, COLOURS, strict=True) if kind in kinds})
+    legend(figure, {group: colour for group, colour in colours.items() if group in groups})
     head, rows = ["lane"], [[lane] for lane in lanes]
     for title, timeline in drawn:
         name = title.partition(",")[0].lower()
@@ -127,20 +129,6 @@ def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
     if not predicted:
         page += "<p>Nothing was predicted: that takes a machine measured by pagoda calibrate, and --plan search.</p>"
     return page
-
-
-def _draw_lanes(axis: Any, timeline: _Record, lanes: Sequence[str]) -> set[str]:
-    """Draw a bar for each piece of work. Returns the kinds of work that were drawn."""
-    kind_of = {word: kind for kind, words in _WORK.items() for word in words}
-    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for lane, word, start, end in timeline["spans"]:
-        bars.setdefault((kind_of.get(word, "other"), lane), []).append((start, end - start))
-    for (kind, lane), spans in bars.items():
-        colour = COLOURS[list(_WORK).index(kind)]
-        axis.broken_barh(spans, (lanes.index(lane) - 0.4, 0.8), facecolors=colour, linewidth=0)
-    axis.set_yticks(range(len(lanes)), lanes)
-    axis.set_ylim(len(lanes) - 0.5, -0.5)
-    return {kind for kind, _ in bars}
 
 
 def _summary(config: _Record, steps: Sequence[_Record], evals: Sequence[_Record]) -> str:

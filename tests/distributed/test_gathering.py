@@ -100,7 +100,7 @@ def collectives_of(table: Table, rank: int) -> Collectives:
     transport: Any = FakeWire(table, rank)
     shards: Any = SimpleNamespace(family=lambda _: everyone, sharers=lambda _: everyone)
     units: Any = [SimpleNamespace(index=0, version=0, spec=SimpleNamespace(name="unit"))]
-    scheduler: Any = SimpleNamespace(order=SimpleNamespace(position=0, trace=None))
+    scheduler: Any = SimpleNamespace(order=SimpleNamespace(position=0, trace=None), plan=SimpleNamespace(units=()))
     return Collectives(Mesh(World(rank, size), Ranks(size, size)), transport, shards, Device(), units, scheduler)
 
 

@@ -1,6 +1,7 @@
 """What a forecast shows: its table, its trace and its picture."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import chrome_trace
 from pagoda.forecast.draw import colour, draw
+from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
 from pagoda.simulate.timeline import Span, Timeline
 
 TIMELINE = Timeline(
@@ -57,7 +59,8 @@ def test_a_picture_has_every_kind_of_work_in_its_colour(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     path = tmp_path / "step.png"
-    draw(TIMELINE, {"host": 3 << 30, "ssd": 100 << 30}, "a step", path)
+    of_ranks = [Span("collective", f"{kind} layers.0", 1.8, 1.9) for kind in ("share", TOKENS, SUM, GRADIENTS, SEND)]
+    draw(replace(TIMELINE, spans=(*TIMELINE.spans, *of_ranks)), {"host": 3 << 30, "ssd": 100 << 30}, "a step", path)
     picture = imread(path)
     assert picture.shape[0] > 200
     assert picture.shape[1] > 800

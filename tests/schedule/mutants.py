@@ -71,17 +71,17 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "a unit in use may be evicted": ("settled and not self._users[lease.unit] and", "settled and"),
         "what compute waits for is not fetched first": ("for wanted in [*self._waiting]", "for wanted in ()"),
         "a fetch that ends is ready, though the weights have changed": (
-            "if lease.state is LeaseState.FILLING:\n            lease.state",
-            "if True:\n            lease.state",
+            "if lease.over:\n            self._reclaim",
+            "if False:\n            self._reclaim",
         ),
-        "a fetch that fails is ready": ("if failed and lease.state is not LeaseState.ENDED", "if False"),
+        "a fetch that fails is ready": ("if failed and not lease.over", "if False"),
         "compute reads before the fetch is issued": (
-            "(lease is not None and lease.state is LeaseState.READY)",
+            "(lease is not None and lease.filled)",
             "(lease is not None)",
         ),
         "weights are read no more once they are issued": (
-            "        lease.filled = True\n        if lease.state",
-            "        lease.filled = True\n        self._fetching[lease.unit] = []\n        if lease.state",
+            "        lease.filled = True\n        if self",
+            "        lease.filled = True\n        self._fetching[lease.unit] = []\n        if self",
         ),
         "an update waits for a fetch that waits for it": (
             "any(version <= overwritten for version in self._fetching[unit])",
@@ -92,8 +92,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "while self._filling <",
         ),
         "what makes room depends on when a rank issues": (
-            "            if not self._plan.ranks_fetch_alike:\n                self._note_idle",
-            "            if True:\n                self._note_idle",
+            "        if self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
+            "        if lease.over and self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
         ),
     },
     versions: {
@@ -169,7 +169,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "units do not take turns": ("(self._turn + unit) % most", "self._turn % most"),
         "a drain does not begin the turns anew": ("        self._turn = 0\n        show", "        show"),
         "a drain in the middle of a step shows what it applies": (
-            "show = self._publish if self._step_begun else self._show",
+            "show = self._publish if self.step_begun else self._show",
             "show = self._show",
         ),
         "an asynchronous update writes what is read": ("extent=1 - weights.front", "extent=weights.front"),

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pagoda.distributed.tensors import local
 from pagoda.errors import BudgetError
@@ -38,16 +37,12 @@ from pagoda.runtime.activations.saved import Graph, SavedStorage, SavedStorages
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.leases import Leases
+from pagoda.runtime.rank_group import RankGroup
 from pagoda.runtime.store import Store
 
 _MOST_BUCKETS = 64
 """Number of input shapes whose plans are kept."""
 _NO_LIMIT = 1 << 62
-
-
-def alone(what: str, mine: Any) -> list[Any]:
-    """The answers of all ranks if there is only one rank."""
-    return [mine]
 
 
 class GraphMemory:
@@ -64,14 +59,9 @@ class GraphMemory:
         store: Store,
         lanes: dict[str, Lane],
         device: Device,
-        stalled: Callable[[str, float], None],
-        group: dist.ProcessGroup | None = None,
-        agree: Callable[[str, Any], list[Any]] = alone,
+        rank_group: RankGroup | None,
     ) -> None:
-        """`group`: the ranks that divide activations among them. `agree`: returns the answers of all ranks that run
-        blocks together. These ranks must recompute the same blocks, so all of them ask at the same points of their
-        programs."""
-        self._agree = agree
+        self._rank_group = rank_group
         self._options = options = store.plan.options
         self._device = device
         self._page_bytes = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
@@ -79,9 +69,12 @@ class GraphMemory:
         self._fixed = None if options.activations == "auto" else Policy(options.activations)
         self._saved = SavedStorages()
         self.offloader = Offloader(
-            self._places, self._page_bytes, self._fixed is not None, lanes, device, self._saved, stalled
+            self._places, self._page_bytes, self._fixed is not None, lanes, device, self._saved, accesses.meter
         )
-        partitioner = None if group is None else Partitioner(group)
+        partitioner = None
+        if options.partition_activations:
+            assert rank_group is not None, "several ranks divide tensors"
+            partitioner = Partitioner(rank_group.mesh.tensor.get_group())
         self.packing = Packing(leases, accesses, self._saved, self.offloader, partitioner, self._note)
         self._rates: dict[str, tuple[float, float]] | None = None
         """Rates of each place, once they are measured."""
@@ -171,6 +164,11 @@ class GraphMemory:
         self._saved.start_step()
         self.offloader.settle()
         return self._taken(kept)
+
+    def _agree(self, what: str, mine: Any) -> list[Any]:
+        """The answers of all ranks that run blocks together. These ranks must recompute the same blocks, so all of them
+        ask at the same points of their programs."""
+        return [mine] if self._rank_group is None else self._rank_group.of_each_forward(what, mine)
 
     def _taken(self, kept: int) -> ActivationBytes:
         return ActivationBytes(kept, self.peak_bytes.get(HOST, 0), self.peak_bytes.get(SSD, 0))

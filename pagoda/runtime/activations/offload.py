@@ -1,9 +1,8 @@
 """Offloading: saved storages leave the memory of compute, and come back ahead of backward."""
 
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +15,7 @@ from pagoda.runtime.activations.places import Pieces, Place
 from pagoda.runtime.activations.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.meter import InFlight, Meter
 
 
 @dataclass(eq=False, slots=True)
@@ -61,16 +61,17 @@ class Offloader:
     _lanes: dict[str, Lane]
     _device: Device
     _saved: SavedStorages
-    _stalled: Callable[[str, float], None]
+    _meter: Meter
     freed: deque[tuple[Place, Pieces]] = field(default_factory=deque)
     """Pages that nothing needs any more."""
     _order: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     """The offloaded storages that are still needed, in the order in which they were offloaded."""
     _window: int = 0
     """Most bytes on their way in each direction."""
-    _writing: deque[tuple[Handle, int]] = field(default_factory=deque)
-    """Transfers on their way out, with their bytes."""
     _closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._writing = InFlight(self._meter)
 
     def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
         """Start to offload the storage of a tensor if it is not offloaded yet. Returns None if it has to stay."""
@@ -95,7 +96,7 @@ class Offloader:
         if offloaded.target is None:
             offloaded.target = self._read(offloaded)
         if offloaded.reading is not None:
-            self._wait(offloaded.reading)
+            self._meter.wait_for(offloaded.reading)
         return offloaded.target
 
     def read_ahead(self) -> None:
@@ -115,7 +116,7 @@ class Offloader:
 
     def settle(self) -> None:
         """Wait until all outgoing transfers have ended, and free pages. Raises their errors."""
-        self._hold_back(0)
+        self._writing.hold_back(0)
         self._take_back()
         live = [(reference, offloaded) for reference in self._order if (offloaded := reference()) is not None]
         self._order = [reference for reference, _ in live]
@@ -158,9 +159,9 @@ class Offloader:
         lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][0]]
         offloaded.written = lane.submit(write, (), nbytes, "save activation")
         self._order.append(reference)
-        self._writing.append((offloaded.written, nbytes))
+        self._writing.add(offloaded.written, nbytes)
         self._window = max(self._window, BUFFERED * nbytes)
-        self._hold_back(self._window)
+        self._writing.hold_back(self._window)
 
     def _read(self, offloaded: OffloadedStorage) -> torch.Tensor:
         if self._closed:
@@ -181,15 +182,3 @@ class Offloader:
         while self.freed:
             place, pieces = self.freed.popleft()
             place.free(pieces)
-
-    def _hold_back(self, most: int) -> None:
-        """Wait until at most `most` bytes are on their way out."""
-        while self._writing and (self._writing[0][0].done or sum(nbytes for _, nbytes in self._writing) > most):
-            self._wait(self._writing.popleft()[0])
-
-    def _wait(self, handle: Handle) -> None:
-        if not handle.done:
-            start = time.perf_counter()
-            handle.wait_until_done()
-            self._stalled(handle.lane, time.perf_counter() - start)
-        handle.wait()

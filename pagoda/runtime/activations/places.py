@@ -17,6 +17,7 @@ from pagoda.memory.ssd.file import PageFile
 from pagoda.memory.ssd.slots import Hashes, PageTable
 from pagoda.memory.ssd.striped import StripedFile, portion_of
 from pagoda.memory.ssd.xxh3 import hashes_of
+from pagoda.plan.activations import offload_room
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import ACTIVATION_BUFFERS, ACTIVATIONS
 from pagoda.runtime.device import Device, Event
@@ -251,15 +252,12 @@ class SsdPlace(Place):
 def open_places(store: Store, device: Device, page: int) -> list[Place]:
     """The places for which the plan has room, in pages of `page` bytes: RAM, unless compute uses it, then SSD."""
     plan = store.plan
+    room = offload_room(plan.layout, plan.placement, plan.budgets)
     places: list[Place] = []
-    if plan.budgets.device is not None:
-        room = plan.budgets.host - plan.peak_bytes.get(HOST, 0)
-        if room >= page:
-            places.append(RamPlace(room, page, device, store.host.poisoned))
-    pages = plan.placement.pages(HOST, ACTIVATIONS)
-    if pages and plan.budgets.ssd is not None:
-        room = plan.budgets.ssd - plan.peak_bytes.get(SSD, 0)
-        if room >= page:
-            buffers = [store.host.take(pages // ACTIVATION_BUFFERS).view() for _ in range(ACTIVATION_BUFFERS)]
-            places.append(SsdPlace(room, page, device, store.left_on_drives(), buffers))
+    if room[HOST] >= page:
+        places.append(RamPlace(room[HOST], page, device, store.host.poisoned))
+    if room[SSD] >= page:
+        pages = plan.placement.pages(HOST, ACTIVATIONS) // ACTIVATION_BUFFERS
+        buffers = [store.host.take(pages).view() for _ in range(ACTIVATION_BUFFERS)]
+        places.append(SsdPlace(room[SSD], page, device, store.left_on_drives(), buffers))
     return places
