@@ -160,7 +160,8 @@ class ModelHooks:
                 param.grad = unit.markers[slot]
                 unit.marked.add(slot)
                 grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
-            self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), accumulate)
+            with self._engine.accesses.turn:
+                self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), accumulate)
 
         # The hook is on the accumulating node. Hooks on the tensor would also run for torch.autograd.grad, which does
         # not change param.grad. As long as the node is held, every later graph uses it, also after a frozen parameter
