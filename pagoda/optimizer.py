@@ -128,8 +128,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true."""
         self._engine.accesses.check_open()
-        self._engine.stepper.zero_grad()
-        with as_plain():
+        with self._engine.accesses.turn, as_plain():
+            self._engine.stepper.zero_grad()
             for group in self.param_groups:
                 for param in group["params"]:
                     param.grad = None

@@ -1,7 +1,6 @@
 """Accesses: how compute gets a unit's weights, and what it waits for."""
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
+from pagoda.runtime.interrupts import Turn
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.stats import Found, Meter, Staleness
@@ -26,7 +26,7 @@ class Accesses:
     """Tells the scheduler about compute's events, and waits where compute must wait.
 
     One thread at a time computes, and holds `turn` for each event. A thread that saves or loads holds it meanwhile. So
-    for compute, both happen between two events.
+    for compute, both happen between two events, and so does an interrupt.
 
     The scheduler is told about the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
     once per operation. Reads in a row count as one use, which ends when compute does anything else.
@@ -34,7 +34,7 @@ class Accesses:
 
     def __init__(self, store: Store, executor: Executor, leases: Leases, device: Device, meter: Meter) -> None:
         self.plan = store.plan
-        self.turn = threading.RLock()
+        self.turn = Turn()
         self._store = store
         self._executor = executor
         self._driver = executor.driver
@@ -190,8 +190,8 @@ class Accesses:
         scheduler = self._scheduler
         if not self.closed and any(weights.lag for weights in scheduler.versions.of):
             self.agree("applying all asynchronous updates, which an evaluation between steps does too")
-        self._executor.poll()
         with self.turn:
+            self._executor.poll()
             self.tell(scheduler.drain, True)
             try:
                 self.wait(lambda: scheduler.updates.drained, "update")
