@@ -174,7 +174,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises UsageError between backward and `step()` if units are updated during backward.
         """
-        with self._engine.accesses.turn:
+        with self._engine.accesses.turn.lock:
             self._engine.settle()
             plain = super().state_dict()
             entries = enumerate(map(_entry, self._members()))
@@ -299,7 +299,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         UsageError between backward and `step()` if units are updated during backward. Gradients that no `step()` has
         consumed are dropped.
         """
-        with self._engine.accesses.turn:
+        with self._engine.accesses.turn.lock:
             groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
             for mine, saved in zip(self.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in saved.items() if key != "params"})

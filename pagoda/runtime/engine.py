@@ -216,7 +216,7 @@ class Engine:
         """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
         if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
-        with self.accesses.turn:
+        with self.accesses.turn.lock:
             self.settle()
             self.accesses.wait_until_idle()
             self.saver.settle()

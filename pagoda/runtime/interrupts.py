@@ -79,19 +79,20 @@ class Turn:
     """A lock that a thread may hold several times. Interrupts wait meanwhile."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """For a turn that takes long and may be interrupted."""
 
     def __enter__(self) -> None:
         INTERRUPTS.__enter__()
         try:
-            while not self._lock.acquire(timeout=_CHECK_S):
+            while not self.lock.acquire(timeout=_CHECK_S):
                 INTERRUPTS.deliver()
         except BaseException:
             INTERRUPTS.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        self.lock.release()
         INTERRUPTS.__exit__()
 
 
