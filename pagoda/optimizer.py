@@ -1,5 +1,6 @@
 """`PagedOptimizer`: a `torch.optim.Optimizer` whose state lives in pages."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -54,6 +55,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         guard_merging(model)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
+        self._saving = threading.RLock()
+        """Held by the thread that saves a checkpoint, until it has started to write it, or with `wait` has written
+        it."""
 
     @property
     def stats(self) -> StepStats:
@@ -124,8 +128,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true."""
         self._engine.accesses.check_open()
-        self._engine.stepper.zero_grad()
-        with as_plain():
+        with self._engine.accesses.turn, as_plain():
+            self._engine.stepper.zero_grad()
             for group in self.param_groups:
                 for param in group["params"]:
                     param.grad = None
@@ -170,10 +174,11 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises UsageError between backward and `step()` if units are updated during backward.
         """
-        self._engine.settle()
-        plain = super().state_dict()
-        entries = enumerate(map(_entry, self._members()))
-        return {**plain, "state": {index: entry for index, entry in entries if entry}, **self._loss_scale()}
+        with self._engine.accesses.turn.lock:
+            self._engine.settle()
+            plain = super().state_dict()
+            entries = enumerate(map(_entry, self._members()))
+            return {**plain, "state": {index: entry for index, entry in entries if entry}, **self._loss_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`, or a state dict of the corresponding torch optimizer over the same
@@ -261,19 +266,22 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         With `wait=False` it returns at once. Training continues while the current state is written, and the next
         `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()` raises an error of the write. One checkpoint
-        is written at a time: the next waits for it.
+        is written at a time: the next waits for it. Another thread may save, also while this one trains. It saves the
+        state after the last `step()`.
 
         State on SSD is not copied while at most `Memory(ssd_checkpoints=...)` checkpoints keep their pages: it stays in
         place, and later updates go to other pages. Otherwise it is copied. `replaces` lists checkpoints to delete after
         this one is complete. A checkpoint that is a symbolic link, cannot be read or contains other files is kept, with
         a warning.
         """
-        groups = named(self.param_groups)
         # Absolute, because the working directory may change before the thread that writes uses them.
-        old = [Path(each).absolute() for each in replaces]
-        self._snapshot.save(Path(directory).absolute(), groups, extra or {}, old)
-        if wait:
+        path, old = Path(directory).absolute(), [Path(each).absolute() for each in replaces]
+        with self._saving:
             self.wait_for_checkpoint()
+            with self._engine.accesses.turn:
+                self._snapshot.save(path, named(self.param_groups), extra or {}, old)
+            if wait:
+                self.wait_for_checkpoint()
 
     @property
     def checkpoint_pending(self) -> bool:
@@ -291,9 +299,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         UsageError between backward and `step()` if units are updated during backward. Gradients that no `step()` has
         consumed are dropped.
         """
-        groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
-        for mine, saved in zip(self.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in saved.items() if key != "params"})
+        with self._engine.accesses.turn.lock:
+            groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
+            for mine, saved in zip(self.param_groups, groups, strict=True):
+                mine.update({key: value for key, value in saved.items() if key != "params"})
         return extra
 
     def drain(self) -> None:

@@ -56,13 +56,11 @@ class Snapshot:
     ) -> None:
         """Start writing a checkpoint of the state after the last `step()`. The saver's thread finishes it.
 
-        Only one is written at a time: this waits for the previous one, and raises its error. `replaces`: checkpoints to
-        delete once this one is complete. Raises UsageError if updates during backward have already changed the state
-        since `step()`.
+        Only one is written at a time: the previous one has ended. No other thread computes meanwhile. `replaces`:
+        checkpoints to delete once this one is complete. Raises UsageError if updates during backward have already
+        changed the state since `step()`.
         """
         self._engine.check_between_steps()
-        saver = self._engine.saver
-        saver.wait()
         check_absent(directory)
         buffers = dict(unpaged(self._model))
         buffer_specs = self._buffer_specs(buffers)
@@ -95,7 +93,7 @@ class Snapshot:
         specs[BUFFERS] = buffer_specs
         extents = {unit: {state: Run(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept), extents)
-        saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
+        self._engine.saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
 
     def _write(
         self,

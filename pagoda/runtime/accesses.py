@@ -13,6 +13,7 @@ from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
+from pagoda.runtime.interrupts import Turn
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.meter import Meter
@@ -23,7 +24,10 @@ from pagoda.schedule.scheduler import Scheduler
 
 
 class Accesses:
-    """Tells the scheduler about compute's events, and waits where compute must wait. Only the compute thread calls it.
+    """Tells the scheduler about compute's events, and waits where compute must wait.
+
+    One thread at a time computes, and holds `turn` for each event. A thread that saves or loads holds it meanwhile. So
+    for compute, both happen between two events, and so does an interrupt.
 
     The scheduler is told about the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
     once per operation. Reads in a row count as one use, which ends when compute does anything else.
@@ -33,6 +37,7 @@ class Accesses:
         self, plan: Plan, executor: Executor, leases: Leases, device: Device, meter: Meter, rank_group: RankGroup | None
     ) -> None:
         self.plan = plan
+        self.turn = Turn()
         self._executor = executor
         self._driver = executor.driver
         self._scheduler: Scheduler = executor.driver.scheduler
@@ -78,36 +83,41 @@ class Accesses:
             )
         self.check_usable()
         unit.used = True
-        lease = self._leases.get(unit) if self._uses[phase][unit.index] else self._access(unit, phase)
-        self._uses[phase][unit.index] += 1
+        with self.turn:
+            lease = self._leases.get(unit) if self._uses[phase][unit.index] else self._access(unit, phase)
+            self._uses[phase][unit.index] += 1
         return lease
 
     def end(self, unit: LiveUnit, phase: Phase) -> None:
         """One use of a unit has ended."""
-        self._uses[phase][unit.index] -= 1
-        if not self._uses[phase][unit.index]:
-            self._driver.tell(self._scheduler.release, unit.index)
+        with self.turn:
+            self._uses[phase][unit.index] -= 1
+            if not self._uses[phase][unit.index]:
+                self._driver.tell(self._scheduler.release, unit.index)
 
     def read(self, unit: LiveUnit) -> torch.Tensor:
         """A unit's weights for one operation of backward. They stay in place as long as the tensor is kept."""
-        lease = self.begin(unit, Phase.BACKWARD)
-        if self._reading is unit:
-            self._uses[Phase.BACKWARD][unit.index] -= 1
-        else:
-            self.end_read()
-            self._reading = unit
+        with self.turn:
+            lease = self.begin(unit, Phase.BACKWARD)
+            if self._reading is unit:
+                self._uses[Phase.BACKWARD][unit.index] -= 1
+            else:
+                self.end_read()
+                self._reading = unit
         return lease.base
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Tell the scheduler an event of compute. Compute reads nothing meanwhile."""
-        self.end_read()
-        self._driver.tell(event, *arguments)
+        with self.turn:
+            self.end_read()
+            self._driver.tell(event, *arguments)
 
     def end_read(self) -> None:
         """Backward has finished the last read, or has ended."""
-        unit, self._reading = self._reading, None
-        if unit is not None:
-            self.end(unit, Phase.BACKWARD)
+        with self.turn:
+            unit, self._reading = self._reading, None
+            if unit is not None:
+                self.end(unit, Phase.BACKWARD)
 
     def _access(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
@@ -183,13 +193,14 @@ class Accesses:
         if lag and self._rank_group is not None and not self.closed:
             what = "applying all asynchronous updates, which an evaluation between steps does too"
             self._rank_group.collectives.on_all_ranks(what, lambda: None)
-        self._executor.poll()
-        self.tell(scheduler.drain, True)
-        try:
-            self.wait(lambda: scheduler.updates.drained, "update")
-        finally:
-            self.tell(scheduler.drain, False)
-        self._drop_ahead()
+        with self.turn:
+            self._executor.poll()
+            self.tell(scheduler.drain, True)
+            try:
+                self.wait(lambda: scheduler.updates.drained, "update")
+            finally:
+                self.tell(scheduler.drain, False)
+            self._drop_ahead()
 
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whether operations succeed or fail."""

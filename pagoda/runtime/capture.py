@@ -196,17 +196,19 @@ class Capture:
 
 class Saver:
     """A thread that writes checkpoints, with more threads for their pieces. An error is kept until someone asks, and is
-    raised once."""
+    raised once, in every thread that waits for it. Thread-safe, except that only one thread at a time may `start`."""
 
     def __init__(self) -> None:
         self._lane = Lane("checkpoint")
         self._writers = Lane("checkpoint_pieces", SSD_THREADS)
         self._job: Handle | None = None
+        self._lock = threading.Lock()
 
     @property
     def pending(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self._job is not None and not self._job.done
+        job = self._job
+        return job is not None and not job.done
 
     def start(self, work: Callable[[], None]) -> None:
         """Write a checkpoint in the background. The previous one must have ended."""
@@ -226,8 +228,9 @@ class Saver:
         try:
             job.wait()
         finally:
-            if job.done:
-                self._job = None
+            with self._lock:
+                if job.done and self._job is job:  # another thread may have started the next one
+                    self._job = None
 
     def check(self) -> None:
         """Raises the error of a checkpoint that has failed since the last check."""
@@ -236,8 +239,9 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until no state is read any more. Errors are left for `check`."""
-        if self._job is not None:
-            self._job.wait_until_done()
+        job = self._job
+        if job is not None:
+            job.wait_until_done()
 
     def close(self) -> None:
         """Finish the checkpoint that is being written, and join the threads. Raises its error."""

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from pagoda.runtime.interrupts import INTERRUPTS
 from pagoda.schedule.operations import Operation
 from pagoda.schedule.scheduler import Scheduler
 
@@ -34,10 +35,11 @@ class Driver:
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass on an event. On return it has been processed, unless this thread is already processing another one."""
-        self._events.append((event, arguments))
-        if self._holder != threading.get_ident():
-            with self._changed:
-                self._process()
+        with INTERRUPTS:
+            self._events.append((event, arguments))
+            if self._holder != threading.get_ident():
+                with self._changed:
+                    self._process()
 
     def ask(self, question: Callable[[], bool]) -> bool:
         """Answer a question about the scheduler, between two events."""
@@ -54,7 +56,7 @@ class Driver:
             with self._changed:
                 self._check()
                 while not until() and not self.scheduler.idle:
-                    self._changed.wait()
+                    INTERRUPTS.wait_for(self._changed)
                     self._check()
                 if until():
                     return

@@ -142,15 +142,15 @@ class Engine:
         """Queue every update whose gradients have arrived. Updates run ahead of the next forward."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
-        self.accesses.check_usable()
-        self.check_not_gathered("optimizer.step()")
-        scale = self.stepper.scaler.scale
-        with as_plain():  # it asks each parameter for its gradient
+        with self.accesses.turn, as_plain():  # it asks each parameter for its gradient
+            self.accesses.check_usable()
+            self.check_not_gathered("optimizer.step()")
+            scale = self.stepper.scaler.scale
             norms = self.stepper.step()
-        replanned = self._follow_trace()
-        self.accesses.end_step()
-        self._step += 1
-        self._take_stats(norms, scale, replanned)
+            replanned = self._follow_trace()
+            self.accesses.end_step()
+            self._step += 1
+            self._take_stats(norms, scale, replanned)
 
     def drain(self) -> None:
         """Wait until every state is in its home, as the last `step()` left it."""
@@ -213,16 +213,17 @@ class Engine:
         """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
         if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
-        self.settle()
-        self.accesses.wait_until_idle()
-        self.saver.settle()
-        writes = self.store.writes
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, StorageError) or self.store.writes != writes:
-                self.damage.note(error)
-            raise
+        with self.accesses.turn.lock:
+            self.settle()
+            self.accesses.wait_until_idle()
+            self.saver.settle()
+            writes = self.store.writes
+            try:
+                yield
+            except BaseException as error:
+                if isinstance(error, StorageError) or self.store.writes != writes:
+                    self.damage.note(error)
+                raise
 
     def prepare_capture(self) -> None:
         """Bring states to where the last `step()` leaves them, except for queued updates.
@@ -245,7 +246,7 @@ class Engine:
     def end_capture(self, capture: Capture) -> None:
         """The capture is complete or was given up, so updates need not wait for it."""
         capture.end()
-        self.accesses.tell(self._executor.end_checkpoint)
+        self._executor.driver.tell(self._executor.end_checkpoint)  # not an event of compute
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(

@@ -147,20 +147,21 @@ class ModelHooks:
                     param.grad = None
 
         def after(_param: torch.Tensor) -> None:
-            with as_plain():
-                if not param.requires_grad:
-                    return
-                grad = param.grad
-                assert grad is not None
-                if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
-                    param.grad = None
-                    return
-                if not accumulate:
-                    unit.markers[slot] = self._marker(unit, slot)
-                param.grad = unit.markers[slot]
-                unit.marked.add(slot)
-                grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
-            self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), accumulate)
+            with self._engine.accesses.turn:
+                with as_plain():
+                    if not param.requires_grad:
+                        return
+                    grad = param.grad
+                    assert grad is not None
+                    if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
+                        param.grad = None
+                        return
+                    if not accumulate:
+                        unit.markers[slot] = self._marker(unit, slot)
+                    param.grad = unit.markers[slot]
+                    unit.marked.add(slot)
+                    grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
+                self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), accumulate)
 
         # The hook is on the accumulating node. Hooks on the tensor would also run for torch.autograd.grad, which does
         # not change param.grad. As long as the node is held, every later graph uses it, also after a frozen parameter

@@ -11,6 +11,7 @@ from torch.autograd import profiler
 
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import PAST, Event
+from pagoda.runtime.interrupts import INTERRUPTS
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 
 SSD_THREADS = 4
@@ -128,7 +129,7 @@ class Handle:
             if self._changed is None:
                 self._changed = threading.Condition(self._lock)
             while self._state < state:
-                self._changed.wait()
+                INTERRUPTS.wait_for(self._changed)
 
     def then(self, callback: Callable[[BaseException | None], None]) -> None:
         """Call `callback(error)` once the work has ended: on the thread that ends it, or now if it has ended."""

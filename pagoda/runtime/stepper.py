@@ -172,10 +172,11 @@ class Stepper:
 
     def updates_have_begun(self) -> bool:
         """Whether some unit has begun its update of this step during backward."""
-        self._accesses.end_read()
-        self._executor.poll()
-        self._note_begun()
-        return any(unit.updated for unit in self._units)
+        with self._accesses.turn:
+            self._accesses.end_read()
+            self._executor.poll()
+            self._note_begun()
+            return any(unit.updated for unit in self._units)
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""

@@ -1,6 +1,7 @@
 """A checkpoint that is written while training goes on is the state at the call, and changes nothing of the run."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,6 +145,33 @@ def test_one_checkpoint_is_written_at_a_time_and_close_finishes_the_last(tmp_pat
     assert (tmp_path / "first").exists()
     run.optimizer.close()
     assert_resumes(tmp_path / "second")
+
+
+@pytest.mark.parametrize("place", ["resident", "on_ssd"])
+def test_threads_may_save_at_once_while_another_trains(place: str, tmp_path: Path) -> None:
+    run = Run(LLAMA, PLACES[place](LLAMA, tmp_path)).train(0, 1)
+
+    def save(name: str) -> None:
+        for number in range(2):
+            run.save(tmp_path / f"{name}{number}", wait=number == 1)
+
+    threads = [threading.Thread(target=save, args=(name,), daemon=True) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    steps, deadline = 1, time.monotonic() + 60
+    while any(thread.is_alive() for thread in threads):
+        assert time.monotonic() < deadline, "a save never returned"
+        run.train(steps, steps := steps + 1)
+    run.optimizer.close()
+    again, states = Run(LLAMA, RESIDENT), {}
+    for step in range(steps):
+        again.train(step, step + 1)
+        states[step + 1] = again.model.state_dict(), again.optimizer.state_dict()["state"]
+    for saved in [tmp_path / f"{name}{number}" for name in "ab" for number in range(2)]:
+        again.load(saved)
+        state = again.optimizer.state_dict()["state"]
+        assert_same((again.model.state_dict(), state), states[int(state[0]["step"])])
+    again.optimizer.close()
 
 
 @pytest.mark.usefixtures("slow_disk")

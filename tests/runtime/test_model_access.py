@@ -1,9 +1,13 @@
 """Weights outside forward: read, written, saved, loaded, and every misuse answered with an error that names the fix."""
 
+import signal
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -316,6 +320,45 @@ def test_training_goes_on_after_an_error(wrap: Wrap, wrap_layers: WrapLayers) ->
     for wrapped in ((model, optimizer), twin):
         train_layers(*wrapped)
     assert_same_state((model, optimizer), twin)
+
+
+def test_training_goes_on_after_an_interrupt_at_any_moment(wrap: Wrap, wrap_layers: WrapLayers) -> None:
+    """The interrupted step is dropped, or taken as a whole."""
+    package = str(Path(pagoda.__file__).parent)
+
+    def interrupted(at: int) -> tuple[dict[str, torch.Tensor], int]:
+        """The weights after a step, one that is interrupted at this entry of a function of Pagoda, and another one. The
+        number of entries."""
+        model, optimizer = wrap_layers()
+        train_layers(model, optimizer, 1)
+        entries = 0
+
+        def count(frame: FrameType, *_: object) -> None:
+            nonlocal entries
+            entries += frame.f_code.co_filename.startswith(package)
+            if entries == at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+
+        sys.settrace(count)
+        try:
+            with suppress(KeyboardInterrupt):
+                train_layers(model, optimizer, 1)
+        finally:
+            sys.settrace(None)
+        optimizer.zero_grad()
+        train_layers(model, optimizer, 1)
+        weights = model.state_dict()
+        optimizer.close()
+        return weights, entries
+
+    whole, entries = interrupted(-1)
+    model, optimizer = wrap(fresh())
+    train_layers(model, optimizer, 2)
+    dropped = model.state_dict()
+    for at in range(1, entries, entries // 16):
+        weights, _ = interrupted(at)
+        assert any(all(torch.equal(weights[n], known[n]) for n in known) for known in (whole, dropped)), at
 
 
 def test_a_model_may_call_itself(wrap: Wrap) -> None:
