@@ -47,7 +47,8 @@ class Accesses:
         self.before: Callable[[bool], None] = lambda _: None
         """Called before each access. The argument says whether the access belongs to a step."""
         self.agree: Callable[[str], None] = lambda _: None
-        """Returns when all ranks do the named thing. Raises UsageError if some do another thing."""
+        """Returns when all ranks do the named thing, which changes weights. Raises UsageError if some do another
+        thing."""
         self.owner: object = None
         """An object that lives as long as anything that can access weights, such as a graph."""
         self.staleness: dict[str, Staleness] = {}

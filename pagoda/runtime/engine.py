@@ -198,6 +198,7 @@ class Engine:
             self.stepper.drop_step()
         else:
             self.stepper.zero_grad()
+        self.accesses.agree("loading a checkpoint")
         self.accesses.wait_until_idle()  # what that has undone must have ended before states change
         self.saver.settle()
         try:
@@ -217,6 +218,7 @@ class Engine:
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
         if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
         self.settle()
+        self.accesses.agree("changing weights or other states")
         self.accesses.wait_until_idle()
         self.saver.settle()
         writes = self.store.writes
@@ -312,7 +314,7 @@ class Engine:
         self.leases.gather = rank_group.gather
         self._executor.share = rank_group.share
         self.accesses.before = rank_group.collectives.begin_access
-        self.accesses.agree = lambda what: rank_group.collectives.on_all_ranks(what, lambda: None)
+        self.accesses.agree = rank_group.collectives.agree_to_change
         return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
