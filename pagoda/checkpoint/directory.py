@@ -187,16 +187,16 @@ class Removable:
             nameless.rmdir()
 
 
-def remove(directory: Path, places: Sequence[str | Path] = ()) -> None:
-    """Delete a checkpoint, and free its pages in the SSD directories `places`.
+def remove(directory: Path) -> None:
+    """Delete a checkpoint, and free its pages if this process has their store open.
 
     If a crash interrupts this, `remove_leftovers` deletes the rest, or the next opening of the SSD directories does.
     Raises CheckpointError if it must be kept (see `Removable.of`), and StorageError.
     """
-    remove_leftovers(directory.parent, places)
+    remove_leftovers(directory.parent, ())
     removable = Removable.of(directory)
     removable.retire()
-    removable.forget(places)
+    removable.forget(())
     removable.delete()
 
 

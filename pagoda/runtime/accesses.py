@@ -186,13 +186,18 @@ class Accesses:
         if not until():
             self._executor.damage.raise_cause()
 
+    def agree(self, what: str) -> None:
+        """Return when all ranks do the named thing, which changes weights. Raises UsageError if some do another
+        thing."""
+        if self._rank_group is not None:
+            self._rank_group.collectives.agree_to_change(what)
+
     def drain(self) -> None:
         """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
         lag = any(weights.lag for weights in scheduler.versions.of)
-        if lag and self._rank_group is not None and not self.closed:
-            what = "applying all asynchronous updates, which an evaluation between steps does too"
-            self._rank_group.collectives.on_all_ranks(what, lambda: None)
+        if lag and not self.closed:
+            self.agree("applying all asynchronous updates, which an evaluation between steps does too")
         with self.turn:
             self._executor.poll()
             self.tell(scheduler.drain, True)

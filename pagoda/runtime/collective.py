@@ -145,6 +145,13 @@ class Collectives:
             self._begin(_BETWEEN)
         return results[0]
 
+    def agree_to_change(self, what: str) -> None:
+        """Return when all ranks are about to change weights, by something other than the updates of a step.
+
+        What follows has no list, because entries of a list count a unit's updates since the part began."""
+        self.on_all_ranks(what, lambda: None)
+        self._begin(None)
+
     def close(self) -> None:
         """Tell the others that this rank leaves, and join the thread."""
         if not self._left:

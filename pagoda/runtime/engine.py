@@ -195,6 +195,7 @@ class Engine:
             self.stepper.drop_step()
         else:
             self.stepper.zero_grad()
+        self.accesses.agree("loading a checkpoint")
         self.accesses.wait_until_idle()  # what that has undone must have ended before states change
         self.saver.settle()
         try:
@@ -215,6 +216,7 @@ class Engine:
         if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
         with self.accesses.turn.lock:
             self.settle()
+            self.accesses.agree("changing weights or other states")
             self.accesses.wait_until_idle()
             self.saver.settle()
             writes = self.store.writes

@@ -187,7 +187,7 @@ class Reducer:
             return ended
 
         record.waiting.append(offload)
-        self._driver.tell(self._driver.scheduler.gradient, unit.index, record.complete, False)
+        self._driver.tell(self._driver.scheduler.gradient, unit.index, record.complete, False, False)
         # It may wait for what is being read or written, but what frees a buffer may be this lane's to do.
         if not opened.wait(rank_timeout_s()):
             raise BudgetError(self._gradients.exhausted(unit))

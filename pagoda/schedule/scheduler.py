@@ -63,17 +63,18 @@ class Scheduler:
         self.updates.ask_again(unit)
         self._pump()
 
-    def gradient(self, unit: int, complete: bool, last: bool) -> None:
+    def gradient(self, unit: int, complete: bool, last: bool, here: bool = True) -> None:
         """Autograd has made a gradient of a unit.
 
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
-        `step()`. Compute must wait while `gradients.held_back`.
+        `step()`. `here`: False if only another rank's autograd has made it. Compute must wait while
+        `gradients.held_back`.
         """
         self.updates.undo(unit)
         record = self.gradients.add(unit, self.steps, complete)
         if complete and last:
             self.updates.ask_early(record)
-        self._pump()
+        self._pump(ranks_agree=here)
 
     def end_step(self, clipped: bool = False, skipped: bool = False, changed: Collection[int] = ()) -> None:
         """`step()` was called: queue an update of each unit that has a gradient. OFFLOADs may still be under way.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.checkpoint.directory import committed, remove, write_manifest
+from pagoda.checkpoint.directory import Removable, committed, remove, write_manifest
 from pagoda.errors import CheckpointError, PagodaError
 from pagoda.memory.identity import new_checkpoint_id, partial, removed
 from pagoda.memory.ssd.committed import open_commit
@@ -44,9 +44,17 @@ def save(checkpoint: Path, ssd: Path | None = None, **changes: object) -> dict[s
     return reference
 
 
+def remove_from(checkpoint: Path, places: list[Path]) -> None:
+    """Delete a checkpoint, and its pages in SSD directories, as a save does that replaces it."""
+    removable = Removable.of(checkpoint)
+    removable.retire()
+    removable.forget(places)
+    removable.delete()
+
+
 def test_a_removed_checkpoint_goes_with_its_pages(tmp_path: Path, ssd: Path) -> None:
     save(tmp_path / "run" / "step-1", ssd)
-    remove(tmp_path / "run" / "step-1", [ssd])
+    remove_from(tmp_path / "run" / "step-1", [ssd])
     assert names(tmp_path / "run") == names(ssd) == []
 
 
@@ -60,14 +68,14 @@ def test_a_manifest_that_names_other_files_deletes_none(way: str, tmp_path: Path
     }
     save(tmp_path / "run" / "step-1", ssd, **forged[way])
     with pytest.raises(CheckpointError, match="not a reference to committed pages"):
-        remove(tmp_path / "run" / "step-1", [ssd])
+        remove_from(tmp_path / "run" / "step-1", [ssd])
     assert (tmp_path / "run" / "step-1").exists()
     assert victim.read_text() == "years of work"
 
 
 def test_pages_in_a_directory_that_the_user_did_not_name_are_kept(tmp_path: Path, ssd: Path) -> None:
     reference = save(tmp_path / "run" / "step-1", ssd)
-    remove(tmp_path / "run" / "step-1", [make_directory(tmp_path / "other")])
+    remove_from(tmp_path / "run" / "step-1", [make_directory(tmp_path / "other")])
     open_commit(reference).close()
 
 
@@ -77,7 +85,7 @@ def test_a_symlinked_folder_of_page_tables_deletes_nothing_elsewhere(tmp_path: P
     commits.rename(precious / "commits")
     commits.symlink_to(precious / "commits")
     with pytest.raises(PagodaError):
-        remove(tmp_path / "run" / "step-1", [ssd])
+        remove_from(tmp_path / "run" / "step-1", [ssd])
     Tier({ssd: None}, 4, PAGE, 4).close()
     assert names(precious) == ["commits", f"commits/{reference['commit']}", "thesis.tex"]
 
@@ -87,7 +95,7 @@ def test_a_damaged_page_table_is_kept_when_its_checkpoint_is_deleted(tmp_path: P
     reference = save(tmp_path / "run" / "step-1", ssd)
     table = ssd / f"pagoda-{reference['store']}" / "commits" / reference["commit"]
     table.write_bytes(b"damaged")
-    remove(tmp_path / "run" / "step-1", [ssd])
+    remove_from(tmp_path / "run" / "step-1", [ssd])
     assert names(tmp_path / "run") == []
     assert table.read_bytes() == b"damaged"
 
@@ -96,7 +104,7 @@ def test_a_checkpoint_that_holds_something_of_the_users_is_kept_with_its_pages(t
     reference = save(tmp_path / "run" / "step-1", ssd)
     (tmp_path / "run" / "step-1" / "notes.txt").write_text("the best one")
     with pytest.raises(CheckpointError, match=r"step-1 is kept: notes\.txt in it is not part of the checkpoint"):
-        remove(tmp_path / "run" / "step-1", [ssd])
+        remove_from(tmp_path / "run" / "step-1", [ssd])
     assert (tmp_path / "run" / "step-1" / "notes.txt").exists()
     open_commit(reference).close()
 
@@ -106,7 +114,7 @@ def test_a_symlinked_checkpoint_is_kept(tmp_path: Path, ssd: Path) -> None:
     make_directory(tmp_path / "run")
     (tmp_path / "run" / "step-1").symlink_to(tmp_path / "archive" / "step-1")
     with pytest.raises(CheckpointError, match="symbolic link"):
-        remove(tmp_path / "run" / "step-1", [ssd])
+        remove_from(tmp_path / "run" / "step-1", [ssd])
     assert (tmp_path / "run" / "step-1" / "manifest.json").exists()
     open_commit(reference).close()
 
@@ -114,7 +122,7 @@ def test_a_symlinked_checkpoint_is_kept(tmp_path: Path, ssd: Path) -> None:
 def test_a_deleted_copy_leaves_the_pages_of_the_original(tmp_path: Path, ssd: Path) -> None:
     reference = save(tmp_path / "run" / "step-1", ssd)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    remove(tmp_path / "copy" / "step-1", [ssd])
+    remove_from(tmp_path / "copy" / "step-1", [ssd])
     open_commit(reference).close()
 
 

@@ -652,6 +652,24 @@ class Halves(nn.Module):
         return (self.second(x) if both else x).sum()
 
 
+def change_between_steps(out: Path, how: str) -> Any:
+    """The weights after steps between which they are loaded, though the step before did not use all of them, or after
+    several drains of asynchronous updates."""
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    update = pagoda.Updates("async" if how == "drain" else "sync")
+    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32", update=update)
+    for step in range(8):
+        model(torch.ones(2, 8), both=step != 4).backward()
+        optimizer.step()
+        if how == "drain" and step > 1:
+            optimizer.drain()
+        elif how == "load" and step == 4:
+            model.load_state_dict(Halves().state_dict())
+    weights = joined(model.state_dict())
+    optimizer.close()
+    return weights
+
+
 def clip_unalike(out: Path, how: str) -> str:
     """The error where ranks clip gradients of different parameters, or multiply them by different numbers."""
     rank = place()[0]

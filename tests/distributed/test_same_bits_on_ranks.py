@@ -118,6 +118,15 @@ def test_ranks_that_do_different_things_take_part_in_what_others_need(
         assert any(result["served"] for result in results) == ("left_out" in DEPARTURES[name])
 
 
+@pytest.mark.parametrize("how", ["load", "drain"])
+def test_ranks_change_weights_between_steps_that_the_step_before_left_as_they_were(
+    how: str, ranks: RankServer, tmp_path: Path
+) -> None:
+    (alone,) = ranks.run("change_between_steps", 1, tmp_path / "alone", how=how)
+    for weights in ranks.run("change_between_steps", 2, tmp_path / "together", how=how):
+        assert_equal(weights, alone)
+
+
 def test_hybrid_sharding_differs_by_the_order_of_sums_only(ranks: RankServer, once: Any, tmp_path: Path) -> None:
     recipe = {"model": "llama", "precision": "fp32", "clip": None, "steps": 2}
     expected = alone(once, 4, recipe)

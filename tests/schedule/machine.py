@@ -1,10 +1,10 @@
 """A make-believe machine: lanes that do what the scheduler says, and end their operations at random moments."""
 
-from collections import Counter
+from collections import Counter, deque
 
 from pagoda.schedule.operations import Kind, Operation
 
-from .memory import TORN, Memory, require
+from .memory import OTHERS, TORN, Memory, require
 
 MAY_FAIL = frozenset(Kind) - {Kind.RECLAIM, Kind.READ_AHEAD}
 
@@ -15,7 +15,7 @@ class Machine(Memory):
     def advance(self) -> bool:
         """Let one operation come a stage further; False if none can."""
         self.collect()
-        if self.plan.ranks_fetch_alike and self.haste.random() < 0.1 and self.lend():
+        if self.plan.ranks_fetch_alike and self.haste.random() < 0.1 and (self.lend() or self.take_part()):
             return True
         ready = [
             op for name, lane in self.lanes.items() if lane and name != self.stalled and (op := self.next_ready(lane))
@@ -252,13 +252,31 @@ class Machine(Memory):
         self.collect()
         return unit >= 0
 
+    def take_part(self) -> bool:
+        """Take part in the reduction of a gradient that other ranks have, if there is one."""
+        if not self.theirs:
+            return False
+        unit = self.theirs.pop(self.haste.randrange(len(self.theirs)))
+        passes = self.truths[unit].passes
+        self.note("  another rank's gradient of unit", unit)
+        complete, fetched = self.steps in passes, len(self.fetched)
+        passes.setdefault(self.steps, Counter())[OTHERS] += 1
+        self.queued.setdefault((unit, self.steps), deque()).append(OTHERS)
+        self.scheduler.gradient(unit, complete, last=False, here=False)
+        self.collect()
+        require(len(self.fetched) == fetched, f"another rank's gradient of unit {unit} starts a fetch")
+        return True
+
     def may_ask(self, unit: int) -> bool:
         """Whether another rank may need a unit's weights from this one: each has a slice, and what steps before have
         asked for is there."""
         early = self.plan.during_backward or self.plan.max_staleness is not None
         truth = self.truths[unit]
+        last = self.homes[unit].undo if self.scheduler.versions.undoing(unit) else None
         stand = [
-            step for step in truth.applied if step < self.steps and truth.used_rules[step] == truth.rules.get(step)
+            step
+            for step in truth.applied[:last]
+            if step < self.steps and truth.used_rules[step] == truth.rules.get(step)
         ]
         there = len(stand) == truth.asked
         return there and not (early or self.plan.units[unit].shared or self.scheduler.versions.failed)

@@ -18,6 +18,8 @@ from .rules import Rules
 
 TORN = -1
 """The stamp of what is being written."""
+OTHERS = -2
+"""The stamp of a gradient that only other ranks' backward has made."""
 LANES = {
     Kind.FETCH: "h2d",
     Kind.RECLAIM: "executor",
@@ -137,6 +139,8 @@ class Memory:
         """FETCH -> the extent that it reads."""
         self.lent: dict[int, int | None] = {}
         """unit -> the version that another rank reads; None while it waits."""
+        self.theirs: list[int] = []
+        """Units of which other ranks have a gradient of this step that has not come here yet."""
         self.held: dict[Operation, None] = {}
         """Reclaims that were answered: still held."""
         self.ahead: dict[int, tuple[int, int, int]] = {}

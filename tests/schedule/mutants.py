@@ -328,6 +328,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        self.updates.undo(unit)\n        self.leases.others_read",
             "        self.leases.others_read",
         ),
+        "another rank's gradient is taken for one of backward": ("self._pump(ranks_agree=here)", "self._pump()"),
         "a gradient does not undo": ("        self.updates.undo(unit)\n        record", "        record"),
         "old leases outlive what has been restored": (
             "        for unit in range(len(self.plan.units)):\n            self.leases.changed(unit)\n",

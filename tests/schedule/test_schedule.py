@@ -89,6 +89,12 @@ def test_a_prefetch_that_fails_is_not_tried_until_compute_waits_for_it() -> None
     assert scheduler.ready(second.unit)
 
 
+def test_no_fetch_starts_when_another_rank_has_a_gradient_since_each_rank_hears_of_it_at_another_point() -> None:
+    scheduler = Scheduler(replace(plan(frames=4), ranks_fetch_alike=True))
+    scheduler.gradient(0, complete=False, last=False, here=False)
+    assert [op.kind for op in scheduler.take()] == [Kind.OFFLOAD]
+
+
 def run_first(scheduler: Scheduler) -> list[Operation]:
     scheduler.access(Access(0, Phase.FORWARD))
     return scheduler.take()

@@ -49,6 +49,11 @@ class World(Compute):
             passes.append(True)  # more than were announced
         if rng.random() < self.rules.reorders:
             self.order = tuple(rng.sample(self.order, len(self.order)))
+        if self.plan.ranks_fetch_alike and self.plan.spills and not self.plan.during_backward:
+            trained = [unit for unit, of in enumerate(self.plan.units) if of.trained]
+            self.theirs = [unit for unit in trained if rng.random() < self.rules.departures]
+        if self.haste.random() < 0.5:
+            self.take_part()
         whole = True
         for last in passes:
             whole = self.a_pass(last) and whole
@@ -56,6 +61,8 @@ class World(Compute):
         if self.lost or (not whole and (decided_late or rng.random() < 0.5)):
             self.drop_gradients()
             return
+        while self.take_part():
+            pass
         self.until(self.settled, "the norm")
         if self.scheduler.versions.failed:
             raise HasFailedError
@@ -109,6 +116,7 @@ class World(Compute):
 
     def drop_gradients(self) -> None:
         self.note("drop gradients")
+        self.theirs.clear()
         begun = self.begun()
         self.dropped = frozenset(range(len(self.truths))) - {*begun}
         self.scheduler.drop_gradients()
