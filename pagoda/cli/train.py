@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
 from pagoda.train.run_dir import LAST, RunDir
 from pagoda.train.settings_file import read_settings
@@ -29,14 +30,16 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     """The configuration that provides the values of flags that are not given: that of the run in --out with --resume,
     or that of the file with --config.
 
-    Raises ConfigError if there is no run in --out, or if the file cannot be used.
+    Raises ConfigError if both flags are given, if there is no run in --out, or if the file cannot be used.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None
+    given = _value(args, "--config")
     if "--resume" in args and (out := _value(args, "--out")):
+        if given:
+            raise ConfigError("--config starts another run, and --resume continues one: give --resume and changed flags")
         started = RunDir(Path(out)).started_config()
         return replace(started, out=Path(out), resume=True, checkpoint=LAST, trace=None)
-    given = _value(args, "--config")
     return read_settings(Path(given)) if given else None
 
 

@@ -26,7 +26,7 @@ def decoded(kind: type[_T], settings: Any, prefix: str = "", of: str = "the conf
             f"{of} has{where} {short(settings)}, which is not an object with the settings of {kind.__name__}"
         )
     hints = get_type_hints(kind)
-    if unknown := sorted(settings.keys() - hints.keys()):
+    if unknown := sorted(map(str, settings.keys() - hints.keys())):  # in YAML, a key may be no text
         raise ConfigError(f"{of} has unknown settings: {', '.join(unknown)[:200]}")
     needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
     if missing := sorted(needed - settings.keys()):

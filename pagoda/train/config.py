@@ -174,7 +174,7 @@ class TrainConfig(Run):
         for name in ("batch_size", "seq_len", "steps", "eval_every", "patience", "sample_every"):
             require_count(name, getattr(self, name), 0)
         require(self.seq_len != 1, "seq_len", self.seq_len, "at least 2 (a token and the next)")
-        require(self.epochs is None or self.epochs > 0, "epochs", self.epochs, "above 0")
+        require(self.epochs is None or 0 < self.epochs < math.inf, "epochs", self.epochs, "above 0")
         if self.epochs is not None and self.steps:
             raise ConfigError("give --steps or --epochs, not both")
         require(0 <= (self.eval_share or 0) < 1, "eval_share", self.eval_share, "at least 0, and below 1")

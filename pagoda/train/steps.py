@@ -117,7 +117,8 @@ class Steps:
                     progress.show(metrics)
                     over = step == config.steps or stopped_by is not None
                     over = self._between(step, files, over, stopped_by is not None)
-            self._session.optimizer.wait_for_checkpoint()
+                # The first signal must not end the process before the last checkpoint is complete.
+                self._session.optimizer.wait_for_checkpoint()
         result = TrainResult(
             out=self._run_dir.path,
             plan=plan_of(self._session.model),

@@ -11,6 +11,7 @@ from files import content_of
 from safetensors.torch import save_file
 
 from pagoda.cli.main import main
+from pagoda.optimizer import PagedOptimizer
 from tests.cli.workspace import STEPS, Workspace, curve
 from tests.tiny import LLAMA, at_the_first_batch
 
@@ -93,6 +94,21 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
     assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "2"]) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
+
+
+def test_a_signal_after_the_last_step_does_not_stop_the_last_checkpoint(
+    work: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, being_written = PagedOptimizer.wait_for_checkpoint, iter([False, True])
+
+    def interrupted(optimizer: PagedOptimizer) -> None:
+        if next(being_written):
+            signal.raise_signal(signal.SIGINT)
+        wait(optimizer)
+
+    monkeypatch.setattr(PagedOptimizer, "wait_for_checkpoint", interrupted)
+    assert main(work.args("run", steps=1)) == 0
+    assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
 
 
 BAD_INPUT = {

@@ -58,6 +58,7 @@ def test_a_configuration_survives_json(changes: dict[str, Any]) -> None:
         ({"optims": {}}, "unknown settings: optims"),
         ({"memory": 3}, "Memory"),
         ({"steps": "many"}, "wrong type"),
+        ({"steps": 0, "epochs": math.inf}, "epochs is inf"),
     ],
 )
 def test_a_setting_out_of_range_is_named(change: dict[str, object], names: str) -> None:
