@@ -30,12 +30,15 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     """The configuration that provides the values of flags that are not given: that of the run in --out with --resume,
     or that of the file with --config.
 
-    Raises ConfigError if both flags are given, if there is no run in --out, or if the file cannot be used.
+    Raises ConfigError if both flags are given, if --resume has no --out or one without a run, or if the file cannot be
+    used.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None
     given = _value(args, "--config")
-    if "--resume" in args and (out := _value(args, "--out")):
+    if "--resume" in args:
+        if (out := _value(args, "--out")) is None:
+            raise ConfigError("--resume continues a run: name its directory with --out")
         if given:
             raise ConfigError("--config starts another run, and --resume continues one: give --resume and changed flags")
         started = RunDir(Path(out)).started_config()

@@ -95,8 +95,8 @@ class RunDir:
             content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
         except OSError as error:
             raise ConfigError(
-                f"no run to resume in {self.path}: {self.config.name} cannot be read"
-                f" ({error.strerror or type(error).__name__}). Check --out, or start a run without --resume"
+                f"there is no run in {self.path}: {self.config.name} cannot be read"
+                f" ({error.strerror or type(error).__name__}). Name the directory of a run"
             ) from error
         try:
             settings = json.loads(content.decode())
@@ -148,6 +148,17 @@ class RunDir:
             if checkpoint.path.name == name:
                 return checkpoint
         raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names_of(found)}")
+
+    def named_or_itself(self, name: str) -> Path:
+        """The checkpoint of the run with this name, or the directory itself if it is no run.
+
+        Raises CheckpointError like `named`, and ConfigError if a checkpoint of no run is named.
+        """
+        if self.checkpoints.is_dir() or self.metrics.exists():
+            return self.named(name).path
+        if name != LAST:
+            raise ConfigError(f"--checkpoint {name} names a checkpoint of a run, and {self.path} is not a run")
+        return self.path
 
     def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
         """Rename a checkpoint, so that it is kept but no longer belongs to the run.

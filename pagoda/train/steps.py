@@ -20,7 +20,7 @@ from pagoda.memory.files import make_directories, storage_errors, write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
-from pagoda.train.generate import continued
+from pagoda.train.generate import continued, prompt_ids
 from pagoda.train.loggers import Loggers
 from pagoda.train.progress import Progress, say
 from pagoda.train.ranks import MetricsFiles, share_metrics
@@ -77,6 +77,9 @@ class Steps:
         """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.rank else session.config.log, run_dir.path)
         self._saved: Path | None = None
+        if session.config.sample_every:
+            chat = session.batches.rows.tokens.about.chats
+            prompt_ids(session.model, tokenizer, session.config.prompt, chat)  # before hours of training
 
     def run(self, beginning: Beginning) -> TrainResult:
         """Run the remaining steps."""

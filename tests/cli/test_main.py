@@ -54,6 +54,8 @@ def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path
         assert parsed(*flags) == replace(started, out=tmp_path, resume=True)
     changed = parsed(*flags, "--steps", "40", "--memory.host", "2GiB")
     assert (changed.steps, changed.memory.host, changed.optim.lr) == (40, "2GiB", 1e-3)
+    with pytest.raises(ConfigError, match="name its directory with --out"):
+        parsed("--resume")
     with pytest.raises(ConfigError, match="--config starts another run"):
         parsed(*flags, "--config", tmp_path / "run.yaml")
 

@@ -178,7 +178,7 @@ def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_no
         (work.args("run", steps=2), "--resume"),
         (work.args("run", "--resume", steps=4, batch_size=3), "--batch-size 3 (the run has 2)"),
         (work.args("run", "--resume", steps=4, data=work.root / "other.txt"), "another text"),
-        (work.args("elsewhere", "--resume"), "no run to resume"),
+        (work.args("elsewhere", "--resume"), "there is no run in"),
     ):
         assert main(args) == 2
         assert message in capsys.readouterr().err

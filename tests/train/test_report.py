@@ -114,7 +114,7 @@ def test_only_reports_are_replaced(
     directory: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "no run to resume" in capsys.readouterr().err
+    assert "there is no run in" in capsys.readouterr().err
     mine = tmp_path / "notes.html"
     mine.write_text("<!DOCTYPE html><p>mine")
     assert main(["report", str(directory), "--out", str(mine)]) == 2

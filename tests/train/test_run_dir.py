@@ -100,7 +100,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_broken_configuration_is_refused(case: str, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    with pytest.raises(ConfigError, match="no run to resume"):
+    with pytest.raises(ConfigError, match="there is no run in"):
         run_dir.started_config()
     HOSTILE[case](run_dir.config)
     with pytest.raises(ConfigError, match=r"config\.json"):
