@@ -68,4 +68,5 @@ def server_of(directory: Path, port: int) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port {port} cannot be used: {getattr(error, 'strerror', 'a port is from 0 to 65535')}. Give another") from error
+        why = getattr(error, "strerror", "a port is from 0 to 65535")
+        raise ConfigError(f"--port {port} cannot be used: {why}. Give another") from error

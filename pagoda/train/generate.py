@@ -54,9 +54,13 @@ def continued(
 def prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
     """The ids of a prompt that the model can continue.
 
-    Raises ConfigError if it has no tokens or leaves no position, and for a chat if the tokenizer has no chat template.
+    Raises ConfigError if it is not Unicode text, has no tokens or leaves no position, and for a chat if the tokenizer
+    has no chat template.
     """
-    ids, positions = tokenizer.prompt(prompt, chat), _positions(model)
+    try:
+        ids, positions = tokenizer.prompt(prompt, chat), _positions(model)
+    except UnicodeEncodeError as error:  # the command line had bytes that are not UTF-8
+        raise ConfigError(f"--prompt is not UTF-8 text: {error}") from error
     if not ids:
         raise ConfigError("--prompt is empty, and the tokenizer puts no token before a text: give some text")
     if positions is not None and len(ids) >= positions:

@@ -113,6 +113,7 @@ def test_what_cannot_be_continued_is_refused_in_words(
     AutoModelForCausalLM.from_config(
         GPT2Config(vocab_size=256, n_positions=16, n_embd=32, n_layer=1, n_head=2)
     ).save_pretrained(tmp_path / "bytes")
+    assert "--prompt is not UTF-8" in refused(capsys, tmp_path / "bytes", "--prompt", "a \udcff")
     assert "no chat template" in refused(capsys, tmp_path / "bytes", "--prompt", "a", "--chat", True)
     generated(capsys, str(tmp_path / "bytes"), "--prompt", "as many as fit")
 
