@@ -76,14 +76,16 @@ class RunDir:
     def check_free(self) -> None:
         """Check that a new run can start here. Writes nothing.
 
-        Raises ConfigError like `check_place`, and if there is a run already.
+        Raises ConfigError like `check_place`, and if there is a run already, or a file that it would replace.
         """
         self.check_place()
-        taken = [p.name for p in (self.config, self.metrics, self.evals, self.checkpoints) if p.exists()]
-        if taken:
+        written = self.config, self.metrics, self.evals, self.checkpoints
+        written += self.settings, self.plan, self.timeline, self.tokenizer
+        if taken := [path.name for path in written if path.exists()]:
+            what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(
-                f"--out {self.path} already holds a run ({', '.join(taken)}): continue it with --resume,"
-                " or give another directory"
+                f"--out {self.path} already holds {what} ({', '.join(taken)}): give another directory"
+                + ", or continue the run with --resume" * self.config.exists()
             )
 
     def started_config(self) -> TrainConfig:
@@ -177,13 +179,13 @@ class RunDir:
         settings = config.settings()
         with self._writing():
             make_directories(self.path)
-            content = json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n"
+            # First, because without it there is no run to resume, and with the others none can start.
+            write_durably(self.config, (json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n").encode())
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
             for file in tokenizer:
                 write_durably(self.tokenizer / file.name, file.read_bytes())
             write_durably(self.settings, settings_as_yaml(config).encode())
-            write_durably(self.config, content.encode())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
