@@ -79,9 +79,9 @@ class RunDir:
         Raises ConfigError like `check_place`, and if there is a run already, or a file that it would replace.
         """
         self.check_place()
-        written = self.config, self.metrics, self.evals, self.checkpoints
-        written += self.settings, self.plan, self.timeline, self.tokenizer
-        if taken := [path.name for path in written if path.exists()]:
+        run = [self.config, self.metrics, self.evals, self.checkpoints]
+        others = [self.settings, self.plan, self.timeline, self.tokenizer]
+        if taken := [path.name for path in run + others if path.exists()]:
             what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(
                 f"--out {self.path} already holds {what} ({', '.join(taken)}): give another directory"

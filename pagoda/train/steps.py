@@ -122,6 +122,10 @@ class Steps:
                     over = self._between(step, files, over, stopped_by is not None)
                 # The first signal must not end the process before the last checkpoint is complete.
                 self._session.optimizer.wait_for_checkpoint()
+                if step == config.steps and stopped_by is not None:  # nothing is left for a resumed run
+                    stopped_by = None
+                    if self._evaluator is not None and files is not None:
+                        self._record_evaluation(step, files)
         result = TrainResult(
             out=self._run_dir.path,
             plan=plan_of(self._session.model),
@@ -156,9 +160,7 @@ class Steps:
         config = self._config
         improved = False
         if self._evaluator is not None and not interrupted and (over or step % config.evaluates_every == 0):
-            found = self._evaluate(step)
-            files.write(evals=found)
-            self._loggers.evaluation(found)
+            self._record_evaluation(step, files)
             improved = config.keep_best and best_step(self._losses) == step
             if config.patience and since_best(self._losses) >= config.patience and not over:
                 over = True
@@ -173,6 +175,11 @@ class Steps:
         if due or interrupted or improved or (config.save_at_end and over):
             self._save(step, files)
         return over
+
+    def _record_evaluation(self, step: int, files: MetricsFiles) -> None:
+        found = self._evaluate(step)
+        files.write(evals=found)
+        self._loggers.evaluation(found)
 
     def _evaluate(self, step: int) -> Evaluation:
         assert self._evaluator is not None

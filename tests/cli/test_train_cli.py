@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
+from pagoda.train.metrics import read_metrics
 from tests.cli.workspace import STEPS, Workspace, curve
 from tests.tiny import LLAMA, at_the_first_batch
 
@@ -94,6 +95,15 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
     assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "2"]) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
+
+
+def test_a_signal_in_the_last_step_does_not_stop_the_last_evaluation(
+    work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_the_first_batch(lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
+    assert main(work.args("run", "--eval-data", str(work.text), steps=1)) == 0
+    assert [line["step"] for line in read_metrics(work.root / "run" / "evals.jsonl")] == [0, 1]
+    assert "Interrupted" not in capsys.readouterr().out
 
 
 def test_a_signal_after_the_last_step_does_not_stop_the_last_checkpoint(
