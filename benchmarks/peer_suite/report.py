@@ -93,7 +93,7 @@ def _largest(part: Figures) -> list[str]:
     ]
     lines += [f"no turn longer than {settings['turn_s']:.0f} s. Memory is limited by {settings['limited_by']}."]
     lines += ["Where nothing else is said, a larger model takes more RAM than that."]
-    lines += _head("system", *(f"largest model in {limit}" for limit in limits))
+    lines += _head("system", *(f"largest model in {parse_bytes(limit) / GIB:g} GiB" for limit in limits))
     labels = {name: one["label"] for of in limits.values() for name, one in of.items()}
     for name, label in labels.items():
         lines.append(_row(label, *(_most(of.get(name)) for of in limits.values())))
@@ -105,8 +105,11 @@ def _most(figures: Figures | None) -> str:
     if figures is None:
         return NOTHING
     most = f"{figures['parameters'] / 1e6:,.0f} M" if figures["parameters"] else "none"
-    reason = figures["stopped_by"].replace("|", "\\|")
-    return most if reason.endswith("of RAM") else f"{most}; {reason}"
+    return most if _ends_by_ram(figures) else f"{most}; {figures['stopped_by']}".replace("|", "\\|")
+
+
+def _ends_by_ram(figures: Figures) -> bool:
+    return str(figures["stopped_by"]).endswith("of RAM")
 
 
 def draw(result: Figures, folder: Path) -> None:
@@ -170,18 +173,14 @@ def _draw_largest(figures: Figures, path: Path) -> None:
 
     drawing = Figure(figsize=(6, 4), dpi=100, layout="constrained")
     axes = drawing.subplots()
-    lines: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for limit, of in figures.items():
         for one in of.values():
             if one["parameters"]:
-                lines.setdefault(one["label"], []).append((parse_bytes(limit) / GIB, one["parameters"] / 1e6))
-    for label, points in lines.items():
-        axes.plot(
-            *zip(*sorted(points), strict=True),
-            "o-",
-            label=label,
-            color="black" if label == "Pagoda, all on SSD" else None,
-        )
+                kind = (one["label"], "o-") if _ends_by_ram(one) else (f"{one['label']}: at least", "^")
+                lines.setdefault(kind, []).append((parse_bytes(limit) / GIB, one["parameters"] / 1e6))
+    for (label, style), points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), style, label=label)
     axes.set(xlabel="RAM of the process, GiB", ylabel="largest model, M parameters", yscale="log")
     axes.legend(fontsize="x-small")
     drawing.savefig(path)

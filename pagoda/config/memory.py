@@ -86,7 +86,7 @@ class Memory(Settings):
     device: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """SIZE: compute on the current CUDA GPU, and use that much of its memory for pages. cpu:SIZE: compute on the CPU,
     with separate RAM in place of a GPU's memory, to test without a GPU. By default the CPU computes, with weights in
-    host RAM."""
+    host RAM. `pagoda train` takes half of the GPU's free memory by default, if there is a GPU."""
     host: Size = None
     """RAM for pages. By default 80% of the free RAM, or in a container, 80% of what its limit leaves free."""
     ssd: Annotated[str | Path | None, tyro.conf.arg(metavar="DIR[:SIZE][,DIR[:SIZE]...]")] = None

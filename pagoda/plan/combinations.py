@@ -19,8 +19,8 @@ class Feature(StrEnum):
 
 
 REFUSED: Mapping[frozenset[Feature], str] = {
-    frozenset((Feature.WHOLE, Feature.TILES)): "tiles cut parameters",
-    frozenset((Feature.ASYNC, Feature.SPECULATE)): "asynchronous updates wait for nothing that could be guessed",
+    frozenset((Feature.WHOLE, Feature.TILES)): "a tile is a part of a parameter",
+    frozenset((Feature.ASYNC, Feature.SPECULATE)): "speculation is for updates for which the next forward waits",
 }
 """Pairs that are refused, each with the reason."""
 

@@ -22,7 +22,7 @@ many steps as a weight may lag behind."""
 
 
 def before(state: str) -> str:
-    """The extent in RAM with the old values of a state, for an update that may have to be undone."""
+    """The name of the extent in RAM with the old values of `state`, for an update that may have to be undone."""
     return f"{state}_before"
 
 
@@ -44,7 +44,8 @@ SMALL = 64
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Elements [start, stop) of a unit that an update takes at once. They belong to one parameter."""
+    """A block of an update, for a rule that takes whole parameters: elements [start, stop) of a unit. They belong to
+    one parameter."""
 
     start: int
     stop: int
@@ -127,13 +128,13 @@ class Layout:
     def slices(self) -> Slices:
         """The part that each rank holds. If every rank has all weights, equal slices are whole pages of them, so that
         an update never shares a page with data from other ranks. Slices of whole parameters may share pages."""
-        whole = ALIGN_ELEMENTS
+        multiple = ALIGN_ELEMENTS
         if not self.ranks.shards_weights:
-            whole = self.page_bytes // self.weight.dtype.itemsize
-        return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, whole)
+            multiple = self.page_bytes // self.weight.dtype.itemsize
+        return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, multiple)
 
     def is_cut(self, unit: UnitSpec, state: str) -> bool:
-        """Whether ranks have slices of a state of a unit, and not all of it."""
+        """Whether ranks divide a state of a unit, so that each has a slice and not all of it."""
         if self.group(unit) == 1:
             return False
         whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}

@@ -93,9 +93,9 @@ class _Placer:
         self.device, self.ssd = (None if n is None else n // page for n in (budgets.device, budgets.ssd))
         self.all = frozenset(unit.index for unit in layout.units)
         self.asynchronous = options.max_staleness is not None
-        self.transient = options.update_during_backward
+        self.during_backward = options.update_during_backward
         self.speculates = options.may_speculate
-        self.in_two = layout.in_two and layout.ranks.count == 1 and not (self.asynchronous or self.transient)
+        self.in_two = layout.in_two and layout.ranks.count == 1 and not (self.asynchronous or self.during_backward)
         """Whether updates of states on SSD may have two parts."""
         self.update_ring = 0
         """Pages of the device for slots through which states pass for their update."""
@@ -110,6 +110,7 @@ class _Placer:
             GRAD,
             *(s.name for s in layout.states[1:]),
         )
+        """States and gradients to which the device may be home."""
         self.at_home = self._at_home(whole_units)
         """(unit, state) pairs that live on the device."""
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
@@ -201,7 +202,7 @@ class _Placer:
     def needed_in_memory(self) -> int:
         """Pages of RAM for everything that does not live on the device."""
         accumulates = (self.options.accumulation_steps or 1) > 1
-        few = self.transient and not (accumulates and self.ssd is None)
+        few = self.during_backward and not (accumulates and self.ssd is None)
         gradients = min(self.grads, self.most_staging) if few else self.grads
         return sum(self.weight.values()) + sum(self.moment.values()) + gradients
 
@@ -236,7 +237,7 @@ class _Placer:
     def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
         """Units whose gradients live in RAM, and pages of the staging region."""
         all_fit = self.grads <= left and self.split.grad_share >= 1
-        if self.transient:
+        if self.during_backward:
             return frozenset(), min(self.most_staging, self.grads if all_fit else left)
         if all_fit:
             return self.all, 0
@@ -274,7 +275,7 @@ class _Placer:
         in_ram = {WEIGHT: kept.weights, GRAD: kept.grads} | {s.name: kept.moments for s in self.layout.moments}
         if self.asynchronous:
             in_ram |= {WEIGHT_BACK: kept.weights, GRAD: self.all}
-        elif self.ssd is None:  # transient buffers at most: there is nowhere to spill to
+        elif self.ssd is None:  # there is nowhere to spill to
             in_ram[GRAD] = self.all
         in_ram |= {state.name: self.all for state in self.layout.small}
         return {
@@ -284,7 +285,7 @@ class _Placer:
         }
 
     def _home_lines(self, tier: str, homes: Mapping[tuple[int, str], str], kept: _InRam) -> dict[str, int]:
-        """State -> pages of a tier that is its home, without fixed and transient buffers."""
+        """State -> pages of a tier that is its home, without fixed lines and buffers."""
         elsewhere = {state.name for state in self.layout.small}
         if self.asynchronous or (self.ssd is None and kept.grads != self.all):
             elsewhere.add(GRAD)

@@ -44,15 +44,15 @@ class Slices:
         packed: Mapping[str, Packed],
         ranks: Ranks,
         expert_units: frozenset[int],
-        whole: int = ALIGN_ELEMENTS,
+        multiple: int = ALIGN_ELEMENTS,
     ) -> None:
-        """Equal slices are multiples of `whole` elements, except at the end of the last one."""
+        """Equal slices are multiples of `multiple` elements, except at the end of the last one."""
         self._units = units
         self._states = states
         self._packed = packed
         self._ranks = ranks
         self._experts = expert_units
-        self._whole = whole
+        self._multiple = multiple
         self._takes_whole = states[0].whole
 
     @property
@@ -71,7 +71,7 @@ class Slices:
     def trained(self, unit: UnitSpec, place: int) -> Span:
         """The trainable elements of a unit that the rank at a place updates."""
         if self._takes_whole is None:
-            return Span(*equal_slice(0, unit.trainable_numel, self.group(unit), place, self._whole_of(unit)))
+            return Span(*equal_slice(0, unit.trainable_numel, self.group(unit), place, self._multiple_of(unit)))
         return Span(*self._of_wholes[0][unit.index][place])
 
     def frozen(self, unit: UnitSpec, place: int) -> Span:
@@ -87,7 +87,7 @@ class Slices:
         """Elements that extents have for a slice of trainable elements: at least a block, so that every rank has
         some."""
         if self._takes_whole is None:
-            slice_of_it = slice_elements(unit.trainable_numel, self.group(unit), self._whole_of(unit))
+            slice_of_it = slice_elements(unit.trainable_numel, self.group(unit), self._multiple_of(unit))
             return min(slice_of_it, align(unit.trainable_numel))
         return max(len(self.trained(unit, place)), min(ALIGN_ELEMENTS, unit.trainable_numel))
 
@@ -109,9 +109,9 @@ class Slices:
             found.append(Span(start, stop, start - packed.before(unit, span.start - span.at)))
         return tuple(span for span in found if len(span))
 
-    def _whole_of(self, unit: UnitSpec) -> int:
-        """Equal slices of a unit are multiples of this."""
-        return self._whole if self.group(unit) > 1 else ALIGN_ELEMENTS
+    def _multiple_of(self, unit: UnitSpec) -> int:
+        """Equal slices of a unit are multiples of this number of elements."""
+        return self._multiple if self.group(unit) > 1 else ALIGN_ELEMENTS
 
     @property
     def fullest_rank(self) -> int:
@@ -128,7 +128,7 @@ class Slices:
     def _of_wholes(self) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
         """The slices of whole parameters of each unit, by place; and the bytes of all slices by place among the ranks
         that share dense units, and units of experts."""
-        by_unit = [whole_slices(self._atoms(unit), self.group(unit)) for unit in self._units]
+        by_unit = [whole_slices(self._parameters(unit), self.group(unit)) for unit in self._units]
         totals: list[list[int]] = []
         for experts in (False, True):
             alike = [unit for unit in self._units if (unit.index in self._experts) is experts]
@@ -145,31 +145,31 @@ class Slices:
         parts = ((state, part) for state in self._states for part in self.of_state(unit, state.name, (span,)))
         return sum(len(part) * state.dtype.itemsize for state, part in parts)
 
-    def _atoms(self, unit: UnitSpec) -> list["Atom"]:
+    def _parameters(self, unit: UnitSpec) -> list["ParameterRange"]:
         """The trainable parameters of a unit."""
         assert self._takes_whole is not None
         trained = [slot for slot in unit.slots if slot.param.trainable]
         ends = [*(slot.offset for slot in trained), unit.trainable_numel][1:]
         return [
-            Atom(slot.offset, end, self._takes_whole(slot.param.name, slot.param.shape))
+            ParameterRange(slot.offset, end, self._takes_whole(slot.param.name, slot.param.shape))
             for slot, end in zip(trained, ends, strict=True)
         ]
 
 
-def slice_elements(elements: int, group: int, whole: int = ALIGN_ELEMENTS) -> int:
-    """Elements of each of `group` equal slices: a multiple of `whole`, which is by default a block that is quantized
+def slice_elements(elements: int, group: int, multiple: int = ALIGN_ELEMENTS) -> int:
+    """Elements of each of `group` equal slices: a multiple of `multiple`, by default of a block that is quantized
     together."""
-    return -(-elements // (group * whole)) * whole
+    return -(-elements // (group * multiple)) * multiple
 
 
-def equal_slice(start: int, stop: int, group: int, index: int, whole: int = ALIGN_ELEMENTS) -> tuple[int, int]:
+def equal_slice(start: int, stop: int, group: int, index: int, multiple: int = ALIGN_ELEMENTS) -> tuple[int, int]:
     """Slice number `index` of `group` equal slices of [start, stop). The last ones may be short or empty."""
-    each = slice_elements(stop - start, group, whole)
+    each = slice_elements(stop - start, group, multiple)
     return min(start + index * each, stop), min(start + (index + 1) * each, stop)
 
 
 @dataclass(frozen=True, slots=True)
-class Atom:
+class ParameterRange:
     """The elements of a parameter, up to the start of the next one."""
 
     start: int
@@ -178,32 +178,32 @@ class Atom:
     """Whether it must not be cut. Others are cut into whole blocks."""
 
 
-def whole_slices(atoms: Sequence[Atom], group: int) -> list[tuple[int, int]]:
-    """Divide adjoining atoms into `group` slices, without cutting whole atoms, so that the largest slice is as small as
-    possible.
+def whole_slices(parameters: Sequence[ParameterRange], group: int) -> list[tuple[int, int]]:
+    """Divide adjoining parameters into `group` slices, so that the largest slice is as small as possible. Parameters
+    that are `whole` are not cut.
 
     Some slices may be empty.
     """
-    if not atoms:
+    if not parameters:
         return [(0, 0)] * group
-    total = atoms[-1].stop
-    least = max([slice_elements(total, group), *(atom.stop - atom.start for atom in atoms if atom.whole)])
+    total = parameters[-1].stop
+    least = max([slice_elements(total, group), *(each.stop - each.start for each in parameters if each.whole)])
     sizes = range(least, total + 1, ALIGN_ELEMENTS)
-    enough = bisect_left(sizes, True, key=lambda size: len(_filled(atoms, size)) <= group)
-    slices = _filled(atoms, sizes[enough])
+    enough = bisect_left(sizes, True, key=lambda size: len(_filled(parameters, size)) <= group)
+    slices = _filled(parameters, sizes[enough])
     return [*slices, *[(total, total)] * (group - len(slices))]
 
 
-def _filled(atoms: Sequence[Atom], most: int) -> list[tuple[int, int]]:
-    """Slices of at most `most` elements, each as full as possible. No whole atom is larger than that."""
+def _filled(parameters: Sequence[ParameterRange], most: int) -> list[tuple[int, int]]:
+    """Slices of at most `most` elements, each as full as possible. No parameter that is `whole` is larger."""
     slices: list[tuple[int, int]] = []
     start = at = 0
-    for atom in atoms:
-        while atom.stop - start > most:
-            at = at if atom.whole else start + most
+    for parameter in parameters:
+        while parameter.stop - start > most:
+            at = at if parameter.whole else start + most
             slices.append((start, at))
             start = at
-        at = atom.stop
+        at = parameter.stop
     return [*slices, (start, at)] if at > start else slices
 
 

@@ -32,6 +32,6 @@ These rules hold for any order of events. `tests/schedule/worlds.py` tests them 
 - an access reads exactly the version of the weights that the algorithm requires;
 - each gradient is applied once, or dropped with its step;
 - the states kept for a checkpoint fit the reserve, and leases and buffers fit their frames;
-- if compute waits, an operation is under way, or only an error or dropped references can end the wait;
+- if compute waits, an operation is under way; otherwise only dropped references or an error can end the wait;
 - ranks that run the same program issue the same fetches, however fast their lanes are.
 """

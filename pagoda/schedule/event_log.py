@@ -45,9 +45,9 @@ class LoggedScheduler(Scheduler):
     def _event(self, name: str, event: Any, *arguments: Any, **settings: Any) -> None:
         before = len(self._out)
         event(*arguments, **settings)
-        said = self._out[before:]
-        self._numbers |= {operation: len(self._numbers) + index for index, operation in enumerate(said)}
-        self._write([name, arguments, settings, [_describe(operation) for operation in said]])
+        issued = self._out[before:]
+        self._numbers |= {operation: len(self._numbers) + index for index, operation in enumerate(issued)}
+        self._write([name, arguments, settings, [_describe(operation) for operation in issued]])
 
     def _write(self, line: Any) -> None:
         self._file.write(json.dumps(line, default=self._encode) + "\n")
@@ -82,17 +82,18 @@ def replay(path: Path) -> int:
         for count, line in enumerate(lines, start=1):
             name, arguments, settings, expected = json.loads(line, object_hook=partial(_decode, operations))
             getattr(scheduler, name)(*arguments, **settings)
-            said = scheduler.take()
-            operations += said
-            if [_describe(operation) for operation in said] != expected:
-                raise ValueError(f"{path}, line {count + 1}: {name} led to {said}, but to {expected} in the live run")
+            issued = scheduler.take()
+            operations += issued
+            if [_describe(operation) for operation in issued] != expected:
+                raise ValueError(f"{path}, line {count + 1}: {name} led to {issued}, but to {expected} in the live run")
     return count
 
 
 def _describe(operation: Operation) -> list[Any]:
+    """All fields of an operation, except `about`, as JSON."""
     run = None if operation.run is None else [operation.run.start, operation.run.count]
     steps = list(operation.steps)
-    flags = [operation.undoable, operation.after_undo]
+    flags = [operation.undoable, operation.in_two, operation.after_undo]
     return [operation.kind, operation.unit, run, operation.version, steps, operation.home, *flags]
 
 

@@ -1,4 +1,4 @@
-"""Experts: which of their units the trace can count on, and which units a router has just chosen."""
+"""Experts: which of their units all steps use, and which units a router has just chosen."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,25 +7,27 @@ from dataclasses import replace
 from pagoda.plan.trace import Access, Trace
 
 _FIRST_DECISION, _LONGEST_WAIT = 4, 1000
-"""Steps until the first decision about which experts a plan counts on, and the most steps between two decisions."""
+"""Steps until the first decision about which experts are steady, and the most steps between two decisions."""
 
 
 class ExpertHistory:
-    """Which units of experts all steps use equally, so that the trace can fetch them ahead. At first there are none.
+    """Which units of experts are steady: all steps use them equally, so they are in the trace and are fetched ahead.
 
-    The first decision comes after 4 steps. Each later one comes after twice as many steps as before. The steady units
-    are those that every step since the previous decision has used equally often. So routing rarely causes a new trace.
-    A steady unit that the last step did not use is not fetched ahead.
+    At first, no unit is steady. The first decision comes after 4 steps. Each later one comes after twice as many steps
+    as before. The steady units are those that every step since the previous decision has used equally often. So routing
+    rarely causes a new trace. A steady unit that the last step did not use is not fetched ahead.
     """
 
     def __init__(self, routed: frozenset[int]) -> None:
         self._routed = routed
         self.steady: frozenset[int] = frozenset()
-        """Units that the trace counts on."""
+        """Units in the trace, by the last decision."""
         self._idle = routed
         """Units that the last step did not use."""
         self._alike = routed
+        """Units that every step since the last decision has used equally often."""
         self._uses: Counter[int] | None = None
+        """unit -> its uses in the last step."""
         self._steps = 0
         self._decide_at = _FIRST_DECISION
 
@@ -35,7 +37,7 @@ class ExpertHistory:
         return self._routed - self.steady
 
     def observe(self, trace: Trace) -> bool:
-        """A step has ended. Returns whether the trace counts on different units from now on."""
+        """A step has ended. Returns whether other units are steady from now on."""
         if not self._routed:
             return False
         uses = Counter(access.unit for access in trace.accesses if access.unit in self._routed)
@@ -51,15 +53,15 @@ class ExpertHistory:
         self._decide_at += min(self._decide_at, _LONGEST_WAIT)
         return changed
 
-    def counts_on(self, unit: int) -> bool:
+    def is_expected(self, unit: int) -> bool:
         """Whether a unit is expected to be used. Experts that the last step did not use are not."""
         return unit not in self._routed or (unit in self.steady and unit not in self._idle)
 
-    def counted_on(self, trace: Trace) -> Trace:
-        """The trace without the units that it cannot count on."""
+    def without_unsteady(self, trace: Trace) -> Trace:
+        """The trace without experts that are not steady."""
         return _without(trace, self.unsteady)
 
-    def dense(self, trace: Trace) -> Trace:
+    def without_experts(self, trace: Trace) -> Trace:
         """The trace without experts."""
         return _without(trace, self._routed)
 
@@ -83,25 +85,25 @@ class Chosen:
     def __init__(self) -> None:
         self.coming: dict[int, int] = {}
         """unit -> its place among the coming units, starting at 1. In the order of their uses."""
-        self._with: dict[int, Sequence[int]] = {}
+        self._together: dict[int, Sequence[int]] = {}
         """unit -> the units that were chosen together with it when it was last chosen, including itself."""
         self._using: int | None = None
 
     def announce(self, units: Sequence[int]) -> None:
         """A router has chosen units."""
         self.coming = _places(units)
-        self._with.update((unit, units) for unit in units)
+        self._together.update((unit, units) for unit in units)
 
     def used(self, unit: int, backward: bool) -> bool:
         """Compute uses a unit. If the unit was expected, the units after it are coming; otherwise none are. Returns
         whether this use announces units that were not expected before."""
-        if unit == self._using or not self._with:
+        if unit == self._using or not self._together:
             return False
         self._using = unit
         if unit in self.coming:
             units = [*self.coming]
             self.coming = _places(units[units.index(unit) + 1 :])
-        elif backward and (chosen := self._with.get(unit)) is not None:
+        elif backward and (chosen := self._together.get(unit)) is not None:
             self.coming = _places(chosen[: chosen.index(unit)][::-1])
             return True
         else:

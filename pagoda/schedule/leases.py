@@ -68,8 +68,8 @@ class Leases:
     _plan: SchedulePlan
     _order: Order
     _versions: Versions
-    _read: Callable[[int], None]
-    """Called with a unit before a FETCH reads its weights from their home."""
+    _before_read: Callable[[int], None]
+    """Called with a unit before a FETCH reads its weights from their home. It undoes a speculative update."""
     _issue: Callable[[Operation], None]
 
     def __post_init__(self) -> None:
@@ -90,8 +90,8 @@ class Leases:
         self._idle = [Agenda() for _ in range(self.frames.slabs)]
         """By slab, units whose lease may make room, by minus the time of the lease's next use. That time may have
         passed."""
-        self._roomy = Agenda()
-        """Slabs that may have such units, by the time of each slab's first unit."""
+        self._idle_slabs = Agenda()
+        """Slabs that may have such units, by the time of the slab's first unit in `_idle`."""
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True
@@ -260,7 +260,7 @@ class Leases:
                 self._missing.remove(unit)  # it comes back when its lease ends
             elif use != self._order.next_use(unit):
                 self._note_missing(unit)  # that use has passed
-            elif use == inf or not self._order.counted_on(unit):
+            elif use == inf or not self._order.is_expected(unit):
                 self._missing.remove(unit)  # the trace never uses it
             elif self._updated_before(unit, use):
                 self._missing.remove(unit)
@@ -294,7 +294,7 @@ class Leases:
         self._owner[run.start] = lease
         self._filling += 1
         self._fetching[unit].append(version)
-        self._read(unit)
+        self._before_read(unit)
         steps, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
         self._issue(Operation(Kind.FETCH, unit, run, version, steps, after_undo=undoing, about=lease))
         if self._plan.ranks_fetch_alike:
@@ -314,21 +314,21 @@ class Leases:
         tried: list[tuple[int, float]] = []
         victims: list[Run] | None = None
         while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
-            if (first := self._roomy.first()) is None:
+            if (first := self._idle_slabs.first()) is None:
                 break
             time, slab = first
-            self._roomy.remove(slab)
+            self._idle_slabs.remove(slab)
             if (found := self._first_idle(slab)) is None:
                 continue  # it comes back when one of its leases is idle again
             if found != time:
-                self._roomy.put(slab, found)
+                self._idle_slabs.put(slab, found)
                 continue
             tried.append((slab, time))
             if -time <= needed_at:
                 break
             victims = self.frames.window(slab, count, price)
         for slab, time in tried:
-            self._roomy.put(slab, time)
+            self._idle_slabs.put(slab, time)
         for run in victims or ():
             self._end(self._owner[run.start])
 
@@ -372,7 +372,7 @@ class Leases:
         if lease is not None and not self._users[unit] and unit != self._last_used:
             slab, time = self.frames.slab_of(lease.run), -self._useful(unit)
             self._idle[slab].put(unit, time)
-            self._roomy.put(slab, min(time, self._roomy.time(slab)))
+            self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
 
     def _end(self, lease: Lease, again: bool = True) -> None:
         """End a lease, so that nothing new uses it. If `again`, its unit may be fetched ahead again."""

@@ -24,9 +24,9 @@ class Order:
         """The accesses of this step so far. Consecutive uses of the same unit in one phase count once."""
         self._previous: Trace | None = None
         """The last step, without experts."""
-        self._steadiness = ExpertHistory(routed)
+        self._experts = ExpertHistory(routed)
         self._chosen = Chosen()
-        self._follow(self._steadiness.counted_on(trace))
+        self._follow(self._experts.without_unsteady(trace))
         self._start = -len(self.trace.accesses)
 
     def _follow(self, trace: Trace) -> None:
@@ -36,7 +36,7 @@ class Order:
         self._next_uses = [-inf] * self._units
         """By unit, the time of its next use in the trace when it was last computed. Once that time has passed, it is
         computed again."""
-        unsteady = self._steadiness.unsteady
+        unsteady = self._experts.unsteady
         self._stand_in = [*range(self._units)]
         """unit -> the unit whose uses stand for its own. An expert that is not in the trace is used at about the same
         time as the unit before it."""
@@ -85,7 +85,7 @@ class Order:
         replaced = len(recorded.accesses) > 1 and self._replaces(recorded)
         now = self.now
         if replaced:
-            self._follow(self._steadiness.counted_on(recorded))
+            self._follow(self._experts.without_unsteady(recorded))
             self._start = now + 1
         elif self._cursor.position == self._uses.period - 1:
             self._start += self._uses.period
@@ -93,9 +93,9 @@ class Order:
         return replaced
 
     def _replaces(self, recorded: Trace) -> bool:
-        decided = self._steadiness.observe(recorded)
-        dense = self._steadiness.dense(recorded)
-        known = dense.accesses == self._steadiness.dense(self.trace).accesses
+        decided = self._experts.observe(recorded)
+        dense = self._experts.without_experts(recorded)
+        known = dense.accesses == self._experts.without_experts(self.trace).accesses
         persists = self._previous is not None and dense.accesses == self._previous.accesses
         self._previous = dense
         return decided or (not known and (persists or self.trace.assumed))
@@ -119,6 +119,6 @@ class Order:
         """Ticks from the end of a step to the first use of a unit in the next step. Infinite if there is none."""
         return self._uses.after(self._stand_in[unit], self._uses.period - 1)
 
-    def counted_on(self, unit: int) -> bool:
+    def is_expected(self, unit: int) -> bool:
         """Whether a unit is expected to be used. Experts that the last step did not use are not."""
-        return unit in self._chosen.coming or self._steadiness.counts_on(unit)
+        return unit in self._chosen.coming or self._experts.is_expected(unit)

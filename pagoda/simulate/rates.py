@@ -57,8 +57,8 @@ class Rates:
             self._bytes_per_s[READ] = ssd.read_bytes_per_s.value / ranks
             self._bytes_per_s[WRITE] = ssd.write_bytes_per_s.value / ranks
             both[READ, WRITE] = ssd.both_bytes_per_s.value / ranks
-        self._rank_group = {pair: self._halves(pair, total) for pair, total in both.items()}
-        """Two lanes that are the directions of one resource -> the share of its own rate that each has while both
+        self._pair_shares = {pair: self._halves(pair, total) for pair, total in both.items()}
+        """The two lanes of a resource, one for each direction -> the share of its own rate that each has while both
         work."""
         beside = None if ssd is None or hardware.device is not None else ssd.beside_bytes_per_s
         self._beside_compute = 1.0 if beside is None or ssd is None else beside.value / ssd.both_bytes_per_s.value
@@ -134,7 +134,7 @@ class Rates:
         if COMPUTE in lanes:
             for lane in lanes & {READ, WRITE}:
                 shares[lane] = self._beside_compute
-        for pair, halves in self._rank_group.items():
+        for pair, halves in self._pair_shares.items():
             if lanes.issuperset(pair):
                 for lane, half in zip(pair, halves, strict=True):
                     shares[lane] *= half

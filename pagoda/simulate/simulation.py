@@ -123,7 +123,7 @@ class Simulation:
         shown = min(steps, key=lambda step: abs(step.seconds - step_s))
         start, end = shown.start_s, shown.end_s
         spans = tuple(task.span(since=start) for task in shown.tasks if task.end > start)
-        return Timeline(step_s, spans, stall_s, self._ledger(start, end))
+        return Timeline(step_s, spans, stall_s, self._held_bytes(start, end))
 
     def _until_steady(self) -> list[_Step]:
         """Simulate until steps are steady. Returns the last step."""
@@ -227,7 +227,7 @@ class Simulation:
             self._lanes.advance()
             self._stall_s[waited_for] += self._lanes.now - start
 
-    def _ledger(self, start: float, end: float) -> dict[str, tuple[tuple[float, int], ...]]:
+    def _held_bytes(self, start: float, end: float) -> dict[str, tuple[tuple[float, int], ...]]:
         """Bytes of every tier over a step. Leases and gradient buffers come and go; other lines are constant."""
         page = self._plan.page_bytes
         held_bytes: dict[str, tuple[tuple[float, int], ...]] = {}

@@ -15,29 +15,31 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, Stage
-from pagoda.plan.slices import Atom, whole_slices
+from pagoda.plan.slices import ParameterRange, whole_slices
 from pagoda.plan.units import ALIGN_ELEMENTS, ModuleSpec, ParamSpec
 
 PAGE = 4096
 
 
 @st.composite
-def atoms(draw: st.DrawFn) -> list[Atom]:
-    found: list[Atom] = []
+def parameter_ranges(draw: st.DrawFn) -> list[ParameterRange]:
+    found: list[ParameterRange] = []
     for blocks, whole in draw(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=6)):
         start = found[-1].stop if found else 0
-        found.append(Atom(start, start + blocks * ALIGN_ELEMENTS, whole))
+        found.append(ParameterRange(start, start + blocks * ALIGN_ELEMENTS, whole))
     return found
 
 
-def cut_points(of: Sequence[Atom]) -> list[int]:
+def cut_points(of: Sequence[ParameterRange]) -> list[int]:
     """Where slices may end, but for the last."""
-    inside = {at for atom in of if not atom.whole for at in range(atom.start, atom.stop, ALIGN_ELEMENTS)}
-    return sorted({atom.start for atom in of[1:]} | inside - {0})
+    inside = {at for each in of if not each.whole for at in range(each.start, each.stop, ALIGN_ELEMENTS)}
+    return sorted({each.start for each in of[1:]} | inside - {0})
 
 
-@given(atoms(), st.integers(1, 5))
-def test_whole_slices_leave_parameters_whole_and_the_largest_is_as_small_as_can_be(of: list[Atom], group: int) -> None:
+@given(parameter_ranges(), st.integers(1, 5))
+def test_whole_slices_leave_parameters_whole_and_the_largest_is_as_small_as_can_be(
+    of: list[ParameterRange], group: int
+) -> None:
     slices = whole_slices(of, group)
     total = of[-1].stop if of else 0
     assert len(slices) == group

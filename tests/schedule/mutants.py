@@ -65,7 +65,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             ".newest - asynchronous",
             ".newest - 9 * asynchronous",
         ),
-        "a fetch does not undo a guess": ("        self._read(unit)\n", ""),
+        "a fetch does not undo a guess": ("        self._before_read(unit)\n", ""),
         "a fetch does not wait for an UNDO": ("after_undo=undoing", "after_undo=False"),
         "weights that another rank reads are updated": ("or (self._others_read[unit] > 0 and", "or (False and"),
         "a unit in use may be evicted": ("settled and not self._users[lease.unit] and", "settled and"),

@@ -1,6 +1,7 @@
 """The event log of a live run, replayed, gives the same operations; and a replay that differs is noticed."""
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 
 import pagoda
+from pagoda.memory.page import Run
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule import event_log
 from pagoda.schedule.event_log import replay
-from pagoda.schedule.operations import SchedulePlan, UnitPlan
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in place": ({"host": "64MiB"}, {"clip_grad_norm": 1e-3}),
@@ -71,6 +73,14 @@ def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None
     log.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=f"line {at + 1}: end_step"):
         replay(log)
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Operation) if field.name != "about"])
+def test_a_replay_compares_every_field_of_an_operation(field: str) -> None:
+    operation = Operation(Kind.UPDATE, 0)
+    others = {"kind": Kind.FETCH, "unit": 1, "run": Run(0, 1), "version": 1, "steps": (1,), "home": 1}
+    other = replace(operation, **{field: others.get(field, True)})
+    assert event_log._describe(other) != event_log._describe(operation)
 
 
 def test_each_rank_writes_a_log_of_its_own(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
