@@ -40,7 +40,7 @@ class GenerateConfig:
     checkpoint: str = "last"
     """For a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
     tokens: int = 128
-    """Most tokens to generate."""
+    """Most tokens to generate. Fewer if the model has no more positions."""
     draw: bool = False
     """Sample tokens at temperature 0.8, instead of taking the most likely ones."""
     seed: int = 0
