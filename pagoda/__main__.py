@@ -1,5 +1,6 @@
 """The program: `pagoda`, or `python -m pagoda`."""
 
+import io
 import sys
 
 import pagoda
@@ -12,6 +13,8 @@ def main() -> int:
         print(f"pagoda {pagoda.__version__}")
         return 0
     spin_briefly()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a run does not end for a sample that cannot be shown
     from pagoda.cli import main as run  # may import torch, which reads how long its threads spin
 
     return run()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.adapter import AdaptedModel
-from pagoda.checkpoint.directory import committed
+from pagoda.checkpoint.directory import check_absent, committed
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.live import Weights, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
@@ -135,6 +135,7 @@ def _write(
     dtype: torch.dtype,
 ) -> None:
     """Write all files of a model in order, each tensor piece by piece."""
+    check_absent(out)
     specs = {file: [tensors[name].spec(name) for name in names] for file, names in shards.items()}
     files = Files(out, new_checkpoint_id(), specs, None)
     with files.open():

@@ -12,8 +12,7 @@ def run(config: ExportConfig, console: Console) -> int:
     from pagoda.checkpoint.export import export
     from pagoda.train.run_dir import RunDir
 
-    run = RunDir(config.source)
-    checkpoint = run.named(config.checkpoint).path if run.checkpoints.is_dir() else config.source
+    checkpoint = RunDir(config.source).named_or_itself(config.checkpoint)
     tokenizer = RunDir(checkpoint.parent.parent).tokenizer
     max_shard_bytes = parse_bytes(config.max_shard_size, "--max-shard-size")
     with console.status(f"Exporting {checkpoint}"):

@@ -35,8 +35,9 @@ def _places(config: GenerateConfig) -> tuple[Path, Path]:
     from pagoda.train.run_dir import RunDir
 
     run_dir = RunDir(config.source)
-    if run_dir.checkpoints.is_dir():
-        return run_dir.named(config.checkpoint).path, run_dir.tokenizer
+    weights = run_dir.named_or_itself(config.checkpoint)
+    if weights != config.source:
+        return weights, run_dir.tokenizer
     if (config.source / "config.json").is_file():
         return config.source, config.source
     raise ConfigError(f"{config.source} is neither a run nor a Hugging Face directory")

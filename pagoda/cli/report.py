@@ -42,7 +42,7 @@ def run(config: ReportConfig, console: Console) -> int:
 def server_of(directory: Path, port: int) -> ThreadingHTTPServer:
     """A server that only this machine can reach. It answers every request with the current page, which reloads itself.
 
-    Raises ConfigError if the port is in use.
+    Raises ConfigError if the port is in use or out of range.
     """
     from pagoda.train.report import report
 
@@ -67,5 +67,6 @@ def server_of(directory: Path, port: int) -> ThreadingHTTPServer:
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise ConfigError(f"--port {port} cannot be used: {error.strerror}. Give another") from error
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", "a port is from 0 to 65535")
+        raise ConfigError(f"--port {port} cannot be used: {why}. Give another") from error

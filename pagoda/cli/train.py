@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pagoda.config.decode import is_text
+from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
 from pagoda.train.run_dir import LAST, RunDir
 from pagoda.train.settings_file import read_settings
@@ -29,14 +31,22 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     """The configuration that provides the values of flags that are not given: that of the run in --out with --resume,
     or that of the file with --config.
 
-    Raises ConfigError if there is no run in --out, or if the file cannot be used.
+    Raises ConfigError if an argument is not UTF-8 text, if both flags are given, if --resume has no --out or no run
+    is there, or if the file cannot be used.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None
-    if "--resume" in args and (out := _value(args, "--out")):
+    for arg in args:
+        if not is_text(arg):
+            raise ConfigError(f"{arg!r} is not UTF-8 text, which the settings of a run are: rename it")
+    given = _value(args, "--config")
+    if "--resume" in args:
+        if (out := _value(args, "--out")) is None:
+            raise ConfigError("--resume continues a run: name its directory with --out")
+        if given:
+            raise ConfigError("--config starts another run, and --resume continues one: leave one of them out")
         started = RunDir(Path(out)).started_config()
         return replace(started, out=Path(out), resume=True, checkpoint=LAST, trace=None)
-    given = _value(args, "--config")
     return read_settings(Path(given)) if given else None
 
 

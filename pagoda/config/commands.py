@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from pagoda.config.memory import Memory
+from pagoda.config.settings import require, require_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class GenerateConfig:
     checkpoint: str = "last"
     """For a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
     tokens: int = 128
-    """Most tokens to generate."""
+    """Most tokens to generate. Fewer if the model has no more positions."""
     draw: bool = False
     """Sample tokens at temperature 0.8, instead of taking the most likely ones."""
     seed: int = 0
@@ -48,6 +49,10 @@ class GenerateConfig:
     """Format the prompt with the tokenizer's chat template. By default it is used if there is one."""
     memory: Memory = field(default_factory=Memory)
     """Where the weights may live."""
+
+    def __post_init__(self) -> None:
+        require_count("tokens", self.tokens, 1)
+        require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ def decoded(kind: type[_T], settings: Any, prefix: str = "", of: str = "the conf
             f"{of} has{where} {short(settings)}, which is not an object with the settings of {kind.__name__}"
         )
     hints = get_type_hints(kind)
-    if unknown := sorted(settings.keys() - hints.keys()):
+    if unknown := sorted(map(str, settings.keys() - hints.keys())):  # in YAML, a key may be no text
         raise ConfigError(f"{of} has unknown settings: {', '.join(unknown)[:200]}")
     needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
     if missing := sorted(needed - settings.keys()):
@@ -56,7 +56,7 @@ def _is_of(kind: Any, value: Any) -> bool:
         kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
         return len(kinds) == len(value) and all(map(_is_of, kinds, value))
     if kind in (str, Path):
-        return isinstance(value, str) and _is_text(value)
+        return isinstance(value, str) and is_text(value)
     if kind is float:
         return type(value) is float or (type(value) is int and abs(value) < _MOST)
     if kind is int:
@@ -64,7 +64,7 @@ def _is_of(kind: Any, value: Any) -> bool:
     return type(value) is kind and kind in (bool, NoneType)
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Whether the operating system accepts the value as an argument or a path."""
     try:
         value.encode()

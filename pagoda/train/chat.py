@@ -55,10 +55,16 @@ class ChatTemplate:
         return np.where(np.array(trained, dtype=bool), ids, np.invert(ids)).astype(np.int32)
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """The ids of a conversation that an assistant will continue. Raises ConfigError if there is no template."""
+        """The ids of a conversation that an assistant will continue.
+
+        Raises ConfigError if there is no template, or if it refuses the conversation.
+        """
         if self._marked is None:
             self._choose("the prompt")
-        text = self._written(messages, None, prompt=True)
+        try:
+            text = self._written(messages, None, prompt=True)
+        except Exception as error:  # templates raise errors of their own, and of Jinja
+            raise ConfigError(f"the tokenizer's chat template refuses the prompt: {error}") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 

@@ -31,6 +31,7 @@ _FREE_ON_RESUME = frozenset(
 """`data` and `tokenizer` may have moved, because a checkpoint identifies its tokens. Settings under `memory` are free
 too."""
 _LR = 3e-4
+_MOST_STEPS = 1 << 31
 _EVALUATIONS = 10
 """Number of evaluations in a run, unless `eval_every` is given."""
 
@@ -58,7 +59,7 @@ class OptimConfig(StatesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.lr is None or (self.lr > 0 and math.isfinite(self.lr)), "optim.lr", self.lr, "above 0")
+        require(self.lr is None or (self.lr > 0 and math.isfinite(self.lr)), "optim.lr", self.lr, "above 0, and finite")
         require(all(0 <= beta < 1 for beta in self.betas or ()), "optim.betas", self.betas, "in [0, 1)")
         require(self.eps is None or self.eps > 0, "optim.eps", self.eps, "above 0")
         decay = self.weight_decay
@@ -174,7 +175,8 @@ class TrainConfig(Run):
         for name in ("batch_size", "seq_len", "steps", "eval_every", "patience", "sample_every"):
             require_count(name, getattr(self, name), 0)
         require(self.seq_len != 1, "seq_len", self.seq_len, "at least 2 (a token and the next)")
-        require(self.epochs is None or self.epochs > 0, "epochs", self.epochs, "above 0")
+        require(self.steps < _MOST_STEPS, "steps", self.steps, f"below {_MOST_STEPS}")
+        require(self.epochs is None or 0 < self.epochs < math.inf, "epochs", self.epochs, "above 0, and finite")
         if self.epochs is not None and self.steps:
             raise ConfigError("give --steps or --epochs, not both")
         require(0 <= (self.eval_share or 0) < 1, "eval_share", self.eval_share, "at least 0, and below 1")

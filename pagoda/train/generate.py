@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagoda.errors import ConfigError
 from pagoda.train.tokenizer import Tokenizer
 
 
@@ -15,13 +16,15 @@ def continued(
     """Continue a prompt with the most likely tokens, or with sampled ones if there is a seed.
 
     `model` is a language model of transformers, wrapped or not. With `chat`, the prompt is a user's message, which the
-    tokenizer's chat template formats. `tokens` is the most tokens to generate. The sampling temperature is 0.8, and
-    sampling does not change the random numbers of training.
+    tokenizer's chat template formats. `tokens` is the most tokens to generate. Generation ends at the model's last
+    position. The sampling temperature is 0.8, and sampling does not change the random numbers of training.
 
-    Raises ConfigError for a chat if the tokenizer has no chat template.
+    Raises ConfigError like `prompt_ids`.
     """
     device = next(model.parameters()).device
-    ids = torch.tensor([tokenizer.prompt(prompt, chat)], device=device)
+    given = prompt_ids(model, tokenizer, prompt, chat)
+    ids = torch.tensor([given], device=device)
+    positions = _positions(model)
     draws: dict[str, Any] = {"do_sample": False}
     if seed is not None:
         draws = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
@@ -35,7 +38,7 @@ def continued(
             found = model.generate(  # type: ignore[operator]
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
+                max_new_tokens=tokens if positions is None else min(tokens, positions - len(given)),
                 use_cache=True,
                 pad_token_id=0,
                 eos_token_id=tokenizer.end,
@@ -43,4 +46,29 @@ def continued(
             )
     finally:
         model.train(was_training)
-    return tokenizer.decode(found[0, ids.shape[1] :].tolist())
+    # A decoder of its own starts with one token, and does not repeat the prompt.
+    start = 1 if model.config.is_encoder_decoder else len(given)  # type: ignore[union-attr]
+    return tokenizer.decode(found[0, start:].tolist())
+
+
+def prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
+    """The ids of a prompt that the model can continue.
+
+    Raises ConfigError if it is not Unicode text, has no tokens or leaves no position, and for a chat if the tokenizer
+    has no chat template.
+    """
+    try:
+        ids, positions = tokenizer.prompt(prompt, chat), _positions(model)
+    except UnicodeEncodeError as error:  # the command line had bytes that are not UTF-8
+        raise ConfigError(f"--prompt is not UTF-8 text: {error}") from error
+    if not ids:
+        raise ConfigError("--prompt is empty, and the tokenizer puts no token before a text: give some text")
+    if positions is not None and len(ids) >= positions:
+        raise ConfigError(f"--prompt has {len(ids)} tokens, and the model has {positions} positions: shorten it")
+    return ids
+
+
+def _positions(model: nn.Module) -> int | None:
+    """Most tokens of a sequence, or None if the model's configuration does not say."""
+    found: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore
+    return found

@@ -76,14 +76,16 @@ class RunDir:
     def check_free(self) -> None:
         """Check that a new run can start here. Writes nothing.
 
-        Raises ConfigError like `check_place`, and if there is a run already.
+        Raises ConfigError like `check_place`, and if there is a run already, or a file that it would replace.
         """
         self.check_place()
-        taken = [p.name for p in (self.config, self.metrics, self.evals, self.checkpoints) if p.exists()]
-        if taken:
+        run = [self.config, self.metrics, self.evals, self.checkpoints]
+        others = [self.settings, self.plan, self.timeline, self.tokenizer]
+        if taken := [path.name for path in run + others if path.exists()]:
+            what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(
-                f"--out {self.path} already holds a run ({', '.join(taken)}): continue it with --resume,"
-                " or give another directory"
+                f"--out {self.path} already holds {what} ({', '.join(taken)}): give another directory"
+                + ", or continue the run with --resume" * self.config.exists()
             )
 
     def started_config(self) -> TrainConfig:
@@ -95,8 +97,8 @@ class RunDir:
             content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
         except OSError as error:
             raise ConfigError(
-                f"no run to resume in {self.path}: {self.config.name} cannot be read"
-                f" ({error.strerror or type(error).__name__}). Check --out, or start a run without --resume"
+                f"there is no run in {self.path}: {self.config.name} cannot be read"
+                f" ({error.strerror or type(error).__name__}). Name the directory of a run"
             ) from error
         try:
             settings = json.loads(content.decode())
@@ -149,6 +151,17 @@ class RunDir:
                 return checkpoint
         raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names_of(found)}")
 
+    def named_or_itself(self, name: str) -> Path:
+        """The checkpoint of the run with this name, or the directory itself if it is no run.
+
+        Raises CheckpointError like `named`, and ConfigError if a checkpoint of no run is named.
+        """
+        if self.checkpoints.is_dir() or self.metrics.exists():
+            return self.named(name).path
+        if name != LAST:
+            raise ConfigError(f"--checkpoint {name} names a checkpoint of a run, and {self.path} is not a run")
+        return self.path
+
     def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
         """Rename a checkpoint, so that it is kept but no longer belongs to the run.
 
@@ -166,13 +179,13 @@ class RunDir:
         settings = config.settings()
         with self._writing():
             make_directories(self.path)
-            content = json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n"
+            # First, because without it there is no run to resume, and with the others none can start.
+            write_durably(self.config, (json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n").encode())
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
             for file in tokenizer:
                 write_durably(self.tokenizer / file.name, file.read_bytes())
             write_durably(self.settings, settings_as_yaml(config).encode())
-            write_durably(self.config, content.encode())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -51,5 +51,5 @@ def _yaml(text: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error

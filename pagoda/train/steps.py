@@ -20,7 +20,7 @@ from pagoda.memory.files import make_directories, storage_errors, write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
-from pagoda.train.generate import continued
+from pagoda.train.generate import continued, prompt_ids
 from pagoda.train.loggers import Loggers
 from pagoda.train.progress import Progress, say
 from pagoda.train.ranks import MetricsFiles, share_metrics
@@ -77,6 +77,9 @@ class Steps:
         """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.rank else session.config.log, run_dir.path)
         self._saved: Path | None = None
+        if session.config.sample_every:
+            chat = session.batches.rows.tokens.about.chats
+            prompt_ids(session.model, tokenizer, session.config.prompt, chat)  # before hours of training
 
     def run(self, beginning: Beginning) -> TrainResult:
         """Run the remaining steps."""
@@ -117,7 +120,12 @@ class Steps:
                     progress.show(metrics)
                     over = step == config.steps or stopped_by is not None
                     over = self._between(step, files, over, stopped_by is not None)
-            self._session.optimizer.wait_for_checkpoint()
+                # The first signal must not end the process before the last checkpoint is complete.
+                self._session.optimizer.wait_for_checkpoint()
+                if step == config.steps and stopped_by is not None:  # nothing is left for a resumed run
+                    stopped_by = None
+                    if self._evaluator is not None and files is not None:
+                        self._record_evaluation(step, files)
         result = TrainResult(
             out=self._run_dir.path,
             plan=plan_of(self._session.model),
@@ -152,9 +160,7 @@ class Steps:
         config = self._config
         improved = False
         if self._evaluator is not None and not interrupted and (over or step % config.evaluates_every == 0):
-            found = self._evaluate(step)
-            files.write(evals=found)
-            self._loggers.evaluation(found)
+            self._record_evaluation(step, files)
             improved = config.keep_best and best_step(self._losses) == step
             if config.patience and since_best(self._losses) >= config.patience and not over:
                 over = True
@@ -169,6 +175,11 @@ class Steps:
         if due or interrupted or improved or (config.save_at_end and over):
             self._save(step, files)
         return over
+
+    def _record_evaluation(self, step: int, files: MetricsFiles) -> None:
+        found = self._evaluate(step)
+        files.write(evals=found)
+        self._loggers.evaluation(found)
 
     def _evaluate(self, step: int) -> Evaluation:
         assert self._evaluator is not None

@@ -98,6 +98,8 @@ class ByteTokenizer(Tokenizer):
         return encoded
 
     def prompt(self, text: str, chat: bool) -> list[int]:
+        if chat:
+            raise ConfigError("the tokenizer is bytes, which has no chat template: give the prompt as it is")
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -203,7 +203,8 @@ def test_the_command_exports_a_checkpoint(saved: Path, tmp_path: Path, capsys: p
     assert main(["export", str(saved), str(tmp_path / "out"), "--dtype", "fp32", "--max-shard-size", "20KiB"]) == 0
     assert "float32, in" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.float32
-    assert main(["export", str(saved), str(tmp_path / "out")]) == 2
-    assert "exists already" in capsys.readouterr().err
+    for out in (tmp_path / "out", "."):
+        assert main(["export", str(saved), str(out)]) == 2
+        assert "exists already" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "other")]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err

@@ -45,6 +45,14 @@ def test_what_looks_orphaned_is_listed_with_the_reason_and_deleted_on_yes(
     assert saved.there() == [False, True]
 
 
+def test_the_pages_of_a_checkpoint_that_was_renamed_are_kept(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    first = saved.run / "checkpoints" / "step-1"
+    first.rename(first.with_name("step-1.later"))
+    assert main(["gc", str(saved.ssd), "--yes"]) == 0
+    assert "nothing looks orphaned" in capsys.readouterr().out
+    assert saved.there() == [True, True]
+
+
 def test_without_a_yes_or_an_orphan_nothing_is_deleted(
     saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, T5Config
 
 from pagoda.cli.main import main
+from pagoda.train.generate import continued
+from pagoda.train.tokenizer import ByteTokenizer
 from tests.cli.workspace import Workspace
 from tests.text_files import MARKED, chats, write_lines, write_pretrained
 
@@ -90,3 +92,36 @@ def test_a_checkpoint_that_is_missing_is_named_with_others(folder: Path, capsys:
     assert "it has step-000002, step-000004" in capsys.readouterr().err
     assert main(["generate", str(folder / "model" / "none"), "--prompt", "a"]) == 2
     assert "neither a run nor a Hugging Face directory" in capsys.readouterr().err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    capsys.readouterr()
+    assert main(["generate", *map(str, args)]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_continued_is_refused_in_words(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model = folder / "run", folder / "model"
+    for flags in (("--tokens", "0"), ("--seed", "-1")):
+        with pytest.raises(SystemExit):
+            main(["generate", str(run), "--prompt", "a", *flags])
+    assert "--prompt is empty" in refused(capsys, run, "--prompt", "", "--chat", False)
+    assert "the model has 256 positions" in refused(capsys, run, "--prompt", "a b " * 300)
+    assert "names a checkpoint of a run" in refused(capsys, model, "--prompt", "a", "--checkpoint", "best")
+    AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=256, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path / "bytes")
+    assert "--prompt is not UTF-8" in refused(capsys, tmp_path / "bytes", "--prompt", "a \udcff")
+    assert "no chat template" in refused(capsys, tmp_path / "bytes", "--prompt", "a", "--chat", True)
+    generated(capsys, str(tmp_path / "bytes"), "--prompt", "as many as fit")
+
+
+def test_a_decoder_of_its_own_does_not_repeat_the_prompt() -> None:
+    config = T5Config(vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    ids = torch.tensor([list(b"some text")])
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 1:]
+    text = ByteTokenizer().decode(expected.tolist())
+    assert continued(model, ByteTokenizer(), "some text", chat=False, tokens=12) == text

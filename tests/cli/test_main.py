@@ -1,5 +1,6 @@
 """The `pagoda` command: flags become settings, mistakes become messages and exit codes."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 
 from pagoda.cli.main import main, parse
 from pagoda.config.memory import Memory
+from pagoda.errors import ConfigError
 from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.run_dir import RunDir
 
@@ -53,6 +55,12 @@ def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path
         assert parsed(*flags) == replace(started, out=tmp_path, resume=True)
     changed = parsed(*flags, "--steps", "40", "--memory.host", "2GiB")
     assert (changed.steps, changed.memory.host, changed.optim.lr) == (40, "2GiB", 1e-3)
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        parsed("--model", "llama-15m", "--out", "run\udcff")
+    with pytest.raises(ConfigError, match="name its directory with --out"):
+        parsed("--resume")
+    with pytest.raises(ConfigError, match="--config starts another run"):
+        parsed(*flags, "--config", tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +95,16 @@ def test_help_works_as_a_module_and_imports_neither_torch_nor_transformers(capsy
     assert "--memory.ssd DIR[:SIZE]" in done.stdout
     assert exit_code("--help") == 0
     assert "train" in capsys.readouterr().out
+
+
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    directory = tmp_path / "caf\u00e9"
+    directory.mkdir()
+    command = [sys.executable, "-m", "pagoda", "inspect", str(directory)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "caf\\xe9" in done.stdout
 
 
 def test_who_does_not_read_help_to_its_end_sees_no_traceback() -> None:

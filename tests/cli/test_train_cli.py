@@ -11,6 +11,8 @@ from files import content_of
 from safetensors.torch import save_file
 
 from pagoda.cli.main import main
+from pagoda.optimizer import PagedOptimizer
+from pagoda.train.metrics import read_metrics
 from tests.cli.workspace import STEPS, Workspace, curve
 from tests.tiny import LLAMA, at_the_first_batch
 
@@ -95,6 +97,30 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
 
 
+def test_a_signal_in_the_last_step_does_not_stop_the_last_evaluation(
+    work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_the_first_batch(lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
+    assert main(work.args("run", "--eval-data", str(work.text), steps=1)) == 0
+    assert [line["step"] for line in read_metrics(work.root / "run" / "evals.jsonl")] == [0, 1]
+    assert "Interrupted" not in capsys.readouterr().out
+
+
+def test_a_signal_after_the_last_step_does_not_stop_the_last_checkpoint(
+    work: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, being_written = PagedOptimizer.wait_for_checkpoint, iter([False, True])
+
+    def interrupted(optimizer: PagedOptimizer) -> None:
+        if next(being_written):
+            signal.raise_signal(signal.SIGINT)
+        wait(optimizer)
+
+    monkeypatch.setattr(PagedOptimizer, "wait_for_checkpoint", interrupted)
+    assert main(work.args("run", steps=1)) == 0
+    assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
+
+
 BAD_INPUT = {
     "unknown model": ({"model": "lama-15m"}, "Did you mean 'llama-15m'"),
     "missing text": ({"data": "{root}/missing"}, "does not exist"),
@@ -162,7 +188,7 @@ def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_no
         (work.args("run", steps=2), "--resume"),
         (work.args("run", "--resume", steps=4, batch_size=3), "--batch-size 3 (the run has 2)"),
         (work.args("run", "--resume", steps=4, data=work.root / "other.txt"), "another text"),
-        (work.args("elsewhere", "--resume"), "no run to resume"),
+        (work.args("elsewhere", "--resume"), "there is no run in"),
     ):
         assert main(args) == 2
         assert message in capsys.readouterr().err

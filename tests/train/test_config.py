@@ -42,6 +42,7 @@ def test_a_configuration_survives_json(changes: dict[str, Any]) -> None:
     ("change", "names"),
     [
         ({"steps": -1}, "steps is -1"),
+        ({"steps": 1 << 31}, "steps is 2147483648"),
         ({"batch_size": -1}, "batch_size"),
         ({"seq_len": 1}, "seq_len"),
         ({"accumulation_steps": 0}, "accumulation_steps"),
@@ -58,6 +59,7 @@ def test_a_configuration_survives_json(changes: dict[str, Any]) -> None:
         ({"optims": {}}, "unknown settings: optims"),
         ({"memory": 3}, "Memory"),
         ({"steps": "many"}, "wrong type"),
+        ({"steps": 0, "epochs": math.inf}, "epochs is inf"),
     ],
 )
 def test_a_setting_out_of_range_is_named(change: dict[str, object], names: str) -> None:

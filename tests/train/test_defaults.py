@@ -115,7 +115,9 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     for text, message in (
         ("model: gpt2\nlearning_rate: 1\n", "unknown settings: learning_rate"),
         ("model: gpt2\nsteps: many\n", "steps as 'many', which is a value of the wrong type"),
+        ("1: 2\nsteps: 3\nlearning_rate: 1\n", "unknown settings: 1, learning_rate"),
         ("model: [\n", "is not YAML"),
+        ("[" * 5000, "is not YAML"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

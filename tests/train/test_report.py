@@ -13,6 +13,7 @@ import pytest
 from pagoda.cli.main import main
 from pagoda.cli.report import server_of
 from pagoda.config.memory import Memory
+from pagoda.errors import ConfigError
 from pagoda.train.report import report
 from pagoda.train.run_dir import RunDir
 from tests.tiny import tiny_run, trained, write_model
@@ -113,7 +114,7 @@ def test_only_reports_are_replaced(
     directory: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "no run to resume" in capsys.readouterr().err
+    assert "there is no run in" in capsys.readouterr().err
     mine = tmp_path / "notes.html"
     mine.write_text("<!DOCTYPE html><p>mine")
     assert main(["report", str(directory), "--out", str(mine)]) == 2
@@ -135,6 +136,8 @@ def test_the_live_page_follows_the_run(directory: Path, tmp_path: Path) -> None:
         assert "6 of 9" in answer.read().decode()
         assert answer.headers["Refresh"] == "10"
         server.shutdown()
+    with pytest.raises(ConfigError, match="--port 70000 cannot be used"):
+        server_of(tmp_path / "run", 70_000)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")

@@ -26,6 +26,10 @@ def test_a_run_starts_in_a_missing_an_empty_or_an_unrelated_directory(tmp_path: 
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="is a file"):
             RunDir(out).check_free()
+    (tmp_path / "plan.json").touch()
+    with pytest.raises(ConfigError, match=r"files that a run would replace .plan\.json.: give another directory$"):
+        RunDir(tmp_path).check_free()
+    (tmp_path / "plan.json").unlink()
     RunDir(tmp_path).create(CONFIG)
     with pytest.raises(ConfigError, match=r"already holds a run .*--resume"):
         RunDir(tmp_path).check_free()
@@ -72,7 +76,7 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replaced)
     monkeypatch.setattr(os, "mkdir", made)
-    names = ("a/b/run.yaml", "a/b/config.json")
+    names = ("a/b/config.json", "a/b/run.yaml")
     rewritten = [step for name in names for step in (("fsync", f"{name}.tmp"), ("replace", name), ("fsync", "a/b"))]
     run_dir = RunDir(tmp_path / "a" / "b")
     run_dir.create(CONFIG)
@@ -100,7 +104,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_broken_configuration_is_refused(case: str, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    with pytest.raises(ConfigError, match="no run to resume"):
+    with pytest.raises(ConfigError, match="there is no run in"):
         run_dir.started_config()
     HOSTILE[case](run_dir.config)
     with pytest.raises(ConfigError, match=r"config\.json"):

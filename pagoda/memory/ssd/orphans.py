@@ -31,7 +31,8 @@ class Orphan:
 
 
 def why_orphaned(commit: Commit, keep: Collection[str] = ()) -> str | None:
-    """Why a commit seems to be no longer needed. None if its checkpoint is where it was saved.
+    """Why a commit seems to be no longer needed. None if its checkpoint is in the directory in which it was saved, also
+    under another name, such as those that a run gives to checkpoints that it leaves behind.
 
     `keep`: ids of checkpoints that are known to be elsewhere.
     """
@@ -41,6 +42,8 @@ def why_orphaned(commit: Commit, keep: Collection[str] = ()) -> str | None:
         return None
     if why := why_abandoned(commit):
         return why
+    if any(checkpoint_id_of(other) == commit.checkpoint_id for other in place.parent.glob("*")):
+        return None
     if there is not None:
         return "another checkpoint is at that path: this one was moved or deleted"
     if os.path.lexists(place / MANIFEST):
