@@ -20,8 +20,8 @@ from pagoda.config.training import Precision
 from pagoda.construction.construct import describe
 from pagoda.models import build_model
 from pagoda.plan.exchanges import Exchange
-from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.trace import Phase
 from pagoda.simulate.rates import DEVICE_UPDATE, UPDATE, Rates
 from pagoda.simulate.simulation import Simulation

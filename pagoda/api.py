@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pagoda.budgets import budgets_of, compute_device, memory_of_rank
 from pagoda.checkpoint.export import exported_by_reference
 from pagoda.checkpoint.model_config import model_of
 from pagoda.checkpoint.pretrained import attach_tensors, attach_weights
@@ -54,15 +55,14 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.combinations import check_experts_of_stages, check_features
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import SSD
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.tiers import SSD
 from pagoda.runtime.activations.blocks import refuse_own_checkpointing
 from pagoda.runtime.device import Device, open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.quantized import keep_packing
-from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.transforms.compiled import compiled_in_place
 from pagoda.transforms.operator_tiles import Tiling

@@ -23,7 +23,7 @@ HOUSE = (
     "forecast",
     "calibrate",
     "api",
-    "tiers",
+    "budgets",
     "optimizer",
     "construction",
     "transforms",

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pagoda
 from gpu_suite.common import Figures, Machine, drawn_quickly, meta, release, timed
+from pagoda.budgets import budgets_of
 from pagoda.calibrate import ComputeProfiler, calibrate
 from pagoda.construction.construct import describe
 from pagoda.forecast.compute import Compute
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
 from pagoda.simulate.simulation import simulate
-from pagoda.tiers import budgets_of
 from training import Paged
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedUnit
 from pagoda.checkpoint.state import ParameterState, gather_from_all_stages
-from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE, UNDO
+from pagoda.plan.tiers import SSD
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
 

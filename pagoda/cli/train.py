@@ -17,8 +17,8 @@ _SIGNAL_BASE = 128
 
 def run(config: TrainConfig, console: Console) -> int:
     """Train. Returns the exit code."""
+    from pagoda.budgets import compute_device
     from pagoda.process import keep_freed_memory
-    from pagoda.tiers import compute_device
     from pagoda.train.loop import run as train
 
     if compute_device(config.memory).type == "cpu":

@@ -10,9 +10,9 @@ import torch
 from pagoda.distributed.transport import Transport
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.plan.layout import PIECE_ELEMENTS
-from pagoda.plan.ops import HOST
 from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import HOST
 from pagoda.plan.units import ModuleSpec
 
 T = TypeVar("T")

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.budgets import HOST_SHARE, ssd_budget
 from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import ActivationEstimate
 from pagoda.forecast.config import PlanConfig
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
-from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import ALONE, Ranks
+from pagoda.plan.tiers import DEVICE, HOST
 from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware
 from pagoda.simulate.machines import MACHINES, find_machine
-from pagoda.tiers import HOST_SHARE, ssd_budget
 
 AUTO = "auto"
 CONTEXT_BYTES = 1 << 30

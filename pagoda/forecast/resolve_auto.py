@@ -25,8 +25,8 @@ from pagoda.plan.activations import (
     recomputes,
 )
 from pagoda.plan.batch_tiles import tile_count
-from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import DEVICE, HOST
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.rates import Rates
 

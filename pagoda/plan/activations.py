@@ -9,8 +9,8 @@ from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.layout import Layout
-from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 LEAST_OFFLOADED_BYTES = 64 << 10

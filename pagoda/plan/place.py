@@ -11,7 +11,6 @@ from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.collective import reduce_buffers, serving_pages
 from pagoda.plan.device_updates import UPDATE_RING, WORK, on_device, slot_count, slot_pages
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
-from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.placement import (
     ACTIVATION_BUFFERS,
@@ -31,6 +30,7 @@ from pagoda.plan.placement import (
     Budgets,
     Placement,
 )
+from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
 
 COPIED_SHARE = 4

@@ -7,7 +7,7 @@ from functools import cached_property
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import UPDATE_RING, WORK
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
-from pagoda.plan.ops import DEVICE, HOST, SSD
+from pagoda.plan.tiers import DEVICE, HOST, SSD
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS, SERVING = "collective", "serving"

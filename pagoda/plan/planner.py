@@ -14,12 +14,12 @@ from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
-from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
+from pagoda.plan.tiers import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within
 

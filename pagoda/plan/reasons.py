@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
-from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.placement import SPARE, UNDO, Placement
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import DEVICE, SSD
 
 MAX_WASTE = 0.02
 """Largest share of the pages that padding may take."""

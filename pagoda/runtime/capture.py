@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.page import Run
 from pagoda.memory.region import Region
-from pagoda.plan.ops import HOST
+from pagoda.plan.tiers import HOST
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store

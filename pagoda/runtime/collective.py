@@ -10,8 +10,8 @@ from pagoda.distributed.order import Call, CollectiveKind, Order, ProgramPart
 from pagoda.distributed.shards import Shards
 from pagoda.distributed.transport import Group, Transport
 from pagoda.errors import NonFiniteGradientError
-from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.ranks import ring_bytes
+from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane, wait_all

@@ -20,9 +20,9 @@ from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.optim.kernels import warm_up
 from pagoda.optim.rule import Rule
-from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.graph_memory import GraphMemory

@@ -17,8 +17,8 @@ from pagoda.errors import NonFiniteGradientError, RankError
 from pagoda.memory.page import pages_for
 from pagoda.plan.collective import MESSAGE_BYTES
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import HOST
 from pagoda.plan.placement import SERVING
+from pagoda.plan.tiers import HOST
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Event

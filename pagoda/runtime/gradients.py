@@ -14,8 +14,8 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.rule import Hyper
 from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, STAGING
+from pagoda.plan.tiers import HOST
 from pagoda.runtime.device import PAST, Arrival, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.meter import InFlight, Meter

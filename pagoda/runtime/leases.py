@@ -11,8 +11,8 @@ from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import HOST
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, LEASES
+from pagoda.plan.tiers import HOST
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.ring import Ring

@@ -13,8 +13,8 @@ from pagoda.distributed.reduction import DROPPED, GIVEN, NOT_FINITE, Buffers, Fl
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import BudgetError, RankError
 from pagoda.memory.arena import copy_bytes
-from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.slices import Span
+from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import PAST, Device, Event

@@ -13,7 +13,7 @@ import torch
 from pagoda.distributed.stages import Stages, StepTerms
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
-from pagoda.plan.ops import HOST
+from pagoda.plan.tiers import HOST
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_error

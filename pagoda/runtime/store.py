@@ -14,10 +14,10 @@ from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, before
-from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
 from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
+from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.ring import Ring

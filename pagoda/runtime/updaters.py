@@ -15,8 +15,8 @@ from pagoda.optim.kernels import UpdateKernel as HostKernel, update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule, StateSpec, TensorRule
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, WORK, slot_count, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.ops import DEVICE
 from pagoda.plan.packed import ShapedSpan
+from pagoda.plan.tiers import DEVICE
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient

@@ -7,9 +7,9 @@ from typing import Any
 
 from pagoda.memory.page import Run
 from pagoda.plan.layout import GRAD
-from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, LEASES, STAGING
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Trace
 
 

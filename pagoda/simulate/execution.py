@@ -6,8 +6,8 @@ from functools import cache, partial
 from itertools import pairwise
 
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler

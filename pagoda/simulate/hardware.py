@@ -14,7 +14,7 @@ from typing import Literal
 
 from pagoda.config.decode import decoded
 from pagoda.errors import ConfigError
-from pagoda.plan.ops import LARGE_TRANSFER_BYTES
+from pagoda.plan.tiers import LARGE_TRANSFER_BYTES
 
 FORMAT = "pagoda-hardware"
 VERSION = 5

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from pagoda.errors import ConfigError
 from pagoda.plan.exchanges import Exchange
-from pagoda.plan.ops import COLLECTIVE, LARGE_TRANSFER_BYTES
 from pagoda.plan.ranks import ALONE, Ranks
+from pagoda.plan.tiers import COLLECTIVE, LARGE_TRANSFER_BYTES
 from pagoda.simulate.hardware import Figure, Hardware
 from pagoda.simulate.timeline import COMPUTE
 

@@ -13,9 +13,9 @@ from statistics import fmean
 
 from pagoda.plan.activations import BUFFERED
 from pagoda.plan.exchanges import Exchange
-from pagoda.plan.ops import COLLECTIVE, HOST, LANES
 from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import COLLECTIVE, HOST, LANES
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing

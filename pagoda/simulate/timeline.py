@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from pagoda.plan.ops import COLLECTIVE, LANES
+from pagoda.plan.tiers import COLLECTIVE, LANES
 
 COMPUTE = "compute"
 """The thread or stream that runs the model."""

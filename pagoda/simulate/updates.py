@@ -8,8 +8,8 @@ from math import ceil
 
 from pagoda.plan.device_updates import DEVICE_SLOTS
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, SSD
 from pagoda.plan.traffic import Traffic
 from pagoda.schedule.operations import Kind, Operation, Writes
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work

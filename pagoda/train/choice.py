@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from pagoda.budgets import compute_device
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.config.run import Run
 from pagoda.distributed.mesh import Mesh
@@ -20,7 +21,6 @@ from pagoda.forecast.record import timeline_record
 from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.simulate.hardware import hardware_file
-from pagoda.tiers import compute_device
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first

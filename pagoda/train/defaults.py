@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from pagoda.budgets import HOST_SHARE
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.world import may_be_restarted, was_restarted
@@ -18,7 +19,6 @@ from pagoda.forecast.model_description import describe_model
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.build import is_encoder_decoder, model_directory, positions_of
-from pagoda.tiers import HOST_SHARE
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Rows
 from pagoda.train.progress import say

@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 import pagoda
+from pagoda.budgets import budgets_of
 from pagoda.memory.ram import free_ram, ram_bytes
-from pagoda.tiers import budgets_of
 
 MIB = 1 << 20
 UNLIMITED = 9223372036854771712

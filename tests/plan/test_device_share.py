@@ -15,10 +15,10 @@ from pagoda.forecast.search import Choice, search
 from pagoda.optim import Muon
 from pagoda.plan.device_updates import on_device
 from pagoda.plan.layout import GRAD
-from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.tiers import DEVICE, SSD
 from pagoda.simulate.hardware import Link
 
 from .strategies import FAST, GPU, LARGE, STATES, figure, unit

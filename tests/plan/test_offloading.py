@@ -8,10 +8,10 @@ from pairwise import each_once
 from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError
 from pagoda.plan.activations import ActivationPlan, BlockSizes, Policy, StepSizes, Storages
-from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import ACTIVATIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Phase
 from pagoda.plan.traffic import activations_at
 from pagoda.simulate.hardware import Hardware, Link

@@ -8,11 +8,11 @@ from hypothesis import assume, example, given, strategies as st
 from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
-from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budgets, Placement
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
 from .strategies import LARGE, STATES, Draw, layouts, unit

@@ -12,11 +12,11 @@ from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers
 from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.layout import BLOCK_ELEMENTS
-from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST
 from pagoda.plan.options import Options
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks, ring_bytes
+from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST
 from pagoda.plan.trace import Phase, gradients_of
 from pagoda.plan.traffic import exchanges_at, traffic_of
 from pagoda.plan.units import ModuleSpec

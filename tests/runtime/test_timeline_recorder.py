@@ -19,8 +19,8 @@ from pagoda.optim.adamw import AdamW
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import ActivationPlan, Policy
 from pagoda.plan.layout import GRAD
-from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Access
 from pagoda.plan.traffic import activations_at
 from pagoda.runtime.lanes import wait_all

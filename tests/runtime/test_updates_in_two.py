@@ -16,7 +16,7 @@ from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optim.rule import Rule
 from pagoda.plan.layout import MASTER, WEIGHT
-from pagoda.plan.ops import SSD
+from pagoda.plan.tiers import SSD
 from pagoda.plan.traffic import traffic_of
 
 from .loops import learn

@@ -17,11 +17,11 @@ from pagoda.forecast.search import search
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
-from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec

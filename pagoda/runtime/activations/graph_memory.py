@@ -24,7 +24,7 @@ from pagoda.plan.activations import (
     growth,
     peak_of,
 )
-from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.blocks import Block, without_cache
 from pagoda.runtime.activations.forward_trace import ForwardTrace

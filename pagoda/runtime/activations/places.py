@@ -18,8 +18,8 @@ from pagoda.memory.ssd.slots import Hashes, PageTable
 from pagoda.memory.ssd.striped import StripedFile, portion_of
 from pagoda.memory.ssd.xxh3 import hashes_of
 from pagoda.plan.activations import offload_room
-from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import ACTIVATION_BUFFERS, ACTIVATIONS
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
