@@ -157,7 +157,7 @@ class Reduction:
             size = bounds[group.place][1] - bounds[group.place][0]
             rows = [landing[at * size + each.header_bytes :].view(dtype)[: len(span)] for at in range(len(bounds))]
             self._add_up(spec, span, rows, by_place, rows[group.place])
-            if self._shards.is_cut(spec, GRAD):
+            if self._shards.is_sliced(spec, GRAD):
                 _wait(landing)
                 yield span, rows[group.place], True
                 continue

@@ -44,14 +44,14 @@ class Shards:
         """Whether a norm counts this rank's elements of a parameter, and not another rank's copy of them."""
         return self.writes(unit, slot) and self.copies[0] == self.rank
 
-    def is_cut(self, unit: UnitSpec, state: str) -> bool:
+    def is_sliced(self, unit: UnitSpec, state: str) -> bool:
         """Whether each rank has a slice of a unit's state, and not all of it."""
-        return self._layout.is_cut(unit, state)
+        return self._layout.is_sliced(unit, state)
 
     def spans(self, unit: UnitSpec, state: str, rank: int | None = None) -> tuple[Span, ...]:
         """The elements of a unit in a rank's extent of a state. The default is this rank."""
         frozen = state == WEIGHT
-        if not self.is_cut(unit, state):
+        if not self.is_sliced(unit, state):
             return (Span(0, unit.numel if frozen else unit.trainable_numel),)
         return self.slices.spans(unit, self.slices.place(unit, self.rank if rank is None else rank), frozen)
 
@@ -74,7 +74,7 @@ class Shards:
         if self.copies[0] != self.rank:
             return ()
         spans = self.slices.spans(unit, self.slices.place(unit, self.rank), frozen=state == WEIGHT)
-        if not self.is_cut(unit, state):
+        if not self.is_sliced(unit, state):
             spans = tuple(Span(span.start, span.stop, span.start) for span in spans)
         return self.slices.of_state(unit, state, spans)
 
@@ -85,7 +85,7 @@ class Shards:
     def origin(self, unit: UnitSpec, state: str) -> int:
         """The position, in this rank's extent of a state, of the first element that it updates. Not for states with
         their own shapes."""
-        return 0 if self.is_cut(unit, state) else self.updated(unit).start
+        return 0 if self.is_sliced(unit, state) else self.updated(unit).start
 
     def _is_expert(self, unit: UnitSpec) -> bool:
         """Whether a unit belongs to experts, so that only some ranks share its state."""

@@ -133,7 +133,7 @@ class Layout:
             multiple = self.page_bytes // self.weight.dtype.itemsize
         return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, multiple)
 
-    def is_cut(self, unit: UnitSpec, state: str) -> bool:
+    def is_sliced(self, unit: UnitSpec, state: str) -> bool:
         """Whether ranks divide a state of a unit, so that each has a slice and not all of it."""
         if self.group(unit) == 1:
             return False
@@ -169,7 +169,7 @@ class Layout:
 
     def _begin(self, unit: UnitSpec, state: str) -> int:
         """The element of a state with which this rank's extent begins."""
-        if not self.is_cut(unit, state):
+        if not self.is_sliced(unit, state):
             return 0
         mine = self.slices.of_state(unit, state, [self.slices.updated(unit, self.rank)])
         return mine[0].start if mine else 0
@@ -233,7 +233,7 @@ class Layout:
 
     def elements(self, unit: UnitSpec, state: str) -> int:
         """Elements of an extent on this rank: all, or a slice."""
-        cut = self.is_cut(unit, state)
+        cut = self.is_sliced(unit, state)
         if state in self._packed:
             if not cut:
                 return self._packed[state].elements(unit)
@@ -298,7 +298,7 @@ class Layout:
 
     def trained_weight_pages(self, unit: UnitSpec) -> int:
         """Pages of an extent's weights from its start to the last one that an update changes."""
-        elements = self.updated_elements(unit) if self.is_cut(unit, WEIGHT) else unit.trainable_numel
+        elements = self.updated_elements(unit) if self.is_sliced(unit, WEIGHT) else unit.trainable_numel
         return pages_for(elements * self.weight.dtype.itemsize, self.page_bytes)
 
     def undo_pages(self, unit: UnitSpec, in_ram: Container[str]) -> dict[str, int]:
@@ -311,7 +311,7 @@ class Layout:
     def lease_of(self, unit: UnitSpec) -> int:
         """Pages of a lease: the whole unit, made from every rank's slice. The last slices are as long as the others."""
         elements = unit.numel
-        if self.is_cut(unit, WEIGHT):
+        if self.is_sliced(unit, WEIGHT):
             group, trained = self.group(unit), unit.trainable_numel
             ends = group * slice_elements(trained, group), trained + group * slice_elements(elements - trained, group)
             elements = max(ends)

@@ -378,7 +378,7 @@ class _Placer:
         if self.device is None:
             return {}
         layout = self.layout
-        leased = [u for u in layout.units if (u.index, WEIGHT) not in self.at_home or layout.is_cut(u, WEIGHT)]
+        leased = [u for u in layout.units if (u.index, WEIGHT) not in self.at_home or layout.is_sliced(u, WEIGHT)]
         total = sum(map(layout.lease_of, leased))
         lines = {COLLECTIVE_BUFFERS: reduce_buffers(layout).pages, UPDATE_RING: self.update_ring}
         beside = sum(lines.values())

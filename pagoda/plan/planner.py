@@ -133,7 +133,7 @@ class Plan:
             unit.index: self.layout.lease_of(unit)
             for unit in self.units
             if (everywhere or self.placement.home(unit.index, WEIGHT) == SSD)
-            and (self.placement.home(unit.index, WEIGHT) != DEVICE or self.layout.is_cut(unit, WEIGHT))
+            and (self.placement.home(unit.index, WEIGHT) != DEVICE or self.layout.is_sliced(unit, WEIGHT))
         }
 
     def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:

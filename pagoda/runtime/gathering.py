@@ -67,9 +67,9 @@ class Gathering:
         self._service = Service(collectives.transport, self._answer) if shards_weights else None
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
-        """Complete a lease, shape [numel], if weights are cut into slices. This rank's slice lies there once `own` has
+        """Complete a lease, shape [numel], if weights are sliced. This rank's slice lies there once `own` has
         ended; other slices may arrive once compute has passed `free`."""
-        if not self._shards.is_cut(unit.spec, WEIGHT):
+        if not self._shards.is_sliced(unit.spec, WEIGHT):
             return own
         version = unit.version
 

@@ -183,13 +183,13 @@ class Leases:
         label = f"fetch {unit.spec.name}"
         front = self._store.front[unit.index]
         home = self._store.tensor(unit.index, front)
-        is_cut = self._store.shards.is_cut(unit.spec, WEIGHT)
-        parts = self._slices(unit, into) if is_cut else [_Part(into, 0)]
+        is_sliced = self._store.shards.is_sliced(unit.spec, WEIGHT)
+        parts = self._slices(unit, into) if is_sliced else [_Part(into, 0)]
         if home is not None:
             extent = home.view(torch.uint8)
             nbytes = sum(part.target.nbytes for part in parts)
             return self._lanes["h2d"].submit(lambda: self._copy(parts, extent, free), after, nbytes, label)
-        straight = self._store.plan.budgets.device is None and not is_cut
+        straight = self._store.plan.budgets.device is None and not is_sliced
         fills = []
         for start, held in self._pieces(parts):
             load = partial(self._store.load, unit.index, front, start)

@@ -135,7 +135,7 @@ class Store:
         """
         spec = self.plan.units[unit]
         extent = self.newest_extent(unit, state)
-        if not self.shards.is_cut(spec, state):
+        if not self.shards.is_sliced(spec, state):
             return self._read(unit, extent, start, count)
         out = torch.empty(count, dtype=self.dtype(state))
         for held in self._held(spec, state, start, start + count):

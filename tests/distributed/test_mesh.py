@@ -69,7 +69,7 @@ def test_slices_hold_every_element_once_and_fit_their_extents(stage: int, count:
     layout, unit = layout_of(stage, count, frozen)
     shards = [Shards(layout, Mesh(World(rank, count, rank, count), layout.ranks)) for rank in range(count)]
     for state, numel in ((WEIGHT, unit.numel), ("exp_avg", unit.trainable_numel), (GRAD, unit.trainable_numel)):
-        cut = shards[0].is_cut(unit, state)
+        cut = shards[0].is_sliced(unit, state)
         assert cut == ((state, stage) not in ((WEIGHT, 1), (WEIGHT, 2), (GRAD, 1)))
         seen = [
             element

@@ -70,7 +70,7 @@ def test_a_rank_holds_what_zeros_formulas_say_with_fourteen_bytes(n: int, stage:
 @given(of_ranks)
 def test_leases_are_whole_units_and_fit_the_device(plan: Plan) -> None:
     for unit in plan.units:
-        used_at_home = plan.placement.home(unit.index, "weight") == DEVICE and not plan.layout.is_cut(unit, "weight")
+        used_at_home = plan.placement.home(unit.index, "weight") == DEVICE and not plan.layout.is_sliced(unit, "weight")
         assert used_at_home or plan.leased_pages()[unit.index] * plan.page_bytes >= 2 * unit.numel
     assert plan.peak_bytes[DEVICE] <= (plan.budgets.device or 0)
     least = min(plan.layout.lease_pages(ahead=1), sum(plan.leased_pages().values()))

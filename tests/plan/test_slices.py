@@ -102,7 +102,7 @@ def test_every_element_of_every_state_is_held_by_one_rank(name: str, count: int,
                     unit, state, layout.slices.spans(unit, layout.slices.place(unit, rank), frozen=state == WEIGHT)
                 )
                 seen += [element for span in spans for element in range(span.start, span.stop)]
-                if layout.is_cut(unit, state):
+                if layout.is_sliced(unit, state):
                     assert all(span.at + len(span) <= layout.elements(unit, state) for span in spans)
             assert sorted(seen) == list(range(whole.elements(unit, state)))
 
