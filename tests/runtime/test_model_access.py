@@ -356,7 +356,7 @@ def test_training_goes_on_after_an_interrupt_at_any_moment(wrap: Wrap, wrap_laye
     model, optimizer = wrap(fresh())
     train_layers(model, optimizer, 2)
     dropped = model.state_dict()
-    for at in range(1, entries, entries // 16):
+    for at in range(1, entries, entries // 32):
         weights, _ = interrupted(at)
         assert any(all(torch.equal(weights[n], known[n]) for n in known) for known in (whole, dropped)), at
 
