@@ -6,8 +6,8 @@ Each mutant is tried in a copy of the checkout, by the tests named with it; with
 It prints which test noticed it first, or that none did. The scheduler's own mutants are in
 tests/schedule/mutants.py.
 
-`python tests/mutants.py` with the tests named here: 50 of 52 are noticed. Nobody notices that frames are filled while
-an earlier fill is under way, and that a block is read while its page is being written, which only rare timing shows.
+`python tests/mutants.py` with the tests named here: 54 of 55 are noticed. Nobody notices that frames are filled while
+an earlier fill is under way, which only rare timing shows.
 """
 
 import os
