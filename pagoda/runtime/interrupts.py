@@ -81,19 +81,29 @@ class Turn:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         """For a turn that takes long and may be interrupted."""
+        self._holder: int | None = None
+        self._depth = 0
+        """How often the thread that holds the turn has taken it."""
 
     def __enter__(self) -> None:
-        INTERRUPTS.__enter__()
-        try:
-            while not self.lock.acquire(timeout=_CHECK_S):
-                INTERRUPTS.deliver()
-        except BaseException:
-            INTERRUPTS.__exit__()
-            raise
+        thread = threading.get_ident()
+        if self._holder != thread:
+            INTERRUPTS.__enter__()
+            try:
+                while not self.lock.acquire(timeout=_CHECK_S):
+                    INTERRUPTS.deliver()
+            except BaseException:
+                INTERRUPTS.__exit__()
+                raise
+            self._holder = thread
+        self._depth += 1
 
     def __exit__(self, *error: object) -> None:
-        self.lock.release()
-        INTERRUPTS.__exit__()
+        self._depth -= 1
+        if not self._depth:
+            self._holder = None
+            self.lock.release()
+            INTERRUPTS.__exit__()
 
 
 def _on_main_thread() -> bool:
