@@ -9,7 +9,6 @@ from torch import nn
 from pagoda.checkpoint.state import ParameterState, state_of
 from pagoda.errors import UsageError
 from pagoda.plan.layout import WEIGHT
-from pagoda.runtime.interrupts import INTERRUPTS
 
 
 @contextmanager
@@ -40,19 +39,17 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             engine.settle()
             if unit.active:
                 raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
-            with INTERRUPTS:
-                unit.set_part(slot, unit.shown(slot, state.read(WEIGHT).to(engine.device.torch_device)))
-                unit.gathered.add(slot)
-                unit.used |= torch.is_grad_enabled()
-                taken.append(state)
+            unit.set_part(slot, unit.shown(slot, state.read(WEIGHT).to(engine.device.torch_device)))
+            unit.gathered.add(slot)
+            unit.used |= torch.is_grad_enabled()
+            taken.append(state)
         yield
         if modify:
             for state in states.values():
                 state.overwrite(state.unit.current(state.slot))
     finally:
-        with INTERRUPTS:
-            if packing is not None:
-                packing.leave()
-            for _, unit, slot in taken:
-                unit.gathered.discard(slot)
-                unit.hide_slot(slot)
+        if packing is not None:
+            packing.leave()
+        for _, unit, slot in taken:
+            unit.gathered.discard(slot)
+            unit.hide_slot(slot)

@@ -1,6 +1,7 @@
 """Accesses: how compute gets a unit's weights, and what it waits for."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +13,7 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor
-from pagoda.runtime.interrupts import Turn
+from pagoda.runtime.executor import Damage, Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.meter import Meter
@@ -22,12 +22,35 @@ from pagoda.runtime.stats import Found, Staleness
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
 
+_ENDED_A_WAIT = "It ended a wait of Pagoda's, and left nothing half done."
+
+
+class Turn:
+    """A lock that a thread may hold several times. Inside, an event of compute changes several things.
+
+    Python raises KeyboardInterrupt between any two instructions. One that left half of an event behind damages the
+    training state, because no later step could be right.
+    """
+
+    def __init__(self, damage: Damage) -> None:
+        self.lock = threading.RLock()
+        """For turns that change nothing, or that note damage themselves."""
+        self._damage = damage
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self.lock.release()
+        if isinstance(error, KeyboardInterrupt) and _ENDED_A_WAIT not in getattr(error, "__notes__", ()):
+            self._damage.note(UsageError("Ctrl-C came in the middle of an event of training"))
+
 
 class Accesses:
     """Tells the scheduler about compute's events, and waits where compute must wait.
 
     One thread at a time computes, and holds `turn` for each event. A thread that saves or loads holds it meanwhile. So
-    for compute, both happen between two events, and so does an interrupt.
+    for compute, both happen between two events.
 
     The scheduler is told about the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
     once per operation. Reads in a row count as one use, which ends when compute does anything else.
@@ -37,7 +60,7 @@ class Accesses:
         self, plan: Plan, executor: Executor, leases: Leases, device: Device, meter: Meter, rank_group: RankGroup | None
     ) -> None:
         self.plan = plan
-        self.turn = Turn()
+        self.turn = Turn(executor.damage)
         self._executor = executor
         self._driver = executor.driver
         self._scheduler: Scheduler = executor.driver.scheduler
@@ -180,8 +203,12 @@ class Accesses:
             return until() or self._scheduler.versions.failed
 
         start = time.perf_counter()
-        with labelled(f"pagoda::wait_{lane}"):
-            self._driver.wait(ended, lambda: self._find_way_out(ended, refuse))
+        try:
+            with labelled(f"pagoda::wait_{lane}"):
+                self._driver.wait(ended, lambda: self._find_way_out(ended, refuse))
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(_ENDED_A_WAIT)
+            raise
         self.meter.stalled(lane, time.perf_counter() - start)
         if not until():
             self._executor.damage.raise_cause()

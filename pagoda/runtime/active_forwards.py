@@ -11,7 +11,6 @@ from pagoda.errors import UsageError
 from pagoda.plan.trace import Phase
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.packing import Packing
-from pagoda.runtime.interrupts import INTERRUPTS
 from pagoda.runtime.unit import LiveUnit, written_in_forward
 
 
@@ -79,22 +78,19 @@ class ActiveForwards:
             )
         if not self._running and not torch.is_grad_enabled():
             self._accesses.before_evaluation()
-        starts_packing = False
+        starts_packing = self._packing.enter()
         in_backward = torch._C._current_graph_task_id() != -1
         forward = _Forward(is_method, Phase.BACKWARD if in_backward else Phase.FORWARD)
+        self._running.append(forward)
         try:
-            with INTERRUPTS:
-                self._running.append(forward)
-                starts_packing = self._packing.enter()
-                for unit in units:
-                    self._enter(forward, unit)
+            for unit in units:
+                self._enter(forward, unit)
             output = call(*args, **kwargs)
         finally:
-            with INTERRUPTS:
-                self._running.remove(forward)
-                written = [name for unit in forward.entered if (name := self._leave(unit, forward.phase)) is not None]
-                if starts_packing:
-                    self._packing.leave()
+            self._running.remove(forward)
+            written = [name for unit in forward.entered if (name := self._leave(unit, forward.phase)) is not None]
+            if starts_packing:
+                self._packing.leave()
         if written:
             raise UsageError(written_in_forward(written[0]))
         return output

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pagoda.runtime.interrupts import INTERRUPTS
 from pagoda.schedule.operations import Operation
 from pagoda.schedule.scheduler import Scheduler
 
@@ -35,11 +34,10 @@ class Driver:
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass on an event. On return it has been processed, unless this thread is already processing another one."""
-        with INTERRUPTS:
-            self._events.append((event, arguments))
-            if self._holder != threading.get_ident():
-                with self._changed:
-                    self._process()
+        self._events.append((event, arguments))
+        if self._holder != threading.get_ident():
+            with self._changed:
+                self._process()
 
     def ask(self, question: Callable[[], bool]) -> bool:
         """Answer a question about the scheduler, between two events."""
@@ -56,7 +54,7 @@ class Driver:
             with self._changed:
                 self._check()
                 while not until() and not self.scheduler.idle:
-                    INTERRUPTS.wait_for(self._changed)
+                    self._changed.wait()
                     self._check()
                 if until():
                     return

@@ -11,7 +11,6 @@ from torch.autograd import profiler
 
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import PAST, Event
-from pagoda.runtime.interrupts import INTERRUPTS
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 
 SSD_THREADS = 4
@@ -129,7 +128,7 @@ class Handle:
             if self._changed is None:
                 self._changed = threading.Condition(self._lock)
             while self._state < state:
-                INTERRUPTS.wait_for(self._changed)
+                self._changed.wait()
 
     def then(self, callback: Callable[[BaseException | None], None]) -> None:
         """Call `callback(error)` once the work has ended: on the thread that ends it, or now if it has ended."""

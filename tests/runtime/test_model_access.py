@@ -1,13 +1,9 @@
 """Weights outside forward: read, written, saved, loaded, and every misuse answered with an error that names the fix."""
 
-import signal
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +13,9 @@ from torch import nn
 from zoo import ARENA_ALL_ON_SSD, PAGE, UNIT_LIMIT, assert_equal, squeeze
 
 import pagoda
+from pagoda.errors import StorageError
+from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.driver import Driver
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers, Wrapped, assert_same_state, layers, loss_of_layers, state_of, train_layers
@@ -322,43 +321,46 @@ def test_training_goes_on_after_an_error(wrap: Wrap, wrap_layers: WrapLayers) ->
     assert_same_state((model, optimizer), twin)
 
 
-def test_training_goes_on_after_an_interrupt_at_any_moment(wrap: Wrap, wrap_layers: WrapLayers) -> None:
-    """The interrupted step is dropped, or taken as a whole."""
-    package = str(Path(pagoda.__file__).parent)
+def test_an_interrupt_in_the_middle_of_an_event_damages_the_state(
+    wrap: Wrap, wrap_layers: WrapLayers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
 
-    def interrupted(at: int) -> tuple[dict[str, torch.Tensor], int]:
-        """The weights after a step, one that is interrupted at this entry of a function of Pagoda, and another one. The
-        number of entries."""
-        model, optimizer = wrap_layers()
-        train_layers(model, optimizer, 1)
-        entries = 0
+    wrapped, twin = wrap_layers(), wrap(fresh())
+    wrapped[1].save_checkpoint(tmp_path / "checkpoint", wait=True)
+    for name in ("end_step", "begin"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Accesses, name, interrupt)
+            # Both are in the middle of an event: `end_step` of step(), and `begin` of a read of weights in backward.
+            with pytest.raises(KeyboardInterrupt):
+                wrapped[1]._engine.step() if name == "end_step" else wrapped[1]._engine.accesses.read(None)
+        with pytest.raises(StorageError, match="Ctrl-C came in the middle of an event"):
+            train_layers(*wrapped)
+        with pytest.raises(StorageError, match="Ctrl-C came in the middle of an event"):
+            wrapped[1].save_checkpoint(tmp_path / "another")
+        wrapped[1].load_checkpoint(tmp_path / "checkpoint")
+    for each in (wrapped, twin):
+        train_layers(*each)
+    assert_same_state(wrapped, twin)
 
-        def count(frame: FrameType, *_: object) -> None:
-            nonlocal entries
-            entries += frame.f_code.co_filename.startswith(package)
-            if entries == at:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
 
-        sys.settrace(count)
-        try:
-            with suppress(KeyboardInterrupt):
-                train_layers(model, optimizer, 1)
-        finally:
-            sys.settrace(None)
-        optimizer.zero_grad()
-        train_layers(model, optimizer, 1)
-        weights = model.state_dict()
-        optimizer.close()
-        return weights, entries
+def test_an_interrupt_ends_a_wait_and_damages_nothing(
+    wrap: Wrap, wrap_layers: WrapLayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
 
-    whole, entries = interrupted(-1)
-    model, optimizer = wrap(fresh())
-    train_layers(model, optimizer, 2)
-    dropped = model.state_dict()
-    for at in range(1, entries, entries // 32):
-        weights, _ = interrupted(at)
-        assert any(all(torch.equal(weights[n], known[n]) for n in known) for known in (whole, dropped)), at
+    wrapped, twin = wrap_layers(), wrap(fresh())
+    train_layers(*wrapped, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Driver, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of_layers(wrapped[0]).backward()
+    wrapped[1].zero_grad()
+    train_layers(*wrapped, 1)
+    train_layers(*twin, 2)
+    assert_same_state(wrapped, twin)
 
 
 def test_a_model_may_call_itself(wrap: Wrap) -> None:
