@@ -41,9 +41,9 @@ class Turn:
         self.lock.acquire()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self.lock.release()
         if isinstance(error, KeyboardInterrupt) and _ENDED_A_WAIT not in getattr(error, "__notes__", ()):
             self._damage.note(UsageError("Ctrl-C came in the middle of an event of training"))
+        self.lock.release()  # last, because the next thread must find the damage
 
 
 class Accesses:
@@ -222,8 +222,7 @@ class Accesses:
     def drain(self) -> None:
         """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
-        lag = any(weights.lag for weights in scheduler.versions.of)
-        if lag and not self.closed:
+        if not self.closed and any(weights.lag for weights in scheduler.versions.of):
             self.agree("applying all asynchronous updates, which an evaluation between steps does too")
         with self.turn:
             self._executor.poll()
