@@ -1,9 +1,11 @@
 """metrics.jsonl: one line of JSON per optimizer step. No step appears twice, even if the run was interrupted."""
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,9 @@ from pagoda.memory.files import read_regular, storage_errors, sync_directory, wr
 if TYPE_CHECKING:
     from pagoda.runtime.stats import StepStats
 
+_log = logging.getLogger("pagoda")
+LINE_BYTES = 1024
+"""About as many bytes as a line of a step has."""
 DATA = "data"
 """Key in `stall_s`, in addition to the lanes: seconds in which the next sequences were read."""
 
@@ -86,12 +91,17 @@ class MetricsFile:
     The file is created if it is missing. Lines after `after_step` are dropped: steps that an interrupted run did after
     the checkpoint from which it resumes, and a line that a crash has cut short.
 
-    Raises StorageError, here and later, if the disk is full or fails.
+    Raises StorageError if the file cannot be created. Later, lines that cannot be written (a full disk) are kept and
+    tried again with the next ones.
     """
 
-    def __init__(self, path: Path, after_step: int = 0) -> None:
-        self._failing = f"{path} cannot be written (resume from the last checkpoint once it can)"
-        with storage_errors(self._failing):
+    def __init__(self, path: Path, after_step: int = 0, warn: Callable[[str], None] = _log.warning) -> None:
+        """`warn` gets a sentence when writing fails for the first time, and when it succeeds again."""
+        self._path, self._warn = path, warn
+        self._rest = bytearray()
+        """What could not be written yet."""
+        self._fails = False
+        with storage_errors(f"{path} cannot be written"):
             if path.exists():  # replaced, atomically, by what is kept
                 kept = (line + b"\n" for line, metrics in _lines(path) if metrics["step"] <= after_step)
                 write_durably(path, b"".join(kept))
@@ -99,19 +109,36 @@ class MetricsFile:
             sync_directory(path.parent)
 
     def write(self, metrics: Entry) -> None:
-        """Appends one entry."""
-        with storage_errors(self._failing):
-            rest = memoryview(metrics.to_json().encode() + b"\n")
-            while rest:  # a raw file may take a part and say so, as on a disk that is almost full
-                rest = rest[self._file.write(rest) :]
+        """Appends one entry, after those that could not be written before."""
+        self._rest += metrics.to_json().encode() + b"\n"
+        with self._going_on():
+            self._append()
 
     def sync(self) -> None:
         """Make every line survive a power loss. Called before a checkpoint of the same step."""
-        with storage_errors(self._failing):
+        with self._going_on():
+            self._append()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with self._going_on(), closing(self._file):
+            self._append()
+
+    def _append(self) -> None:
+        while self._rest:  # a raw file may take a part and say so, as on a disk that is almost full
+            del self._rest[: self._file.write(self._rest)]
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Go on if the block fails to write. Warns when that begins, and when it ends."""
+        why = ""
+        try:
+            yield
+        except OSError as error:
+            why = f"{self._path} cannot be written: {error.strerror}. The run goes on and tries again after each step"
+        if bool(why) != self._fails:
+            self._fails = bool(why)
+            self._warn(why or f"{self._path} can be written again, and lacks nothing")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

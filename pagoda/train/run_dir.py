@@ -121,7 +121,9 @@ class RunDir:
 
     def all_checkpoints(self) -> list[RunCheckpoint]:
         """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""
-        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
+        names: list[str] = []
+        with suppress(FileNotFoundError, NotADirectoryError):
+            names = os.listdir(self.checkpoints)
         steps = sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))
         return [RunCheckpoint(step, self.checkpoint(step)) for step in steps if self.checkpoint(step).is_dir()]
 

@@ -74,6 +74,7 @@ class Session:
     def step(self, step: int) -> StepMetrics:
         """Run step number `step`, counted from 0."""
         started = time.perf_counter()
+        self.optimizer.restart_clock()  # an evaluation, a sample or a checkpoint may have waited since the last step
         passes = self.config.accumulation_steps
         loss_sum = torch.zeros((), device=self._device)
         balance: torch.Tensor | None = None

@@ -84,15 +84,26 @@ class Short:
         return written
 
 
-def test_a_short_write_loses_no_part_of_a_line_and_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_short_write_loses_no_part_of_a_line(tmp_path: Path) -> None:
     with closing(MetricsFile(tmp_path / "m")) as file:
         file._file = Short(file._file)
         file.write(METRICS)
         assert (tmp_path / "m").read_text() == METRICS.to_json() + "\n"
-    with closing(MetricsFile(tmp_path / "m")) as file, open("/dev/full", "ab", buffering=0) as full:
-        file._file = full
-        with pytest.raises(StorageError, match=r"m cannot be written \(resume .*: No space left"):
-            file.write(METRICS)
+
+
+def test_a_full_disk_is_named_once_and_no_line_is_lost_when_there_is_room_again(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with closing(MetricsFile(tmp_path / "m", warn=warnings.append)) as file, open("/dev/full", "ab", 0) as full:
+        right, file._file = file._file, full
+        for step in (1, 2):
+            file.write(replace(METRICS, step=step))
+            file.sync()
+        assert len(warnings) == 1
+        assert "m cannot be written: No space left on device. The run goes on" in warnings[0]
+        file._file = right
+        file.write(replace(METRICS, step=3))
+        assert steps_in(tmp_path / "m") == [1, 2, 3]
+        assert len(warnings) == 2
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StorageError, match="not a regular file"):
         MetricsFile(tmp_path / "pipe")
