@@ -26,7 +26,7 @@ from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.inputs import batches_of, opened_tokens
-from pagoda.train.progress import say
+from pagoda.train.progress import lasting, say
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session, seed_all
@@ -49,10 +49,12 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     """
     mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel, config.tensor_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
-    config = completed(config, mesh, console)
-    assert config.out is not None, "it is chosen now"
-    run_dir = RunDir(config.out)
     with ExitStack() as held:
+        output = held.enter_context(lasting(console))
+        config = completed(config, mesh, console)
+        assert config.out is not None, "it is chosen now"
+        run_dir = RunDir(config.out)
+        output.instead = run_dir.output
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
         if beginning.done >= config.steps:
             finished = f"The run in {run_dir.path} has finished: {beginning.done} of {config.steps} steps are done."

@@ -54,6 +54,8 @@ class RunDir:
         """What compute and every lane did in one step, for a report."""
         self.metrics = path / "metrics.jsonl"
         self.evals = path / "evals.jsonl"
+        self.output = path / "output.txt"
+        """What the run could not print, because its terminal was closed, its reader went away or a disk was full."""
         self.tokenizer = path / "tokenizer"
         """Copies of the tokenizer's files, for exports. Missing if text is read as bytes."""
         self.checkpoints = path / "checkpoints"
