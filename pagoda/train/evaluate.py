@@ -10,7 +10,7 @@ import numpy as np
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.train.data import IGNORED, Batches
-from pagoda.train.metrics import Entry, read_metrics
+from pagoda.train.metrics import EVALUATION_FORM, Entry, read_metrics
 from pagoda.train.ranks import from_all
 from pagoda.train.session import Session
 
@@ -78,7 +78,7 @@ class Evaluator:
 
 def read_losses(path: Path, until: int) -> list[tuple[int, float]]:
     """(step, loss) of each evaluation in a file, up to step `until`."""
-    known = [(line["step"], line["loss"]) for line in read_metrics(path) if line["step"] <= until]
+    known = [(line["step"], line["loss"]) for line in read_metrics(path, EVALUATION_FORM) if line["step"] <= until]
     return [(step, math.inf if loss is None else loss) for step, loss in known]
 
 

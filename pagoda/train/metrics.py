@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pagoda.memory.files import read_regular, storage_errors, sync_directory, write_durably
+from pagoda.memory.forms import Form, FormError, check
 
 if TYPE_CHECKING:
     from pagoda.runtime.stats import StepStats
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pagoda")
 LINE_BYTES = 1024
 """About as many bytes as a line of a step has."""
+_LARGEST = 1e100
+"""Of a number that can still be drawn and added up."""
 DATA = "data"
 """Key in `stall_s`, in addition to the lanes: seconds in which the next sequences were read."""
 
@@ -141,10 +144,60 @@ class MetricsFile:
             self._warn(why or f"{self._path} can be written again, and lacks nothing")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl, in order. Leaves out lines that are damaged or cut short by a crash. Empty if there
-    is no file."""
-    return [metrics for _, metrics in _lines(path)] if path.exists() else []
+def number(value: object) -> bool:
+    """a number"""
+    return type(value) in (int, float) and abs(cast(float, value)) <= _LARGEST  # not NaN, which is not below it
+
+
+def number_or_null(value: object) -> bool:
+    """a number or null"""
+    return value is None or number(value)
+
+
+def seconds(value: object) -> bool:
+    """a positive number"""
+    return number(value) and cast(float, value) > 0
+
+
+_ANY: dict[str, Form] = {"step": int}
+STEP_FORM: dict[str, Form] = {
+    "step": int,
+    "loss": number_or_null,
+    "grad_norm": number_or_null,
+    "lr": number_or_null,
+    "step_s": seconds,
+    "tokens_per_s": number,
+    "stall_s": {str: number},
+    "bytes_moved": {str: int},
+    "peak_bytes": {str: int},
+}
+"""What readers need of the line of a step; see `memory.forms`."""
+EVALUATION_FORM: dict[str, Form] = {
+    "step": int,
+    "loss": number_or_null,
+    "perplexity": number_or_null,
+    "bits_per_byte": number_or_null,
+}
+"""What readers need of the line of an evaluation."""
+
+
+def read_metrics(path: Path, form: Mapping[str, Form] = _ANY) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl or evals.jsonl, in order. Leaves out lines that are damaged or cut short by a crash,
+    or lack what `form` needs. Empty if there is no file.
+
+    Raises StorageError if the file cannot be read.
+    """
+    with storage_errors(f"{path} cannot be read"):
+        return [metrics for _, metrics in _lines(path) if has_form(metrics, form)] if path.exists() else []
+
+
+def has_form(found: Mapping[str, Any], form: Mapping[str, Form]) -> bool:
+    """Whether the entries that `form` names are there and have their form."""
+    try:
+        check({key: found[key] for key in form if key in found}, dict(form))
+    except FormError:
+        return False
+    return True
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

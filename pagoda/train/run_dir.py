@@ -17,7 +17,7 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
-from pagoda.train.metrics import read_metrics
+from pagoda.train.metrics import EVALUATION_FORM, read_metrics
 from pagoda.train.settings_file import settings_as_yaml
 
 LOCK = ".pagoda-lock"
@@ -145,7 +145,7 @@ class RunDir:
             return self.latest()
         found = self.all_checkpoints()
         if name == "best":
-            losses = {line["step"]: line["loss"] for line in read_metrics(self.evals)}
+            losses = {line["step"]: line["loss"] for line in read_metrics(self.evals, EVALUATION_FORM)}
             known = [c for c in found if losses.get(c.step) is not None]
             if not known:
                 raise CheckpointError(f"{self.path} has no checkpoint with an evaluation: give --checkpoint last")

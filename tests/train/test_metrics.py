@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagoda.errors import StorageError
-from pagoda.train.metrics import MetricsFile, StepMetrics, read_metrics
+from pagoda.train.metrics import STEP_FORM, MetricsFile, StepMetrics, read_metrics
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "aux_loss", "step_s", "tokens_per_s", "stall_s",
@@ -71,6 +71,19 @@ def test_a_damaged_line_takes_no_other_with_it(tmp_path: Path, damage: bytes) ->
     assert steps_in(path) == [1, 2, 4, 5]
     write_steps(path, range(5, 7), after_step=4)
     assert steps_in(path) == [1, 2, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss", "low"), ("loss", math.inf), ("lr", 10**400), ("step_s", 0), ("stall_s", {"h2d": None}), ("step", True)],
+)
+def test_a_line_with_another_type_is_left_out_where_that_would_be_drawn(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    write_steps(tmp_path / "m", range(1, 3))
+    first, second = (tmp_path / "m").read_text().splitlines()
+    (tmp_path / "m").write_text(f"{json.dumps({**json.loads(first), key: value})}\n{second}\n")
+    assert [line["step"] for line in read_metrics(tmp_path / "m", STEP_FORM)] == [2]
 
 
 class Short:
