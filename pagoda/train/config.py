@@ -248,7 +248,7 @@ class TrainConfig(Run):
 
         Asynchronous updates lag. What waits for them changes how far, and so later bits.
         """
-        bound = self.cadence if self.update == "async" else {}
+        bound = self.cadence if self.staleness else {}
         mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))
         if bound:
             mine, theirs = {**mine, **bound}, {**theirs, **other.cadence}

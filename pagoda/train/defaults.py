@@ -57,7 +57,7 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
                 return replace(run_dir.started_config(), out=config.out), []
             run_dir.check_free()
         chosen, reasons = _chosen(config, mesh.ranks.data_parallel, console)
-        if chosen.update == "async" and chosen.saves_by_time:
+        if chosen.staleness and chosen.saves_by_time:
             every = ceil(chosen.steps / _CHECKPOINTS)
             chosen = replace(chosen, checkpoint_every=every)
             why = "asynchronous updates lag by other steps after a checkpoint, so it is not by time"
