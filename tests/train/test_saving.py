@@ -104,7 +104,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
         assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("tries", [2, 99])
+@pytest.mark.parametrize("tries", [2, pytest.param(99, marks=pytest.mark.slow)])
 def test_the_last_checkpoint_is_tried_again_for_a_while(
     tries: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,10 @@ def test_a_disk_without_room_is_named_before_the_first_step(
     assert "The run may have 3 checkpoints of up to" in shown
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "checkpoints", "run"])
+SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("checkpoints", "run")]
+
+
+@pytest.mark.parametrize("what", ["checkpoint", *SLOW])
 def test_what_is_moved_while_the_run_goes_on_is_kept_and_the_run_goes_on(
     what: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
