@@ -16,7 +16,7 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.memory.arena import Arena, copy_bytes
-from pagoda.memory.cuda import CudaArena, PinnedArena
+from pagoda.memory.cuda import CudaArena, PinnedArena, copy_async
 from pagoda.optim.gradient_kernels import LANES
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
@@ -281,12 +281,12 @@ class CudaDevice(Device):
             return self._event(stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        copy_async(target, source)
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         with torch.cuda.stream(stream):
             self._behind(stream, after)
-            target.copy_(source, non_blocking=True)
+            copy_async(target, source)
             return self._event(stream)
 
     def _behind(self, stream: torch.cuda.Stream, after: Event) -> None:

@@ -80,8 +80,7 @@ def _torch_cuda(native: ModuleType) -> dict[str, Any]:
             native.set_current_stream(before)
 
     def register(address: int, nbytes: int, flags: int) -> int:
-        native.pin(address, nbytes)
-        return 0
+        return int(native.pin(address, nbytes))
 
     def reserved() -> int:
         return -(-int(native.handed_out()) // SEGMENT_BYTES)
