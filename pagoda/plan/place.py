@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product, takewhile
+from itertools import product
 from typing import NoReturn
 
 from pagoda.errors import BudgetError
@@ -459,9 +459,14 @@ class _Placer:
 
 
 def first_that_fit(pages: Mapping[int, int], room: int) -> frozenset[int]:
-    """The first units, in the order of `pages`, that fit together. Units after one that does not fit are left out."""
-    taken = takewhile(lambda pages: pages <= room, accumulate(pages.values()))
-    return frozenset(unit for unit, _ in zip(pages, taken, strict=False))
+    """The units, in the order of `pages`, that fit together. One for which too little is left is passed over, because
+    smaller ones may follow."""
+    chosen = set()
+    for unit, needed in pages.items():
+        if needed <= room:
+            chosen.add(unit)
+            room -= needed
+    return frozenset(chosen)
 
 
 def last_that_fit(pages: Mapping[int, tuple[int, int]], ram: int, ssd: int) -> tuple[frozenset[int], int, int]:
