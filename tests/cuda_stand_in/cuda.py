@@ -32,6 +32,7 @@ def install() -> ModuleType:
     spec.loader.exec_module(native)
     for name, value in _torch_cuda(native).items():
         setattr(torch.cuda, name, value)
+    torch._C._cuda_clearCublasWorkspaces = lambda: None
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU's attention is what the stand-in's is
     _use_kernels_of_the_cpu(native)
     return native
