@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pagoda.distributed.transport import Transport, new_groups
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import PagodaError, RankError
+from pagoda.process import start_thread
 
 _EVER = timedelta(days=365)
 _REQUEST, _ANSWER = range(2)
