@@ -54,19 +54,23 @@ def restart_spinning_briefly() -> None:
         os.execv(sys.executable, sys.orig_argv)
 
 
-def start_thread(work: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
-    """Start a daemon thread that runs `work(*arguments)`, with the caller's current GPU if the process uses GPUs.
+def callers_gpu() -> Callable[[], None]:
+    """A function that gives the thread that calls it this thread's current GPU, if the process uses GPUs.
 
     A new thread's current GPU is GPU 0. Even waiting for an event there takes hundreds of MB of GPU 0's memory, from
     every rank.
     """
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     gpu = cuda.current_device() if cuda is not None and cuda.is_initialized() else None
+    return lambda: None if cuda is None or gpu is None else cuda.set_device(gpu)
+
+
+def start_thread(work: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
+    """Start a daemon thread that runs `work(*arguments)`, with the caller's current GPU."""
+    use_gpu = callers_gpu()
 
     def run() -> None:
-        if gpu is not None:
-            assert cuda is not None
-            cuda.set_device(gpu)
+        use_gpu()
         work(*arguments)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
