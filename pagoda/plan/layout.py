@@ -36,8 +36,8 @@ BLOCK_ELEMENTS = 1 << 20
 unit."""
 BOUNCE_ELEMENTS = 1 << 20
 """Elements of a gradient whose squares are summed together."""
-_MOST_BOUNCED, _MOST_BUFFERS = 4 << 20, 8
-"""Most elements of a piece of a gradient that leaves a separate device to be added, and most pieces at once."""
+_MOST_BOUNCED, _MOST_BUFFERS = 4, 8
+"""Most such parts of a gradient that leave a separate device together, to be added, and most buffers for them."""
 _MOST_AT_HOME = 8 << 20
 """Most elements of a block whose states are all in RAM. Each block costs Python about a tenth of a millisecond."""
 _BLOCKS_OF_A_THREAD = 4
@@ -360,10 +360,11 @@ class Layout:
         """Number of buffers in which gradients from a separate device are added, and the elements of one. As many as
         keep several threads busy, but two small ones if the budget is tight."""
         widest = max(unit.trainable_numel for unit in self.units)
-        if self.block_limit < BLOCK_ELEMENTS or widest <= BOUNCE_ELEMENTS:
+        parts = -(-widest // BOUNCE_ELEMENTS)
+        if self.block_limit < BLOCK_ELEMENTS or parts <= 2:
             return 2, min(BOUNCE_ELEMENTS, widest)
-        elements = min(_MOST_BOUNCED, widest)
-        return max(2, min(_MOST_BUFFERS, -(-widest // elements))), elements
+        each = min(_MOST_BOUNCED, -(-parts // _MOST_BUFFERS))
+        return min(_MOST_BUFFERS, -(-parts // each)), each * BOUNCE_ELEMENTS
 
     def block_pages(self, state: str) -> int:
         """Pages of a block's share of a state, wherever it begins in a page."""

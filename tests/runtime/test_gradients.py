@@ -17,7 +17,6 @@ from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.plan import layout
 from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import STAGING, Budgets
@@ -67,7 +66,6 @@ def test_several_threads_add_a_gradient_from_a_device_at_the_same_time(
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first two pieces wait for each other."""
-    monkeypatch.setattr(layout, "_MOST_BOUNCED", BOUNCE_ELEMENTS)
     add, pieces, met = gradients.taken, count(), Barrier(2)
 
     def added(*piece: Any) -> list[float]:

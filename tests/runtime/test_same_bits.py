@@ -28,7 +28,6 @@ from zoo import (
 
 import pagoda
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.plan import layout
 from pagoda.plan.layout import BOUNCE_ELEMENTS
 from pagoda.plan.trace import Phase
 
@@ -130,10 +129,9 @@ def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: 
 
 @pytest.mark.parametrize("gradients", [None, "fp32"])
 def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_device(
-    gradients: Literal["fp32"] | None, monkeypatch: pytest.MonkeyPatch
+    gradients: Literal["fp32"] | None,
 ) -> None:
     """Several threads add or widen its pieces; the norm is summed piece by piece wherever it comes from."""
-    monkeypatch.setattr(layout, "_MOST_BOUNCED", BOUNCE_ELEMENTS)
     precision = pagoda.MixedPrecision("bf16", gradients)
 
     def build() -> nn.Module:
