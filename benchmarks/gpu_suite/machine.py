@@ -1,6 +1,7 @@
 """The machine: what it has, and how long its RAM takes to be page-locked."""
 
 import platform
+import shutil
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -29,9 +30,10 @@ def machine(machine: Machine) -> Named:
         yield "gpu_bytes", {"bytes": total, "free": free}
         yield "cuda", {"runtime": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         asked = "driver_version,pcie.link.gen.current,pcie.link.width.current"
-        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        yield "driver, PCIe generation and width", found
+        if (program := shutil.which("nvidia-smi")) is not None:
+            command = [program, f"--query-gpu={asked}", "--format=csv,noheader"]
+            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            yield "driver, PCIe generation and width", said.strip()
 
 
 def pinning(machine: Machine) -> Named:
