@@ -40,6 +40,7 @@ LONG = ("bits", "largest", "largest_8bit")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_rehearsal_has_figures_of_the_short_sections(tmp_path: Path) -> None:
     found = rehearse(SHORT, tmp_path)
     assert {"d2h"} <= set(found["copies"]["step_share"]) <= {"h2d", "d2h"}  # weights may come before the step begins
@@ -48,6 +49,7 @@ def test_a_rehearsal_has_figures_of_the_short_sections(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_rehearsal_has_figures_of_steps(tmp_path: Path) -> None:
     found = rehearse(STEPS, tmp_path)
     assert len(found["step"]["share_of_plain"]) == 2
@@ -63,6 +65,7 @@ def test_a_rehearsal_has_figures_of_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_rehearsal_has_figures_of_the_long_sections(tmp_path: Path) -> None:
     found = rehearse(LONG, tmp_path)
     different = {kernel: count for kernel, count in found["bits"].items() if kernel != "took_s"}
@@ -74,6 +77,7 @@ def test_a_rehearsal_has_figures_of_the_long_sections(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_rehearsal_predicts_seven_configurations(tmp_path: Path) -> None:
     found = rehearse(("predict",), tmp_path)["predict"]
     errors = [run["error"] for run in found.values() if isinstance(run, dict) and "error" in run]
