@@ -33,6 +33,7 @@ on a CPU, with an arena in RAM that stands in for the GPU: a rehearsal, whose fi
 
 import faulthandler
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,7 @@ from gpu_suite.machine import machine, pinning
 from gpu_suite.predict import predict
 from pagoda.errors import ConfigError
 from script import write
+from turns import ENVIRONMENT
 
 _LEAST_S = 10.0
 """No section starts with less time."""
@@ -177,7 +179,8 @@ def run_process(section: str, options: Sequence[str], limit_s: float, out: Path)
     command = [sys.executable, __file__, "--here", "--sections", section, f"--until={until}", f"--out={out}"]
     print(f"{section} (at most {limit_s:.0f} s)", flush=True)
     last: deque[str] = deque(maxlen=_LINES)
-    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, **ENVIRONMENT}
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment) as process:
         killer = threading.Timer(limit_s + _TO_END_S, process.kill)
         killer.start()
         assert process.stderr is not None

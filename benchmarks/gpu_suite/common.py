@@ -77,7 +77,7 @@ REAL = Sizes(
     piece_bytes=256 << 20, pinned_gib=(1, 4, 16, 64), effort=None, plain_layers=None, device_shares=(0.0, 0.3, 0.6),
 )  # fmt: skip
 SMOKE = Sizes(
-    model="gpt-2x64", batch_size=2, seq_len=16, steps=2, batch_sizes=(2, 1), few="24MiB", homes="40MiB",
+    model="gpt-2x64", batch_size=2, seq_len=16, steps=2, batch_sizes=(2, 1), few="24MiB", homes="60MiB",
     homes_host="256MiB", layers_in_ram=2, few_layers=2, limited="28MiB", ample="40MiB", exact_parameters=3.4e6,
     compressed_parameters=3.4e6, compared_elements=5_000, updated_elements=(1 << 10,), piece_bytes=1 << 20,
     pinned_gib=(1 / 64, 1 / 32), plain_layers=2, device_shares=(0.0, 0.5),
