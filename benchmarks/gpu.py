@@ -16,7 +16,7 @@ few        all states in RAM, few units on the device, beside the same; without 
 accumulation  one and four micro-batches with gradients in RAM
 homes_clipped, few_clipped  with clipping
 predict    predicted and measured steps of seven configurations, calibrated now
-limited    24 GiB of device memory, compared with 48 GiB
+limited    12B parameters with 8-bit moments in 22 GiB of device memory, beside forward and backward alone
 step       0%, 30% and 60% of the updates on the device, compared with plain PyTorch with as many layers as the GPU's
            memory holds
 baselines  DeepSpeed ZeRO-3 and FSDP2, states in RAM, where they are installed
@@ -116,7 +116,7 @@ def main(
     Args:
         sections: which, in this order.
         model: a built-in shape instead of the 8B one.
-        host: RAM for pages; by default what a section needs, or 80% of what is free.
+        host: RAM for pages, instead of what a section needs.
         ssd: a directory on an SSD, for the largest models.
         steps: measured steps of each variant.
         smoke: tiny sizes, on the CPU.

@@ -58,7 +58,7 @@ def test_a_rehearsal_has_figures_of_steps(tmp_path: Path) -> None:
     assert all(found[section]["32 tokens"]["share_of_bound"] > 0 for section in ("homes", "few"))
     runs = [figures for of in found.values() for figures in of.values() if isinstance(figures, dict)]
     runs = [run for run in runs if "within_plan" in run]
-    assert len(runs) == 2 * 4 + 2 + 2 + 2
+    assert len(runs) == 2 * 4 + 2 + 2 + 1
     for run in runs:
         assert run["within_plan"]
         assert run["tokens_per_s"] > 0

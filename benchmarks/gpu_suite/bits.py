@@ -67,9 +67,9 @@ def same(machine: Machine) -> Named:
     load = replace(machine.workload, batch_size=2, layers=2)
     memories = {
         "all weights on the device": machine.memory(sizes.ample),
-        "few of them": machine.memory(sizes.few),
-        "half of the updates there": machine.memory(sizes.few, split=Split(device_update_share=0.5)),
-        "at home there": machine.memory(sizes.ample, split=Split(device_home_share=1.0)),
+        "few of them": machine.memory(sizes.same_few),
+        "half of the updates there": machine.memory(sizes.same_few, split=Split(device_update_share=0.5)),
+        "some at home there": machine.memory(sizes.same_homes, split=Split(device_home_share=1.0)),
     }
     try:
         for name, memory in memories.items():

@@ -49,10 +49,16 @@ class Sizes:
     """RAM for the other half."""
     layers_in_ram: int
     """Layers of the model of which RAM holds all states."""
+    host: str
+    """Most RAM for pages."""
     few_layers: int
     """Layers where a few suffice."""
     limited: str
-    """The device's limit where the model is compared with itself unlimited."""
+    """Device memory for pages that holds fewer weights than the model has."""
+    limited_parameters: float
+    same_few: str
+    """Device memory for pages in which few of two layers fit, that is home to some of them, and that holds all."""
+    same_homes: str
     ample: str
     exact_parameters: float
     """Parameters of the largest model with exact moments, and with 8-bit ones."""
@@ -71,17 +77,19 @@ class Sizes:
 
 
 REAL = Sizes(
-    model="llama-8b", batch_size=4, seq_len=2048, steps=5, batch_sizes=(8, 4, 2), few="10GiB", homes="52GiB",
-    homes_host="60GiB", layers_in_ram=24, few_layers=8, limited="24GiB", ample="48GiB", exact_parameters=12e9,
-    compressed_parameters=20e9, compared_elements=16_000_000, updated_elements=(1 << 20, 256 << 20),
-    piece_bytes=256 << 20, pinned_gib=(1, 4, 16, 64), effort=None, plain_layers=None, device_shares=(0.0, 0.3, 0.6),
+    model="llama-8b", batch_size=4, seq_len=2048, steps=5, batch_sizes=(8, 4, 2), few="6GiB", homes="52GiB",
+    homes_host="60GiB", layers_in_ram=24, host="96GiB", few_layers=8, limited="22GiB", limited_parameters=12e9,
+    same_few="2560MiB", same_homes="12GiB", ample="48GiB", exact_parameters=12e9, compressed_parameters=20e9,
+    compared_elements=16_000_000, updated_elements=(1 << 20, 256 << 20), piece_bytes=256 << 20,
+    pinned_gib=(1, 4, 16, 64), effort=None, plain_layers=None, device_shares=(0.0, 0.3, 0.6),
 )  # fmt: skip
 SMOKE = Sizes(
     model="gpt-2x64", batch_size=2, seq_len=16, steps=2, batch_sizes=(2, 1), few="24MiB", homes="60MiB",
-    homes_host="256MiB", layers_in_ram=2, few_layers=2, limited="28MiB", ample="40MiB", exact_parameters=3.4e6,
-    compressed_parameters=3.4e6, compared_elements=5_000, updated_elements=(1 << 10,), piece_bytes=1 << 20,
-    pinned_gib=(1 / 64, 1 / 32), plain_layers=2, device_shares=(0.0, 0.5),
+    homes_host="256MiB", layers_in_ram=2, host="256MiB", few_layers=2, limited="28MiB", limited_parameters=3.4e6,
+    same_few="24MiB", same_homes="40MiB", ample="40MiB", exact_parameters=3.4e6, compressed_parameters=3.4e6,
+    compared_elements=5_000, updated_elements=(1 << 10,), piece_bytes=1 << 20, pinned_gib=(1 / 64, 1 / 32),
     effort=Effort(figure_s=0.01, params=1 << 18, copy_bytes=1 << 20, tokens=32, width=64, file_bytes=1 << 24),
+    plain_layers=2, device_shares=(0.0, 0.5),
 )  # fmt: skip
 
 
@@ -110,9 +118,9 @@ class Machine:
         return replace(self.workload, layers=self.sizes.layers_in_ram)
 
     def memory(self, device: str, host: str | None = None, **more: object) -> pagoda.Memory:
-        """So much of the GPU for pages, or of an arena that stands in for one. `host` unless the caller has set it."""
+        """So much of the GPU for pages, or of an arena that stands in for one, and of RAM, unless the user set that."""
         size = device if self.gpu else f"cpu:{device}"
-        return pagoda.Memory(device=size, host=self.host or host, **more)  # type: ignore[arg-type]
+        return pagoda.Memory(device=size, host=self.host or host or self.sizes.host, **more)  # type: ignore[arg-type]
 
     def now(self) -> float:
         """The time, once the device has done all it was given."""
@@ -219,12 +227,18 @@ def _bounds(machine: Machine, workload: Workload, batch_sizes: Iterable[int]) ->
             yield f"bound, {now.tokens} tokens", {"out_of_memory": str(error)[:300]}
 
 
-def paged_runs(machine: Machine, workload: Workload, memory: pagoda.Memory, batch_sizes: Iterable[int] = ()) -> Named:
+def paged_runs(
+    machine: Machine,
+    workload: Workload,
+    memory: pagoda.Memory,
+    batch_sizes: Iterable[int] = (),
+    rule: pagoda.AdamW | None = None,
+) -> Named:
     """A model under Pagoda: its plan, and for each batch the median step, what Pagoda says of the last one, and whether
     it kept to its plan."""
     start = time.perf_counter()
     with drawn_quickly():
-        paged = Paged(workload, memory)
+        paged = Paged(workload, memory, rule=rule)
     plan = pagoda.plan_of(paged.model)
     try:
         yield (

@@ -74,12 +74,11 @@ def step(machine: Machine) -> Named:
 
 
 def limited(machine: Machine) -> Named:
-    """The shape in a limited device tier, beside itself in an ample one."""
-    ample = paged_figures(machine, machine.in_ram, machine.memory(machine.sizes.ample))
-    yield "ample", ample
-    tight = paged_figures(machine, machine.in_ram, machine.memory(machine.sizes.limited))
-    yield "limited", tight
-    yield "share", ample["step_s"] / tight["step_s"]  # type: ignore[operator]
+    """A model whose weights the device's pages do not hold, with 8-bit moments and without clipping, beside its
+    bound."""
+    load = replace(machine.workload, clip=None, layers=machine.layers_for(machine.sizes.limited_parameters))
+    rule = AdamW(lr=LR, moments="8bit")
+    yield from _beside_bound(machine, load, machine.memory(machine.sizes.limited), machine.sizes.batch_sizes[1:], rule)
 
 
 def largest(machine: Machine) -> Named:
@@ -98,14 +97,16 @@ def _at_home(machine: Machine) -> Memory:
     return machine.memory(sizes.homes, sizes.homes_host, split=Split(device_home_share=1.0))
 
 
-def _beside_bound(machine: Machine, load: Workload, memory: Memory) -> Named:
-    sizes: Sequence[int] = machine.sizes.batch_sizes
+def _beside_bound(
+    machine: Machine, load: Workload, memory: Memory, batch_sizes: Sequence[int] = (), rule: AdamW | None = None
+) -> Named:
+    sizes = batch_sizes or machine.sizes.batch_sizes
     least: dict[str, object] = {}
     for name, figures in bounds(machine, load, sizes):
         assert isinstance(figures, dict)
         least[name] = figures.get("step_s")
         yield name, figures
-    for name, figures in paged_runs(machine, load, memory, sizes):
+    for name, figures in paged_runs(machine, load, memory, sizes, rule):
         assert isinstance(figures, dict)
         bound = least.get(f"bound, {name}")
         yield name, figures | ({"share_of_bound": bound / figures["step_s"]} if bound and "step_s" in figures else {})
