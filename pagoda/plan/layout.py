@@ -38,7 +38,7 @@ BOUNCE_ELEMENTS = 1 << 20
 """Elements of a gradient whose squares are summed together."""
 _MOST_BOUNCED, _MOST_BUFFERS = 4, 8
 """Most such parts of a gradient that leave a separate device together, to be added, and most buffers for them."""
-_MOST_AT_HOME = 8 << 20
+_MOST_AT_HOME = 4 << 20
 """Most elements of a block whose states are all in RAM. Each block costs Python about a tenth of a millisecond."""
 _BLOCKS_OF_A_THREAD = 4
 """Least number of such blocks of a large unit for each thread, so that no thread waits long for the others."""

@@ -56,7 +56,7 @@ def test_blocks_of_updates_in_ram_are_large_unless_threads_would_wait_or_they_pa
     (elements,) = {unit.trainable_numel for unit in in_ram.units}
     for threads in (2, 14):
         block = in_ram.update_block(in_ram.units[0], threads)
-        assert 2 * BLOCK_ELEMENTS <= block <= min(8 * BLOCK_ELEMENTS, elements // (2 * threads))
+        assert 2 * BLOCK_ELEMENTS <= block <= min(4 * BLOCK_ELEMENTS, elements // (2 * threads))
     small = make_plan(tower(2, 256), states, Budgets(LARGE), Options())
     assert small.update_block(small.units[0], 14) == small.layout.block_elements
     device = Budgets(LARGE, LARGE)
