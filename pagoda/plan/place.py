@@ -16,7 +16,6 @@ from pagoda.plan.placement import (
     ACTIVATION_BUFFERS,
     ACTIVATIONS,
     BOUNCE,
-    BOUNCE_ELEMENTS,
     CHECKPOINT,
     COLLECTIVE_BUFFERS,
     FETCH_RING,
@@ -254,8 +253,8 @@ class _Placer:
             grads = sum(self._by_unit(GRAD).values())
             lines |= {GRAD: grads, GRAD_QUEUE: self.options.max_staleness * grads}
         if self.device is not None:
-            widest = min(BOUNCE_ELEMENTS, max(unit.trainable_numel for unit in layout.units))
-            lines[BOUNCE] = 2 * pages_for(widest * layout.offloaded_itemsize, layout.page_bytes)
+            buffers, elements = layout.bounce
+            lines[BOUNCE] = buffers * pages_for(elements * layout.offloaded_itemsize, layout.page_bytes)
         else:
             lines[COLLECTIVE_BUFFERS] = reduce_buffers(layout).pages
         if self.ssd is not None:

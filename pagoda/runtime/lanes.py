@@ -189,6 +189,7 @@ class Lane:
 
     def __init__(self, name: str, threads: int = 1, inline_bytes: int = 0) -> None:
         self.name = name
+        self.threads = threads
         self.inline_bytes = inline_bytes
         self._open = 0
         """Number of pieces of work that were queued and have not ended. Read without the lock, as a hint."""

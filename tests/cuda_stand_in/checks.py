@@ -139,6 +139,27 @@ def be_rank(rank: int, port: int, stage: int, out: Path) -> None:
     (out / str(rank)).write_text(json.dumps([alone, llama, trained(*mixture(), rank=rank, size=RANKS)]))
 
 
+def test_threads_that_add_a_gradient_share_buffers_without_a_race() -> None:
+    """The same bits as from RAM."""
+    weights = []
+    for at in ("64MiB", "cpu:64MiB"):
+        torch.manual_seed(0)
+        linear = nn.Linear(2048, 1300, bias=False)
+        model, optimizer = pagoda.wrap(
+            linear, pagoda.AdamW(), memory=pagoda.Memory(device=at, host="256MiB"), accumulation_steps=3
+        )
+        x = torch.randn(3, 2048, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+        x = x if at.startswith("cpu") else x.cuda()
+        for _ in range(2):
+            for _ in range(3):
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.state_dict()["weight"])
+        optimizer.close()
+    assert torch.equal(*(weight.cpu() for weight in weights))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_send_from_gpu_to_gpu_give_the_bits_of_one_without_a_race(stage: int, tmp_path: Path) -> None:
     """And experts on the GPUs of two ranks get their tokens."""
