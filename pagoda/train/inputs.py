@@ -123,6 +123,9 @@ def _sequences(rows: Rows, apart: bool) -> list[str]:
     if rows.cut:
         lines.append(
             f"{rows.cut:,} of {about.documents:,} conversations have more than --seq-len {rows.length} tokens, the "
-            f"longest {rows.longest:,}: they are cut{f', and {rows.dropped:,} left out' if rows.dropped else ''}"
+            f"longest {rows.longest:,}: they are cut"
         )
+    if rows.dropped:
+        what = "conversations" if about.chats else "sequences"
+        lines.append(f"Left out {rows.dropped:,} {what} in which the loss counts no token")
     return lines
