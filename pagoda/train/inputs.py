@@ -107,8 +107,8 @@ def _described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
         more = f" and {len(about.skipped) - 3} more" if len(about.skipped) > 3 else ""
         lines.append(f"Skipped {len(about.skipped)} files: {shown}{more}")
     if about.untrained:
-        lines.append(f"Left out {about.untrained:,} conversations in which no assistant speaks")
-    return lines
+        lines.append(f"Left out {about.untrained:,} conversations in which the loss counts nothing")
+    return [*lines, *about.remarks]
 
 
 def _sequences(rows: Rows, apart: bool) -> list[str]:
