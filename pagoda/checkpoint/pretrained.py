@@ -225,8 +225,8 @@ def _read_generation_config(model: nn.Module, directory: Path) -> None:
 
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         try:
-            model.generation_config = GenerationConfig.from_pretrained(directory)
-            model.generation_config.to_json_string()  # as checkpoints and exports write it
+            model.generation_config = found = GenerationConfig.from_pretrained(directory)
+            found.to_json_string()  # as checkpoints and exports write it
         except Exception as error:  # transformers validates with many exception types
             raise ConfigError(
                 f"{directory / 'generation_config.json'} cannot be read: {error}. Correct it, or move it away"

@@ -85,7 +85,9 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
         transformers = import_transformers()
         named = config.architectures or [""]
         if not isinstance(named, list) or not isinstance(named[0], str):
-            raise ConfigError(f"{directory / 'config.json'} has architectures {named!r:.80}, not a list of names")
+            raise ConfigError(
+                f"{directory / 'config.json'} has architectures {named!r:.80}: correct it to a list of names"
+            )
         model_class = getattr(transformers, named[0], transformers.AutoModelForCausalLM)
     build = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
     if build is None:

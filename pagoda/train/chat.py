@@ -14,11 +14,10 @@ begins the next role's message stands for it, or the end-of-sequence token at th
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -31,13 +30,13 @@ _ASSISTANT = "assistant"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names under which transformers gives a template what an assistant thinks."""
 _REWRITTEN = (
-    "Not counted: {count:,} turns of assistants, which the chat template writes in another way as soon as others follow. "
-    "To train them, split conversations so that each ends with such a turn, or put generation markers into "
+    "Not counted: {count:,} turns of assistants, which the chat template writes in another way as soon as others "
+    "follow. To train them, split conversations so that each ends with such a turn, or put generation markers into "
     "chat_template.jinja"
 )
 _ENDED = (
-    "Added to {count:,} conversations: the tokenizer's end-of-sequence token, as the chat template writes nothing after "
-    "their last turn"
+    "Added to {count:,} conversations: the tokenizer's end-of-sequence token, as the chat template writes nothing "
+    "after their last turn"
 )
 _ENDLESS = (
     "No end: after {count:,} turns of assistants, the loss counts no token that lets the model learn to stop. Let "
@@ -196,16 +195,17 @@ class ChatTemplate:
             if not left_out:
                 self._ways[form] = way
                 return _Chat(document.where, [way(message) for message in messages], tools)
-            error = ConfigError(
-                f"{document.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, or "
-                "put a chat_template.jinja beside the tokenizer that writes it"
+            problem = ConfigError(
+                f"{document.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, "
+                "or put a chat_template.jinja beside the tokenizer that writes it"
             )
-            problems.append((len(left_out), error))
+            problems.append((len(left_out), problem))
         raise min(problems, key=lambda problem: problem[0])[1]
 
     def _left_out(self, chat: _Chat, way: Callable[[Message], Message]) -> list[str]:
         """The parts of a conversation that the template does not write."""
-        replaced, parts = [], {}
+        replaced: list[Message] = []
+        parts: dict[str, str] = {}
         for index, message in enumerate(chat.messages):
             # Templates leave out the reasoning of earlier turns, which the model does not see again.
             thoughts = [name for name in _REASONING if message.get(name)] if message is chat.messages[-1] else []
@@ -270,7 +270,7 @@ class ChatTemplate:
         beginning, found, _ = self._around(chat, index, index + 1)
         if not found:
             raise self._unclear(chat, index)
-        return len(commonprefix([alone, beginning]))
+        return _same(alone, beginning)
 
     def _found_again(self, chat: _Chat, index: int, turn: str, text: str) -> Span | None:
         """Where a turn is in the text of a conversation that goes on, or None if the template writes it in another way
@@ -284,7 +284,7 @@ class ChatTemplate:
             return None
         # The tokens that follow it both here and at the end.
         ends, goes_on = (self._tokenizer(each, add_special_tokens=False) for each in (at_end, after))
-        same = len(commonprefix([ends["input_ids"], goes_on["input_ids"]]))
+        same = _same(ends["input_ids"], goes_on["input_ids"])
         return stop - len(said), stop + (ends.token_to_chars(same - 1).end if same else 0)
 
     def _around(self, chat: _Chat, index: int, count: int) -> tuple[str, str, str]:
@@ -308,8 +308,8 @@ class ChatTemplate:
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
             raise ConfigError(
-                f"{where} is a conversation, and {type(self._tokenizer).__name__} does not say which characters a token "
-                "stands for: give a tokenizer with a tokenizer.json"
+                f"{where} is a conversation, and {type(self._tokenizer).__name__} does not say which characters a "
+                "token stands for: give a tokenizer with a tokenizer.json"
             ) from error
         ids, places = list(found["input_ids"]), np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         blank = [not text[start:stop].strip() for start, stop in places]
@@ -345,6 +345,12 @@ def _has_markers(where: str, template: str) -> bool:
     except TemplateSyntaxError as error:
         raise ConfigError(f"{where}: the tokenizer's chat template is not one of Jinja: {error}") from error
     return any(before[0] == "block_begin" and value == "generation" for before, (_, value) in pairwise(parts))
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements at the beginning are equal."""
+    differing = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(one), len(other)))
 
 
 def _stand_in(number: int) -> str:

@@ -63,13 +63,15 @@ REWRITES = (  # as Qwen3's of April 2025: thoughts are in the last turn only, wh
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
 )
 NEXT_ROLE = HEAD + "{{ m.content }}{% endfor %}" + PROMPT  # as GLM-4's
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 LAST_END = (  # as GPT-OSS's: another token ends the last turn
     HEAD + "{{ m.content }}{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}{% endfor %}" + PROMPT
 )
 PREFILLED = (  # as DeepSeek-R1's: what a prompt begins is not written afterwards
-    HEAD
-    + "{{ m.content | trim }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    HEAD + "{{ m.content | trim }}<|im_end|>{% endfor %}" + PROMPT.replace("{% endif %}", "<think>{% endif %}")
 )
 PARTS = (  # as SmolVLM's: content is a list of parts
     HEAD
@@ -107,7 +109,9 @@ COUNTED: dict[str, tuple[str, list[dict[str, Any]], list[str], list[str]]] = {
     ),
     "an empty turn": (CHATML, talk("hi", "", "and", "no"), ["<|im_end|>\n", "no<|im_end|>\n"], []),
     "white space around a turn": (CHATML, talk("hi", " yes\n"), [" yes\n<|im_end|>\n"], []),
-    "an assistant begins": (CHATML, talk("yes", "and", "no", first="assistant"), ["yes<|im_end|>\n", "no<|im_end|>\n"], []),
+    "an assistant begins": (
+        CHATML, talk("yes", "and", "no", first="assistant"), ["yes<|im_end|>\n", "no<|im_end|>\n"], []
+    ),
     "the next role ends a turn": (NEXT_ROLE, TWO, ["yes<|im_start|>", "no<|endoftext|>"], ["Added to {count"]),
     "nothing ends a turn": (PLAIN, TWO, [" yes ", " no <|endoftext|>"], ["No end", "Added to {count"]),
     "the last turn ends otherwise": (LAST_END, TWO, ["yes<|im_end|>", "no<|endoftext|>"], []),
