@@ -92,7 +92,7 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
     build = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
     if build is None:
         raise ConfigError(
-            f"{directory} is to be a {model_class!r:.80}, which is no class of models: correct config.json"
+            f"{directory}: {model_class!r:.80} is no class of models. Correct architectures in config.json"
         )
     return _built(str(directory), build, config)
 
