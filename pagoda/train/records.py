@@ -28,8 +28,12 @@ _MOST_LISTED = 12
 _TEXTS = ("text", "content")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _ALPACA = frozenset({"instruction", "output"})
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""ShareGPT's names of roles -> the names in chat templates."""
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"},
+    **dict.fromkeys(("model", "bot", "chatbot", "ai"), "assistant"),
+}
+"""Names of roles in data sets, in lower case -> the names in chat templates."""
 _WEIGHTS = ("weight", "train", "training", "loss")
 """Names under which messages say whether they are to be trained on: 0 and false, or 1 and true."""
 
@@ -207,12 +211,12 @@ def _message(turn: Any, where: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise ConfigError(f"{where} has no role: a message has role and content, or from and value")
-    if role == "function_call":
-        raise ConfigError(f"{where} has the role {role!r}: give an assistant's message with tool_calls")
+    if "function_call" in (role, *message):
+        raise ConfigError(f"{where} has a function_call: give an assistant's message with tool_calls")
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list | tuple) or not all(isinstance(_function(call), Mapping) for call in calls):
         raise ConfigError(f"{where} has tool_calls that are not a list of objects with a function")
-    message["role"] = _ROLES.get(role, role)
+    message["role"] = _ROLES.get(role.lower(), role)
     message["content"] = _content(message.get("content", ""), where)
     if not _trained(message, where):
         message["train"] = False

@@ -153,6 +153,7 @@ CONVERSATIONS: dict[str, tuple[str, Any, list[Any]]] = {
     "one line of messages": ("a.jsonl", f"{json.dumps(TALK)}\n", [TALK]),
     "parts of text": ("a.json", [{"messages": [{**YES, "content": [{"type": "text", "text": "y"}, "es"]}]}], [[YES]]),
     "ShareGPT's weight": ("a.json", [[{"from": "gpt", "value": "yes", "weight": 0}]], [[{**YES, "train": False}]]),
+    "other names of roles": ("a.json", [[{"role": r, "content": "yes"} for r in ("Assistant", "model")]], [[YES, YES]]),
     "not to be trained": ("a.json", [[{**YES, "train": False}]], [[{**YES, "train": False}]]),
     "to be trained": ("a.json", [[{**YES, "weight": 1.0, "training": True, "name": "x"}]], [[{**YES, "name": "x"}]]),
     "Alpaca's history": ("a.json", [{**ASKED, "history": [["hi", "yes"]]}, ASKED], [[*TALK, *TALK], TALK]),
@@ -241,6 +242,11 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "half a weight": ("a.jsonl", message(weight=0.5), r"messages\[0\] has the weight 0.5: a message is counted"),
     "a trained user": ("a.jsonl", message(role="user", train=True), r"the role 'user': .*Leave train out"),
     "a call by role": ("a.jsonl", message(role="function_call"), "give an assistant's message with tool_calls"),
+    "a call of old": (
+        "a.jsonl",
+        message(function_call={"name": "look"}),
+        "give an assistant's message with tool_calls",
+    ),
     "no call": ("a.jsonl", message(tool_calls=["look"]), "tool_calls that are not a list of objects"),
     "a single message": (
         "a.jsonl",
