@@ -248,7 +248,8 @@ class ChatTemplate:
         for index, wanted in enumerate(trained):
             if not wanted:
                 continue
-            alone = self._render(chat, chat.messages[: index + 1])[0]
+            last = index == len(chat.messages) - 1
+            alone = text if last else self._render(chat, chat.messages[: index + 1])[0]
             start = self._start(chat, index, alone)
             if text.startswith(alone):
                 yield start, len(alone)
