@@ -120,14 +120,14 @@ class ChatTemplate:
         Empty if there are none."""
         if not self._own:
             return set()
-        roles = ("user", _ASSISTANT, "user")
-        said: list[Message] = [{"role": role, "content": _stand_in(role == _ASSISTANT)} for role in roles]
+        turns = enumerate(("user", _ASSISTANT, "user"))
+        said: list[Message] = [{"role": role, "content": _stand_in(number)} for number, role in turns]
         try:
             texts = [self._render(_Chat("", said, None), said[:count])[0] for count in (2, 3)]
         except ConfigError:
             return set()
         for text, most in zip(texts, (None, 1), strict=True):
-            after = text.partition(_stand_in(1))[2].partition(_stand_in(0))[0]
+            after = text.partition(_stand_in(1))[2].partition(_stand_in(2))[0]
             ids = self._tokenizer(after, add_special_tokens=False)["input_ids"]
             if found := [id_ for id_ in ids if id_ in self._added][:most]:
                 return {*found}

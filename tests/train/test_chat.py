@@ -136,6 +136,12 @@ def test_the_loss_counts_what_an_assistant_writes_with_the_token_that_ends_it(ca
     assert counted(template, messages) == (parts, remarks)
 
 
+def test_a_model_stops_where_the_template_ends_a_turn() -> None:
+    found = {name: ChatTemplate(tokenizer(name)).ends() for name in (CHATML, MARKED, NEXT_ROLE, LAST_END, PLAIN, None)}
+    end, start, turn = tokenizer().convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    assert [*found.values()] == [{turn}, {turn}, {start}, {end}, set(), set()]
+
+
 @pytest.mark.parametrize("left", ["{%", "{%-", "{%+", "{% \n"])
 @pytest.mark.parametrize("right", ["%}", "-%}", "\n %}"])
 def test_generation_markers_are_seen_in_any_spacing(left: str, right: str) -> None:
