@@ -53,9 +53,9 @@ def weight_files(directory: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             files = [directory / name for name in sorted(names)]
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index} cannot be read: {error!r}") from error
-        outside = [file for file in files if file.parent != directory]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{index} cannot be read: {error!r}. Download or copy it again") from error
+        outside = [file for file in files if file.parent != directory or "\0" in file.name]
         if outside or not files:
             raise ConfigError(f"{index} names {outside[0] if outside else 'no file'}; files must be in its directory")
         return files
@@ -225,9 +225,12 @@ def _read_generation_config(model: nn.Module, directory: Path) -> None:
 
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         try:
-            model.generation_config = GenerationConfig.from_pretrained(directory)
+            model.generation_config = found = GenerationConfig.from_pretrained(directory)
+            found.to_json_string()  # as checkpoints and exports write it
         except Exception as error:  # transformers validates with many exception types
-            raise ConfigError(f"{directory / 'generation_config.json'} cannot be read: {error}") from error
+            raise ConfigError(
+                f"{directory / 'generation_config.json'} cannot be read: {error}. Correct it, or move it away"
+            ) from error
 
 
 def _named(names: list[str]) -> str:

@@ -83,13 +83,14 @@ def read_losses(path: Path, until: int) -> list[tuple[int, float]]:
 
 
 def best_step(losses: Sequence[tuple[int, float]]) -> int | None:
-    """The number of steps before the evaluation with the lowest loss. The first one if several are equal, None if there
-    are none."""
-    trained = [entry for entry in losses if entry[0]]
-    return min(trained, key=lambda entry: entry[1])[0] if trained else None
+    """The number of steps before the evaluation with the lowest loss. The first one if several are equal, None if no
+    loss is a finite number."""
+    trained = [(loss, step) for step, loss in losses if step and math.isfinite(loss)]
+    return min(trained)[1] if trained else None
 
 
 def since_best(losses: Sequence[tuple[int, float]]) -> int:
-    """The number of evaluations since the one with the lowest loss. The evaluation before the first step counts too."""
-    found = [loss for _, loss in losses]
+    """The number of evaluations since the one with the lowest finite loss, or since the first one if no loss is finite.
+    The evaluation before the first step counts too."""
+    found = [loss if math.isfinite(loss) else math.inf for _, loss in losses]
     return len(found) - 1 - found.index(min(found)) if found else 0

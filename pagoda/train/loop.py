@@ -25,7 +25,7 @@ from pagoda.optim.param_groups import no_decay_groups
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
-from pagoda.train.inputs import batches_of, opened_tokens
+from pagoda.train.inputs import batches_of, keep_apart, opened_tokens
 from pagoda.train.progress import lasting, say
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
@@ -110,6 +110,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         if checkpoint is not None:
             session.restore(checkpoint)
             say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")
+        evaluated = keep_apart(session, evaluated, mesh, console)
         return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()

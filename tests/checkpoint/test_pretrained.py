@@ -1,5 +1,6 @@
 """A directory that `save_pretrained` wrote is trained from as `from_pretrained` would, streamed to its tier."""
 
+import json
 import re
 import shutil
 import warnings
@@ -140,6 +141,23 @@ def test_tensors_that_fit_neither_the_model_nor_each_other_are_refused(tmp_path:
         pagoda.load(directory)
 
 
+def test_odd_settings_of_a_directory_are_refused_by_name(tmp_path: Path) -> None:
+    directory = saved("llama-tied", tmp_path)
+    config, generation = directory / "config.json", directory / "generation_config.json"
+    whole = json.loads(config.read_text())
+    for odd in (3, "LlamaForCausalLM", [None], [["a"]], {"a": 1}, ["AutoConfig"], ["pipeline"]):
+        config.write_text(json.dumps({**whole, "architectures": odd}))
+        with pytest.raises(pagoda.ConfigError, match=r"hf.*architectures"):
+            pagoda.load(directory)
+    config.write_text(json.dumps(whole))
+    for text in ("[]", "3", "{", '{"compile_config": 3}', "[" * 99_999):
+        generation.write_text(text)
+        with pytest.raises(pagoda.ConfigError, match=r"generation_config.json cannot be read: .*move it away"):
+            pagoda.load(directory)
+    generation.unlink()
+    pagoda.load(directory)
+
+
 def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     directory = saved("llama-tied", tmp_path)
     weights = directory / SINGLE
@@ -153,7 +171,8 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (directory / "pytorch_model.bin").touch()
     with pytest.raises(pagoda.ConfigError, match=r"pytorch_model\.bin, but only safetensors.*save_pretrained"):
         pagoda.load(directory)
-    for index in ("{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../other.safetensors"}}'):
+    outside, nul = '{"weight_map": {"a": "../other.safetensors"}}', '{"weight_map": {"a": "\\u0000"}}'
+    for index in ("{", "[]", '{"weight_map": {}}', outside, nul, "[" * 99_999 + "]" * 99_999):
         (directory / INDEX).write_text(index)
         with pytest.raises(pagoda.ConfigError, match=re.escape(INDEX)):
             pagoda.load(directory)

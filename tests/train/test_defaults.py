@@ -1,6 +1,7 @@
 """A model and data are enough: what is chosen is sensible, said, and the same when it is given."""
 
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,10 +120,15 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
         ("1: 2\nsteps: 3\nlearning_rate: 1\n", "unknown settings: 1, learning_rate"),
         ("model: [\n", "is not YAML"),
         ("[" * 5000, "is not YAML"),
+        ("model: !!timestamp foo\n", "is not YAML"),
+        ("model: !!bool maybe\n", "is not YAML"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_settings(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe cannot be read: it is not a regular file"):
+        read_settings(tmp_path / "pipe")
 
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:
