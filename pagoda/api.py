@@ -2,8 +2,6 @@
 
 import os
 import warnings
-import weakref
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -312,12 +310,10 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
 def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
     if model_class is not None:
         raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
-    with ExitStack() as opened:
-        tensors, record = exported_by_reference(opened.enter_context(Checkpoint(directory)))
-        with init():
-            model: nn.Module = model_of(record)
-        attach_tensors(model, directory, tensors)
-        weakref.finalize(model, opened.pop_all().close)
+    tensors, record = exported_by_reference(Checkpoint(directory))
+    with init():
+        model: nn.Module = model_of(record)
+    attach_tensors(model, directory, tensors)
     return model
 
 

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pagoda.checkpoint.state import is_paged
-from pagoda.construction.loaded_values import is_overwritten
+from pagoda.checkpoint.waiting import WaitingTensor, memory_span
 from pagoda.errors import ConfigError, UsageError
 from pagoda.runtime.quantized import is_quantized
 
@@ -37,11 +37,11 @@ def check_model(model: object) -> None:
             raise ConfigError(f"{name!r} has no shape yet: run a forward of the model first, then wrap it.")
         if param.requires_grad and not param.is_floating_point():
             raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
-        if is_overwritten(param):
+        if param.is_meta and not is_quantized(param):
             raise ConfigError(
-                f"{name!r} was written to on the meta device, after pagoda.init(), so the values are lost. Write them "
-                "in _init_weights(module) or reset_parameters(), which wrap runs; use load_state_dict, which keeps the "
-                "values; or build the model outside pagoda.init()."
+                f"{name!r} is on the meta device, so it has no values. Build the model inside pagoda.init(), or load "
+                "it with pagoda.load, and not on torch.device('meta'); or give it memory and values with "
+                "model.to_empty(device='cpu') and load_state_dict."
             )
         if param.is_inference():
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
@@ -104,10 +104,13 @@ def _check_memory_is_apart(model: nn.Module) -> None:
 
     With torch's optimizers they change together, but in pages each has its own memory.
     """
-    plain = ((name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta)
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name, p) for name, p in plain if p.is_contiguous())
-    for (_, end, name, param), (start, _, other, beside) in pairwise(spans):
-        if start < end and (param.requires_grad or beside.requires_grad):
+    spans = sorted(
+        (*memory_span(param), name, param)
+        for name, param in model.named_parameters()
+        if type(param) in (nn.Parameter, WaitingTensor) and not param.is_meta and param.is_contiguous()
+    )
+    for (memory, _, end, name, param), (other_memory, start, _, other, beside) in pairwise(spans):
+        if memory == other_memory and start < end and (param.requires_grad or beside.requires_grad):
             raise ConfigError(
                 f"{name!r} and {other!r} are two parameters in the same memory, which would be trained separately. To "
                 "tie them, assign one parameter to both modules (a.weight = b.weight); otherwise, clone one."
