@@ -12,7 +12,7 @@ from integrations.tiny_text import VOCABULARY, model as llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import InMemory
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from zoo import PAGE, assert_equal, least_host, losses_of
 
 import pagoda
@@ -135,4 +135,23 @@ def test_adapters_over_weights_in_files_start_as_over_weights_in_ram(method: str
         assert torch.equal(loss_of(model.eval(), 0), loss_of(plain.eval(), 0))
     loss_of(model.train(), 1).backward()
     optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("unit_limit", ["1KiB", "64MiB"])
+def test_adapters_of_fused_experts_have_the_bits_of_peft_in_memory(unit_limit: str) -> None:
+    """peft parametrizes the experts in each forward. They are shown then, or hidden, by the size of units."""
+
+    def adapted_experts() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        lora = LoraConfig(r=2, target_modules=[], target_parameters=both)
+        return get_peft_model(MixtralForCausalLM(config), lora).train()
+
+    expected = train_in_memory(adapted_experts())
+    memory = pagoda.Memory(host="8MiB", unit_limit=unit_limit, page_size=PAGE)
+    model, optimizer = pagoda.wrap(adapted_experts(), RULE, memory=memory, precision="fp32", clip_grad_norm=1.0)
+    assert losses_of(partial(loss_of, model), optimizer, STEPS) == expected
     optimizer.close()
