@@ -1,8 +1,10 @@
 """Checks that `wrap` can train a model."""
 
+import re
 import warnings
 from collections.abc import Container
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +55,8 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     dtypes.
 
     Adapters in fp32 over frozen 16-bit weights are an exception, because trained parameters have an fp32 master anyway:
-    that everything computes in `dtype` is then only a warning. Any other mixture raises ConfigError.
+    that everything computes in `dtype` is then only a warning. Any other mixture raises ConfigError. If all have one
+    dtype, a warning names those that transformers would keep in fp32, wherever the model comes from.
     """
     names: dict[tuple[bool, torch.dtype], str] = {}
     for name, param in model.named_parameters():
@@ -61,6 +64,12 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             names.setdefault((param.requires_grad, param.dtype), name)
     dtypes = {of for _, of in names}
     if len(dtypes) <= 1:
+        if kept := _kept_in_fp32(model, dtype):
+            warnings.warn(
+                f"transformers keeps {_few(kept)} in fp32 in a model of this class, but wrap computes with all weights "
+                f"in {dtype}, which precision sets. Use precision='fp32' if results get worse.",
+                stacklevel=3,
+            )
         return
     examples = " and ".join(f"{name!r} in {of}" for (_, of), name in names.items())
     if {of for trained, of in names if trained} == {torch.float32} and len(names) == 2:
@@ -75,6 +84,25 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         "but a part in another dtype may need that dtype. To accept this, first give all parameters one dtype with "
         "model.float(). This loses nothing, because trained parameters have an fp32 master."
     )
+
+
+def _kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Names of the parameters that `from_pretrained(dtype=dtype)` leaves in fp32."""
+    found: list[str] = []
+    roots: list[str] = []
+    for prefix, module in model.named_modules():
+        plan: Any = getattr(module, "_get_dtype_plan", None)
+        if plan is None or any(prefix.startswith(root) for root in roots):  # an outer model's plan has the inner ones
+            continue
+        roots.append(f"{prefix}." if prefix else "")
+        if patterns := [pattern.replace("*", ".*") for pattern in plan(dtype)]:
+            kept = re.compile("|".join(patterns))
+            found += [roots[-1] + name for name, _ in module.named_parameters() if kept.search(name)]
+    return found
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str]) -> None:
@@ -126,10 +154,9 @@ def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
         p.requires_grad and not is_paged(p) for m in model.modules() for p in m._parameters.values() if p is not None
     ):
         unseen = [name for name, param in model.named_parameters() if param.requires_grad and not is_paged(param)]
-        names = ", ".join(map(repr, unseen[:3])) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
         raise UsageError(
-            f"{names} were added to the model after wrap(), so this optimizer does not train them, and they are not in "
-            "its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; or "
+            f"{_few(unseen)} were added to the model after wrap(), so this optimizer does not train them, and they are "
+            "not in its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; or "
             "freeze them with requires_grad_(False)."
         )
     if not any(param.requires_grad or param.grad is not None for param in stepped):

@@ -162,6 +162,17 @@ def test_a_parameter_without_values_is_refused_by_name(tmp_path: Path) -> None:
             values_after_wrap(model)
 
 
+def test_weights_that_transformers_keeps_in_fp32_are_named_wherever_they_come_from(tmp_path: Path) -> None:
+    plain = build("llama-untied", seed=5)
+    plain.save_pretrained(tmp_path)
+    for model in plain, pagoda.load(tmp_path):
+        model._keep_in_fp32_modules_strict = {"q_proj", "norm"}
+        with pytest.warns(
+            UserWarning, match=r"keeps 'model\.layers\.0\.self_attn\.q_proj\.weight'.* more in fp32.*bfloat16"
+        ):
+            pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="64MiB"))[1].close()
+
+
 def test_weights_that_share_memory_are_refused_as_in_ram(tmp_path: Path) -> None:
     build("llama-untied", seed=5).save_pretrained(tmp_path)
     model: Any = pagoda.load(tmp_path)
