@@ -26,7 +26,7 @@ NAMES = {
     "torch._C._storage_Use_Count": "a lease cannot be told from a free one: nothing is ever evicted",
     "torch._C._construct_storage_from_data_pointer": "a GPU's leases have no storage of their own",
     "torch.Tensor._make_wrapper_subclass": "parameters cannot wait for their values",
-    "torch._has_compatible_shallow_copy_type": "Module.to gives each of several tied parameters that wait its own values",
+    "torch._has_compatible_shallow_copy_type": "Module.to unties tied parameters that wait",
     "torch.optim._muon.muon": "Muon has no math: its update is torch's own",
     "torch.optim._muon.DEFAULT_A": "Muon has not the coefficients of torch's",
     "torch.optim._muon.DEFAULT_B": "Muon has not the coefficients of torch's",

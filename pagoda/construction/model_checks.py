@@ -156,8 +156,8 @@ def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
         unseen = [name for name, param in model.named_parameters() if param.requires_grad and not is_paged(param)]
         raise UsageError(
             f"{_few(unseen)} were added to the model after wrap(), so this optimizer does not train them, and they are "
-            "not in its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; or "
-            "freeze them with requires_grad_(False)."
+            "not in its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; "
+            "or freeze them with requires_grad_(False)."
         )
     if not any(param.requires_grad or param.grad is not None for param in stepped):
         raise UsageError(
