@@ -20,8 +20,8 @@ class Draw(Deferred):
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(function, args, {})
-        self.module = _initialised_module()
-        """The module that is being initialised. None outside the usual initialisers."""
+        self.module, self.of_model = _initialised_module()
+        """The module that is being initialised, None outside the usual initialisers, and whether the model does it."""
         self.seed: int | None = None
         self.early = False
         """Whether the result was read before `wrap`, which gives all ranks the same seed."""
@@ -122,13 +122,14 @@ def _written(
     return memory
 
 
-def _initialised_module() -> nn.Module | None:
-    """The module whose initialiser is running."""
+def _initialised_module() -> tuple[nn.Module | None, bool]:
+    """The module whose initialiser is running, and whether it is the model's `_init_weights(module)`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name in _INITIALISERS:
             given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
-            return next((each for each in reversed(given) if isinstance(each, nn.Module)), None)
+            module = next((each for each in reversed(given) if isinstance(each, nn.Module)), None)
+            return module, code.co_name == "_init_weights"
         frame = frame.f_back
-    return None
+    return None, False

@@ -247,7 +247,10 @@ class Builder:
             for key, (name, source) in sources.items():
                 drawn: Counter[str] = Counter()
                 for draw in source.draws:
-                    module = names.get(draw.module, names[owners[key][0][0]])
+                    holders = [names[holder] for holder, _ in owners[key]]
+                    module = names.get(draw.module, holders[0])
+                    if draw.of_model and module in holders:  # the model initialises each module that holds it
+                        module = holders[-1]
                     before = f":{drawn[module]}" if drawn[module] else ""
                     drawn[module] += 1
                     if draw.seed is None:
