@@ -263,18 +263,30 @@ class Builder:
         whole, first = self._tiling.whole(param)
         state = ParameterState(self._engine, unit, slot)
         spec, source = state.spec, self._sources.get(id(whole))
-        if source is None or source.of_rank:
-            mine = unit.stored(slot, whole if source is None else source.values.whole())
-            mine = mine.detach().reshape(-1)[first : first + spec.numel].cpu()
-            state.write_master(self._from_first(mine, self._engine.store.shards.having(unit.spec, slot)))
-        else:
-            if source.unset:
-                _check_set(spec.name if spec.part is None else spec.part.whole, source.values)
+        if source is not None and source.unset:
+            _check_set(spec.name if spec.part is None else spec.part.whole, source.values)
+        if source is not None and not source.draws and not source.of_rank:  # in files, or computed from them
             state.copy_master_in(source.values)
+        else:
+            state.write_master(self._values(unit, slot, whole, source, first))
         if source is not None or as_dtensor(param) is not None:
             return unit.new_param(slot, unit.placeholders[slot])
         unit.set_part(slot, unit.placeholders[slot])
         return param
+
+    def _values(
+        self, unit: LiveUnit, slot: int, whole: nn.Parameter, source: Source | None, first: int
+    ) -> torch.Tensor:
+        """The flat values of a parameter, or of a tile that begins at element `first` of `whole`: real or drawn."""
+        count = unit.spec.slots[slot].param.numel
+        if source is not None and as_dtensor(whole) is None:
+            mine = source.values.read(first, count)
+        else:
+            values = whole if source is None else source.values.whole()
+            mine = unit.stored(slot, values).detach().reshape(-1)[first : first + count].cpu()
+        if source is not None and not source.of_rank:
+            return mine
+        return self._from_first(mine, self._engine.store.shards.having(unit.spec, slot))
 
 
 def _check_set(name: str, values: LazyTensor) -> None:
