@@ -1,4 +1,4 @@
-"""Builds a model's units, with their states in their tiers, from an `nn.Module` in RAM or on meta."""
+"""Builds a model's units, with their states in their tiers, from an `nn.Module`."""
 
 import hashlib
 import sys
@@ -160,7 +160,7 @@ def describe(
 def live_units(
     model: nn.Module, specs: tuple[UnitSpec, ...], dtype: torch.dtype, device: torch.device
 ) -> list[LiveUnit]:
-    """Make a model's units, which hold the model's own parameters. Those on meta are built later."""
+    """Make a model's units, which hold the model's own parameters. Those that wait are built later."""
     params = dict(model.named_parameters(remove_duplicate=False))
     return [LiveUnit(spec, [params[slot.param.name] for slot in spec.slots], dtype, device) for spec in specs]
 
