@@ -124,7 +124,7 @@ def values_after_wrap(model: nn.Module) -> dict[str, torch.Tensor]:
     return values
 
 
-@pytest.mark.parametrize("name", ["llama-untied", "llama-tied"])
+@pytest.mark.parametrize("name", ["llama-untied", pytest.param("llama-tied", marks=pytest.mark.slow)])
 def test_a_loaded_model_can_be_changed_like_one_in_ram(name: str, tmp_path: Path) -> None:
     build(name, seed=5).save_pretrained(tmp_path)
     for how, change in CHANGES.items():

@@ -119,9 +119,12 @@ METHODS: dict[str, Callable[[], Any]] = {
     "road": partial(peft.RoadConfig, target_modules=TARGETS, group_size=4),
     "prefix": partial(peft.PrefixTuningConfig, **PROMPT),
 }
+_SLOW = ("lora", "tokens", "olora", "road")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in METHODS]
+)
 def test_adapters_over_weights_in_files_start_as_over_weights_in_ram(method: str, tmp_path: Path) -> None:
     """Also those that start from base weights, or change them: peft reads them from the files."""
     base().save_pretrained(tmp_path)
