@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pagoda.checkpoint.sources import Source
 from pagoda.checkpoint.state import ParameterState
 from pagoda.checkpoint.tensors import chunks
 from pagoda.checkpoint.waiting import WaitingTensor, is_waiting, source_of, waiting_for_initialiser
+from pagoda.construction.writers import Writers
 from pagoda.distributed.tensors import as_dtensor, local, shard_of
 from pagoda.errors import ConfigError
 from pagoda.experts.modules import RoutedExperts
@@ -193,7 +195,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 class Builder:
     """Brings a model's parameters into pages: real ones, and those whose values wait to be read or drawn.
 
-    Values in files are read in pieces. Values that are computed or drawn are in RAM one parameter at a time.
+    Values in files are read in pieces. Others are written on all cores, and take at most the RAM of the largest
+    parameter.
 
     Random numbers are seeded for each parameter and initialiser, by their names and one draw from torch's default
     generator. So values depend only on the seed, not on units, budgets, tiers or order.
@@ -220,9 +223,11 @@ class Builder:
         """Write every unit's master weights to their home. The unit's parameters are placeholders afterwards."""
         holders = [self._holders[id(param)] for unit in units for param in unit.params]
         self._sources = self._seeded_sources()
-        for unit in units:
-            for slot, param in enumerate(unit.params):
-                unit.replace(slot, self._build(unit, slot, param))
+        largest = max((slot.param.numel for unit in units for slot in unit.spec.slots), default=0)
+        with Writers(4 * largest) as self._writers:
+            for unit in units:
+                for slot, param in enumerate(unit.params):
+                    unit.replace(slot, self._build(unit, slot, param))
         Deferred.forget()
         for param, of_param in zip((param for unit in units for param in unit.params), holders, strict=True):
             for module, short in of_param:
@@ -268,7 +273,8 @@ class Builder:
         if source is not None and not source.draws and not source.of_rank:  # in files, or computed from them
             state.copy_master_in(source.values)
         else:
-            state.write_master(self._values(unit, slot, whole, source, first))
+            mine = self._values(unit, slot, whole, source, first)
+            self._writers.submit(mine.nbytes, partial(state.write_master, mine))
         if source is not None or as_dtensor(param) is not None:
             return unit.new_param(slot, unit.placeholders[slot])
         unit.set_part(slot, unit.placeholders[slot])
