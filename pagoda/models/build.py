@@ -27,7 +27,7 @@ def build_model(
 ) -> "nn.Module":
     """Build a language model of transformers, with fp32 parameters, in training mode.
 
-    Call it inside `pagoda.init()` to keep parameters on the meta device. Nothing is downloaded and no code from the
+    Call it inside `pagoda.init()` to keep parameters out of memory. Nothing is downloaded and no code from the
     directory runs. The key-value cache is off.
 
     Args:

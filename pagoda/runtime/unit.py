@@ -158,6 +158,10 @@ class LiveUnit:
         made.__dict__.update(param.__dict__)
         return made
 
+    def replace(self, slot: int, param: nn.Parameter) -> None:
+        """Put a parameter in the place of one that was planned."""
+        self.params[slot], self._kinds[slot] = param, type(param)
+
     @property
     def expected(self) -> list[int]:
         """Slots that get a gradient from a backward that uses all parameters: those in a group that are not frozen."""

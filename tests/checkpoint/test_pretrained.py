@@ -16,6 +16,7 @@ import pagoda
 from pagoda.checkpoint import pretrained, state
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.tensors import TensorFile
+from pagoda.checkpoint.waiting import is_waiting
 from pagoda.cli.main import main
 
 from .hf_models import build, ids, train, wrapped
@@ -41,7 +42,7 @@ def test_training_starts_where_transformers_does(name: str, max_shard_size: str,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = pagoda.load(directory)
-    assert any(param.is_meta for param in loaded.parameters()), "not in RAM yet"
+    assert any(is_waiting(param) for param in loaded.parameters()), "not in RAM yet"
     model, optimizer = wrapped(loaded, place, tmp_path)
     losses = train(model, optimizer, 0, 2)
     optimizer.close()
@@ -84,7 +85,7 @@ def test_a_class_may_be_given(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"does not use 'lm_head\.weight' from the files"):
         model = pagoda.load(directory, model_class=LlamaModel)
     assert type(model) is LlamaModel
-    assert {name for name, param in model.named_parameters() if param.is_meta and "weight" in name}
+    assert {name for name, param in model.named_parameters() if is_waiting(param) and "weight" in name}
 
 
 def change(directory: Path, **tensors: torch.Tensor | None) -> None:
