@@ -17,7 +17,7 @@ from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
 from pagoda.checkpoint.pretrained import listed
 from pagoda.errors import CheckpointError, PagodaError
-from pagoda.models.lora import adapted_as, adapter_name
+from pagoda.models.lora import MERGED, adapted_as, adapter_name
 
 _BASE = "base_model.model."
 _UNMERGED = (
@@ -134,7 +134,7 @@ class AdaptedModel:
         cannot be merged."""
         for setting, why in _UNMERGEABLE.items():
             if self._settings.get(setting):
-                raise CheckpointError(f"An adapter with {setting} cannot be merged, because {why}.")
+                raise CheckpointError(f"An adapter with {setting!r} cannot be merged, because {why}.")
         with _peft_errors():
             if hasattr(self._model.base_model, "_check_merge_allowed"):
                 self._model.base_model._check_merge_allowed()
@@ -170,6 +170,7 @@ class AdaptedModel:
 _UNMERGEABLE = {
     "layer_replication": "its layers share weights: export it without --merge",
     "alora_invocation_tokens": "it acts after certain tokens only: export it without --merge",
+    MERGED: "its weights are in the base weights already: unmerge it first, inside pagoda.gathered(model, modify=True)",
 }
 """Setting of peft -> why an adapter with it cannot be merged."""
 

@@ -16,7 +16,7 @@ ALL_LINEAR = "all-linear"
 """As a target: every linear layer except the output layer."""
 ADAPTER = "default"
 """peft's name for the only adapter of a model."""
-_NAMES = "adapter_names"
+_NAMES, MERGED = "adapter_names", "merged"
 _NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
 
 
@@ -87,15 +87,17 @@ def _mixture_refusal(adapted: "nn.Module", settings: Any) -> str | None:
 
 
 def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
-    """peft's settings of a model's only adapter, with JSON types, and the adapter's name. Of several adapters, the
-    names. None for a model without `get_peft_model`."""
+    """peft's settings of a model's only adapter, with JSON types, the adapter's name, and whether it is merged in
+    place. Of several adapters, the names. None for a model without `get_peft_model`."""
     configs = getattr(model, "peft_config", None)
     if not callable(getattr(model, "get_base_model", None)) or not configs:
         return None
     if len(configs) > 1:
         return {_NAMES: list(configs)}
     ((name, config),) = configs.items()
-    return {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()} | {_NAMES: [name]}
+    merged = any(getattr(module, "merged_adapters", None) for module in model.modules())
+    settings = {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()}
+    return {**settings, _NAMES: [name], MERGED: merged}
 
 
 def adapter_name(settings: dict[str, Any]) -> str:
@@ -113,7 +115,7 @@ def adapted_as(model: Any, settings: dict[str, Any]) -> Any:
     """Add an adapter to `model`, with settings from `adapter_settings`. Its initial values do not depend on the
     weights."""
     peft = needed("peft", _NO_PEFT)
-    own = {key: value for key, value in settings.items() if key != _NAMES}
+    own = {key: value for key, value in settings.items() if key not in (_NAMES, MERGED)}
     initial = {"init_lora_weights": True} if "init_lora_weights" in own else {}
     config = peft.PeftConfig.from_peft_type(**{**own, **initial, "base_model_name_or_path": None})
     adapted = peft.get_peft_model(model, config, adapter_name=adapter_name(settings))

@@ -71,6 +71,18 @@ def test_prompts_are_exported_and_cannot_be_merged(tmp_path: Path) -> None:
         export(model, tmp_path / "merged", merge=True)
 
 
+def test_an_adapter_that_is_merged_in_place_is_not_merged_again(tmp_path: Path) -> None:
+    model, optimizer = trained(lora())
+    with optimizer:
+        expected = logits(model)
+        with pagoda.gathered(model, modify=True):
+            model.merge_adapter()
+        with pytest.raises(pagoda.CheckpointError, match="already"):
+            export(model, tmp_path / "merged", merge=True)
+        export(model, tmp_path / "adapter")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(build("llama-tied"), tmp_path / "adapter")), expected)
+
+
 def test_what_was_trained_and_peft_would_not_save_is_refused(tmp_path: Path) -> None:
     model = peft.get_peft_model(build("llama-tied"), lora())
     model.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)

@@ -198,7 +198,7 @@ def exports(model: nn.Module, optimizer: Any, root: Path) -> dict[str, torch.Ten
 
 
 def in_ram(model: nn.Module) -> Any:
-    memory = pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=4096)
+    memory = pagoda.Memory(host="256MiB", unit_limit="16KiB", page_size=4096)
     return pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, precision="fp32")
 
 
