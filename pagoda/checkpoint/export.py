@@ -29,8 +29,8 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.store import LOW
 
 _OWN_NAMES = (
-    " A changed model cannot be exported for its class. In Python, export(source, out, own_names=True) writes all tensors "
-    "under their names in the model."
+    " A changed model cannot be exported for its class. In Python, export(source, out, own_names=True) writes all "
+    "tensors under their names in the model."
 )
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
