@@ -15,13 +15,14 @@ from typing import Any
 import xxhash
 
 from pagoda.errors import CheckpointError
-from pagoda.memory.files import read_regular, storage_errors, sync_directory, write_durably
+from pagoda.memory.files import open_regular, read_regular, storage_errors, sync_directory, write_durably
 from pagoda.memory.identity import MANIFEST
 
 SEAL = "pagoda-seal.json"
 _FORMAT = "pagoda-seal"
 _MOST_HASHED_BYTES = 256 << 20
 """A larger file, such as exported weights, is bound by its size alone, because nothing resumes from it."""
+_PIECE_BYTES = 1 << 20
 
 
 class _UnsealedError(CheckpointError):
@@ -83,8 +84,14 @@ def _files(directory: Path) -> Iterator[Path]:
 
 def _print(path: Path) -> list[Any]:
     """The size of a file, and its hash or None."""
-    size = path.stat().st_size
-    return [size, None if size > _MOST_HASHED_BYTES else xxhash.xxh3_64_hexdigest(read_regular(path))]
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_HASHED_BYTES:
+            return [size, None]
+        content = xxhash.xxh3_64()
+        while piece := file.read(_PIECE_BYTES):
+            content.update(piece)
+        return [size, content.hexdigest()]
 
 
 def _write(directory: Path, files: dict[str, list[Any]] | None) -> None:
