@@ -15,7 +15,7 @@ from pagoda.checkpoint.optimizer_states import check_entry, read_entry, torch_fi
 from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.checkpoint.state import ParameterState, all_states, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
-from pagoda.construction.model_checks import check_step
+from pagoda.construction.model_checks import Members, check_step
 from pagoda.distributed.tensors import DTensorForm
 from pagoda.errors import UsageError
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
@@ -50,7 +50,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine = engine
         engine.stepper.group_of = lambda unit, slot: self.param_groups[self._group_numbers[id(unit.params[slot])]]
         engine.stepper.groups = lambda: self.param_groups
-        self._model = model
+        self._in_model = Members(model, self._states)
         self._hooks = ModelHooks(model, engine)
         guard_merging(model)
         self._weights = WeightStateDicts(model, engine)
@@ -93,8 +93,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         If there is no gradient, it changes nothing, as in torch, and warns the first time.
 
-        Raises UsageError if the model got trainable parameters after `wrap`, or if all parameters of the optimizer are
-        frozen.
+        Raises UsageError if the model got trainable parameters after `wrap`, if modules were moved, replaced or deleted
+        since, or if all parameters of the optimizer are frozen.
 
         Raises NonFiniteGradientError if a gradient is NaN or infinite. Weights are then unchanged and gradients are
         dropped, but with updates during backward, units that were updated before the gradient was found keep their
@@ -107,7 +107,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.saver.check()
         self._check_members()
         self._engine.accesses.check_open()
-        check_step(self._model, [param for group in self.param_groups for param in group["params"]])
+        self._in_model.check()
+        check_step([param for group in self.param_groups for param in group["params"]])
         self._engine.step()
         if self.stats.grad_norm is None and not self.stats.skipped and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
@@ -240,6 +241,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "Each tensor-parallel rank has only a part of each state: use save_checkpoint, or "
                 "torch.distributed.checkpoint with pagoda.OptimizerState."
             )
+        self._in_model.check()
         shapes = {state.name: blank for state in self._members() if (blank := _entry(state, blank=True))}
         blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
         with torch_file(Path(path), blanks) as (content, write):
@@ -278,6 +280,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         # Absolute, because the working directory may change before the thread that writes uses them.
         path, old = Path(directory).absolute(), [Path(each).absolute() for each in replaces]
+        self._in_model.check()
         with self._saving:
             self.wait_for_checkpoint()
             with self._engine.accesses.turn:
@@ -312,6 +315,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         UsageError between backward and `step()` if units are updated during backward. Gradients that no `step()` has
         consumed are dropped.
         """
+        self._in_model.check()
         with self._engine.accesses.turn.lock:
             groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
             for mine, saved in zip(self.param_groups, groups, strict=True):

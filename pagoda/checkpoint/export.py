@@ -14,8 +14,8 @@ from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import check_absent, committed
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.live import Weights, live_weights
-from pagoda.checkpoint.model_config import ADAPTER, skeleton
-from pagoda.checkpoint.pretrained import INDEX, SINGLE
+from pagoda.checkpoint.model_config import ADAPTER, TIES, skeleton, untied
+from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, listed
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.tensors import chunks
@@ -28,7 +28,15 @@ from pagoda.optim.flat import join
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.store import LOW
 
+_OWN_NAMES = (
+    " A changed model cannot be exported for its class. In Python, export(source, out, own_names=True) writes all "
+    "tensors under their names in the model."
+)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class ChangedModelError(CheckpointError):
+    """The model is not as its config builds it, so nothing can load its files by the config."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ def export(
         if record is not None and ADAPTER in record:
             adapted = AdaptedModel(record, lambda name: _whole(weights, name, as_dtype))
             if not merge:
-                values, files = adapted.values(), []
+                values, files = adapted.values(weights.trained), []
                 if weights.is_first:
                     with committed(out) as folder:
                         _copy(beside, folder)
@@ -92,7 +100,7 @@ def export(
                 return Exported(files, len(values), sum(value.nbytes for value in values.values()), as_dtype)
         elif merge:
             raise CheckpointError(f"{weights.name} has no adapter to merge: export it without --merge.")
-        tensors = _tensors(weights, record, as_dtype, adapted)
+        tensors, record = _tensors(weights, record, as_dtype, adapted)
         shards = _shards(tensors, max_shard_bytes)
         if weights.is_first:
             _write(out, tensors, shards, beside, record, as_dtype)
@@ -115,7 +123,9 @@ def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor]
     if record is None:
         raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build one")
     adapted = AdaptedModel(record, lambda name: _whole(weights, name, dtype)) if ADAPTER in record else None
-    return _tensors(weights, record, dtype, adapted), {**record, "config": _config(record, dtype)}
+    tensors, described = _tensors(weights, record, dtype, adapted)
+    assert described is not None, "as `record`"
+    return tensors, {**described, "config": _config(described, dtype)}
 
 
 def _weights_in(checkpoint: Checkpoint) -> Weights:
@@ -123,7 +133,8 @@ def _weights_in(checkpoint: Checkpoint) -> Weights:
     record = checkpoint.manifest.get("model")
     if not (record is None or isinstance(record, dict)):
         raise CheckpointError(f"{checkpoint.directory} is damaged: the model in its manifest is not an object")
-    return Weights(str(checkpoint.directory), record, checkpoint.tensors)
+    trained = {name for name, steps in checkpoint.manifest["steps"].items() if steps}
+    return Weights(str(checkpoint.directory), record, checkpoint.tensors, trained)
 
 
 def _write(
@@ -167,53 +178,92 @@ def _copy(files: Sequence[Path], folder: Path) -> None:
 
 def _tensors(
     weights: Weights, record: dict[str, Any] | None, dtype: torch.dtype, adapted: AdaptedModel | None
-) -> dict[str, LazyTensor]:
-    """Name in the files -> tensor. The weights include the adapter's contribution, if there is an adapter."""
+) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
+    """Name in the files -> tensor, and the record of the model that they are for: `record`, but without tied weights if
+    these differ. The weights include the adapter's contribution, if there is an adapter.
+
+    Raises ChangedModelError if a model that is built from the record would lack a tensor, or have another one.
+    """
     held, buffers = weights.tensors[WEIGHT], weights.tensors[BUFFERS]
     if record is None:
         plain = {name: LazyTensor(dtype, one.shape, _weights(weights, name, dtype)) for name, one in held.items()}
-        return plain | dict(buffers)
+        return plain | dict(buffers), None
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = skeleton(record)
-    expected = model.state_dict()
-    found = {}
-    for name, plain_name in _stored_names(model).items():
-        held_as = plain_name if adapted is None else adapted.stored_name(plain_name)
-        if held_as in held:
-            read = _weights(weights, held_as, dtype if adapted is None else torch.float32)
-            if adapted is not None:
-                read = adapted.merged(held_as, read, dtype)
-            found[name] = LazyTensor(dtype, held[held_as].shape, read)
-        elif held_as in buffers:
-            found[name] = buffers[held_as]
-        else:
-            raise CheckpointError(
-                f"{weights.name} lacks {held_as!r} of its {type(model).__name__}: it is damaged, or the model was "
-                "changed after it was built from its config, as by add_adapter. A changed model cannot be exported."
-            )
-        if found[name].shape != expected[name].shape:
-            raise CheckpointError(
-                f"{weights.name} has {held_as!r} as {found[name].spec(name)}; its {type(model).__name__} has the shape "
-                f"{list(expected[name].shape)}. A model changed after it was built from its config cannot be exported."
-            )
+    for described in (record, untied(record)):
+        model = skeleton(described)
+        found, conflict, used = _of_model(weights, record, model, dtype, adapted)
+        if not conflict:
+            break
+    else:
+        raise ChangedModelError(
+            f"{weights.name} has different values for {' and '.join(conflict)}, which are one tensor in each "
+            f"{type(model).__name__} that is built from its config.{_OWN_NAMES}"
+        )
+    left = sorted({*held, *buffers} - used)
+    if left and adapted is not None:
+        raise CheckpointError(f"{listed(left)} of the adapter cannot be merged into weights: export without --merge.")
+    if left:
+        raise ChangedModelError(
+            f"{weights.name} has {listed(left)}, but a {type(model).__name__} that is built from its config does not, "
+            f"so it would compute something else.{_OWN_NAMES}"
+        )
     laid_out: dict[str, LazyTensor] = revert_weight_conversion(model, found)
-    return laid_out
+    return laid_out, described
 
 
-def _stored_names(model: Any) -> dict[str, str]:
-    """The tensors that `save_pretrained` saves: name in `state_dict()` -> name of the parameter or buffer in the model.
-
-    A tied parameter appears once, under the name that transformers keeps. Its name in the model is its first one.
-    """
-    first = {id(param): name for name, param in model.named_parameters()}
+def _of_model(
+    weights: Weights, record: dict[str, Any], model: Any, dtype: torch.dtype, adapted: AdaptedModel | None
+) -> tuple[dict[str, LazyTensor], list[str], set[str]]:
+    """Name in the `state_dict()` of a transformers model -> tensor, for those that `save_pretrained` saves; the names
+    of one tensor for which there are different values, if any; and the names of all weights that were used."""
+    held, buffers, ties = weights.tensors[WEIGHT], weights.tensors[BUFFERS], record.get(TIES, {})
     ignored, tied = set(model._keys_to_ignore_on_save or ()), set(model.all_tied_weights_keys)
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name not in ignored:
-            names.setdefault(id(tensor), []).append(name)
-    kept = {next((name for name in same if name not in tied), same[0]): key for key, same in names.items()}
-    return {name: first.get(key, name) for name, key in kept.items()}
+    groups: dict[int, list[str]] = {}
+    expected = model.state_dict(keep_vars=True)
+    for name, tensor in expected.items():
+        groups.setdefault(id(tensor), []).append(name)
+    found: dict[str, LazyTensor] = {}
+    used = set() if adapted is None else adapted.merged_names()
+    for names in groups.values():
+        sources: dict[str | int, LazyTensor] = {}
+        for name in names:
+            source = name if adapted is None else adapted.source(name)
+            if isinstance(source, LazyTensor):
+                sources[id(source)] = source
+            elif (stored := ties.get(source, source)) in held or stored in buffers:
+                used.add(stored)
+                sources[stored] = _stored(weights, stored, dtype if adapted is None else torch.float32)
+        kept = next((name for name in names if name not in tied), names[0])
+        if not sources and kept not in ignored:
+            raise ChangedModelError(
+                f"{weights.name} lacks {kept!r} of its {type(model).__name__}: it is damaged, or the model was "
+                f"changed after it was built from its config, as by add_adapter.{_OWN_NAMES}"
+            )
+        if not sources:
+            continue
+        first, *others = sources.values()
+        if any(not equal(first, other) for other in others):
+            return {}, [repr(name) for name in names], set()
+        if first.shape != expected[kept].shape:
+            raise ChangedModelError(
+                f"{weights.name} has {kept!r} as {list(first.shape)}; a {type(model).__name__} that is built from its "
+                f"config has the shape {list(expected[kept].shape)}.{_OWN_NAMES}"
+            )
+        if kept not in ignored:
+            found[kept] = _cast(first, dtype) if expected[kept].is_floating_point() and adapted is not None else first
+    return {name: found[name] for name in expected if name in found}, [], used
+
+
+def _stored(weights: Weights, name: str, dtype: torch.dtype) -> LazyTensor:
+    """A parameter's weights in `dtype`, or a buffer."""
+    if name not in weights.tensors[WEIGHT]:
+        return weights.tensors[BUFFERS][name]
+    return LazyTensor(dtype, weights.tensors[WEIGHT][name].shape, _weights(weights, name, dtype))
+
+
+def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(dtype, tensor.shape, lambda start, count: tensor.read(start, count).to(dtype))
 
 
 def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:
@@ -231,9 +281,8 @@ def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:
 
 
 def _whole(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter's weights in its shape."""
-    shape = weights.tensors[WEIGHT][name].shape
-    return _weights(weights, name, dtype)(0, shape.numel()).view(shape)
+    """A parameter's weights, or a buffer, in its shape."""
+    return _stored(weights, name, dtype).whole()
 
 
 def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[str]]:

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+import xxhash
 from torch import nn
 
 from pagoda.checkpoint.state import ParameterState, state_of
 from pagoda.errors import UsageError
+from pagoda.memory.arena import tensor_bytes
 from pagoda.plan.layout import WEIGHT
 
 
@@ -16,12 +18,13 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
     """Inside the block, `params` (for a module, all its parameters) have real tensors in their compute dtype.
 
     With `modify`, values written to them become the new weights at the end of the block. Unchanged elements keep their
-    full-precision master. Without `modify`, changes are discarded. The block uses RAM for a copy of `params`, and
-    forwards of their modules are not possible inside it. Parameters that Pagoda does not manage are left alone. Results
-    computed from `params` may be part of the loss, such as a penalty: the graph keeps the copies.
+    full-precision master. The block uses RAM for a copy of `params`, and forwards of their modules are not possible
+    inside it. Parameters that Pagoda does not manage are left alone. Results computed from `params` may be part of the
+    loss, such as a penalty: the graph keeps the copies.
 
     Raises UsageError inside the forward of a module that uses one of them, and between backward and `step()` if updates
-    run during backward. `step()` and the loading of checkpoints are refused inside the block.
+    run during backward; and at the end of a block without `modify`, if a parameter was written to. That write is lost.
+    `step()` and the loading of checkpoints are refused inside the block.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()
@@ -39,17 +42,31 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             engine.settle()
             if unit.active:
                 raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
-            unit.set_part(slot, unit.shown(slot, state.read(WEIGHT).to(engine.device.torch_device)))
-            unit.gathered.add(slot)
+            values = state.read(WEIGHT)
+            unit.set_part(slot, unit.shown(slot, values.to(engine.device.torch_device)))
+            unit.gathered[slot] = _hash(values)
             unit.used |= torch.is_grad_enabled()
             taken.append(state)
         yield
-        if modify:
-            for state in states.values():
-                state.overwrite(state.unit.current(state.slot))
+        for state in states.values() if modify else ():
+            values = state.unit.current(state.slot)
+            state.overwrite(values)
+            state.unit.gathered[state.slot] = _hash(values)
+        for state in taken if not modify else ():
+            if _hash(state.unit.current(state.slot)) != state.unit.gathered[state.slot]:
+                raise UsageError(
+                    f"{state.name!r} was written to inside pagoda.gathered(...), which drops what is written. Write "
+                    "inside `with pagoda.gathered(params, modify=True):`, or to a copy (param.clone()). An adapter of "
+                    "peft that was merged there is not merged, though its layers take it for merged: unmerge it."
+                )
     finally:
         if packing is not None:
             packing.leave()
         for _, unit, slot in taken:
-            unit.gathered.discard(slot)
+            del unit.gathered[slot]
             unit.hide_slot(slot)
+
+
+def _hash(values: torch.Tensor) -> int:
+    """Notices every write, also those through `data`, which change no version counter."""
+    return xxhash.xxh3_64_intdigest(tensor_bytes(values.detach().cpu().contiguous()))

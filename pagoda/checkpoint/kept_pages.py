@@ -1,5 +1,6 @@
 """The parts of a checkpoint that stay in their pages on SSD, for one process or for all ranks."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -8,10 +9,17 @@ from pathlib import Path
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedUnit
 from pagoda.checkpoint.state import ParameterState, gather_from_all_stages
+from pagoda.errors import BudgetError, StorageError
+from pagoda.memory.page import Run
+from pagoda.memory.sizes import format_bytes
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import SPARE, UNDO
 from pagoda.plan.tiers import SSD
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
+
+_log = logging.getLogger("pagoda")
+_MORE_ROOM = "Delete checkpoints, or make room for more (memory.ssd_checkpoints, --keep-checkpoints)."
 
 
 @dataclass(frozen=True)
@@ -89,14 +97,33 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
 
 
 def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
-    """Whether the pages of one more checkpoint can be kept, once the replaced ones are deleted.
+    """Whether the pages of one more checkpoint can be kept, once the replaced ones are deleted. If there should be room
+    and is not, a warning says so.
 
     The slots for undoing updates must stay free. Other slots may be occupied, by pages that a deleted run has left.
     """
     ssd, plan = engine.store.ssd, engine.plan
     if ssd is None:
         return False
-    state_pages = sum(plan.placement.pages(SSD, state.name) for state in plan.layout.states)
-    wanted = plan.placement.pages(SSD, SPARE) >= state_pages > 0
+    pages = plan.placement.changing_on_ssd(plan.layout)
+    if plan.options.keep_checkpoints == 0 or plan.placement.pages(SSD, SPARE) < pages:
+        return False
     gone = {reference["commit"] for old in removables(replaces) for reference in old.references}
-    return wanted and ssd.room_beside(gone) - plan.placement.pages(SSD, UNDO) >= state_pages
+    frozen = [
+        Run(run.stop - plan.layout.frozen_pages(unit, WEIGHT), plan.layout.frozen_pages(unit, WEIGHT))
+        for unit in plan.units
+        for run in engine.store.runs(unit.index, WEIGHT)
+    ]
+    try:
+        room, why = ssd.room_beside(gone, frozen), "checkpoints that are kept have taken the room for its pages"
+    except (BudgetError, StorageError) as error:
+        room, why = 0, str(error)
+    if room - plan.placement.pages(SSD, UNDO) >= pages:
+        return True
+    _log.warning(
+        "this checkpoint copies %s of state on SSD: %s. %s",
+        format_bytes(pages * plan.page_bytes),
+        why,
+        _MORE_ROOM,
+    )
+    return False

@@ -13,6 +13,7 @@ from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.reader import BUFFERS
 from pagoda.checkpoint.state import ParameterState, Position, all_states, gather_from_stage, states_of, unpaged
 from pagoda.distributed.tensors import DTensorForm
+from pagoda.errors import UsageError
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.store import LOW
@@ -27,6 +28,8 @@ class Weights(NamedTuple):
     """The model's `model_record`."""
     tensors: Mapping[str, Mapping[str, LazyTensor]]
     """State or `BUFFERS` -> name -> tensor."""
+    trained: Collection[str]
+    """Names of the parameters that have been updated."""
     is_first: bool = True
     """Whether this is the first rank, which writes what all ranks read."""
 
@@ -45,14 +48,44 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]
 
     Raises UsageError if the model is not wrapped, or between backward and `step()` if updates run during backward.
     """
-    engine = next(iter(states_of(model).values())).engine
+    states = states_of(model)
+    engine = next(iter(states.values())).engine
     engine.settle()
     buffers = {name: LazyTensor(value.dtype, value.shape, partial(_copied, value)) for name, value in unpaged(model)}
     ranks = 1 if engine.rank_group is None else engine.rank_group.mesh.size
-    tensors = {**_whole_tensors(engine, range(ranks if all_ranks else 1)), BUFFERS: buffers}
+    whole = _whole_tensors(engine, range(ranks if all_ranks else 1))
+    now = _names_in(model, engine, states)
+    tensors = {
+        state: {now.get(name, name): of[name] for name in of if name not in now or now[name]}
+        for state, of in whole.items()
+    }
     is_first = engine.rank_group is None or engine.rank_group.mesh.rank == 0
-    yield Weights(f"The {type(model).__name__}", model_record(model), tensors, is_first)
+    steps = [(state, state.unit.steps[: state.unit.trainable]) for state in all_states(engine)]
+    trained = {state.whole for state, of_unit in steps if state.slot < len(of_unit) and of_unit[state.slot]}
+    trained = {now.get(name, name) for name in trained}
+    yield Weights(f"The {type(model).__name__}", model_record(model), {**tensors, BUFFERS: buffers}, trained, is_first)
     gather_from_stage(engine, "the end of reading all weights", None)
+
+
+def _names_in(model: nn.Module, engine: Engine, states: Mapping[str, ParameterState]) -> dict[str, str]:
+    """Name at `wrap` -> name in `model`, for parameters that have another name there; "" if they are not in it. `model`
+    may be a part of the wrapped one, or changed since.
+
+    Raises UsageError if that affects a parameter in tiles or on several ranks.
+    """
+    here = {(state.unit.index, state.slot): name for name, state in states.items()}
+    other = {}
+    for state in all_states(engine):
+        name = here.get((state.unit.index, state.slot), "")
+        if name == state.name:
+            continue
+        if state.spec.part is not None or engine.rank_group is not None:
+            raise UsageError(
+                f"{state.name!r} is {name!r} in this model, or not in it: give the model that wrap() returned, as it "
+                "was then."
+            )
+        other[state.whole] = name
+    return other
 
 
 def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict[str, LazyTensor]]:

@@ -12,23 +12,42 @@ from pagoda.models.lora import adapter_settings
 
 ADAPTER = "adapter"
 """Key of peft's settings in a record."""
+TIES = "ties"
+"""Key in a record: each further name of a parameter -> its first name."""
 
 
 def model_record(model: nn.Module) -> dict[str, Any] | None:
-    """The class and configurations of a transformers model and of its adapter, if any, as JSON. None for other
-    models."""
+    """The class and configurations of a transformers model and of its adapter, if any, and which names its tied
+    parameters have, as JSON. None for other models."""
     if (adapter := adapter_settings(model)) is not None:
         base = model_record(model.get_base_model())  # type: ignore[operator]
-        return None if base is None else {**base, ADAPTER: adapter}
+        return None if base is None else {**base, TIES: _ties(model), ADAPTER: adapter}
     config = getattr(model, "config", None)
     if config is None or not type(model).__module__.startswith("transformers."):
         return None
     generation = getattr(model, "generation_config", None)
     return {
         "class": type(model).__name__,
+        TIES: _ties(model),
         "config": json.loads(config.to_json_string(use_diff=True)),
         "generation_config": None if generation is None else json.loads(generation.to_json_string(use_diff=True)),
     }
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    named = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: under for name, under in named if name != under}
+
+
+def untied(record: dict[str, Any]) -> dict[str, Any]:
+    """The record of the same model with a head of its own."""
+
+    def settings(given: dict[str, Any]) -> dict[str, Any]:
+        kept = {key: settings(value) if isinstance(value, dict) else value for key, value in given.items()}
+        return {**kept, "tie_word_embeddings": False} if "tie_word_embeddings" in kept else kept
+
+    return {**record, "config": {**settings(record["config"]), "tie_word_embeddings": False}}
 
 
 def model_of(record: dict[str, Any]) -> Any:

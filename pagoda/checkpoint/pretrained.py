@@ -35,9 +35,9 @@ class Pretrained:
         """Warnings for the user, one sentence each."""
         found = []
         if self.missing:
-            found.append(f"The files lack {_named(self.missing)}, which will be initialised as in a new model.")
+            found.append(f"The files lack {listed(self.missing)}, which will be initialised as in a new model.")
         if self.unexpected:
-            found.append(f"The model does not use {_named(self.unexpected)} from the files.")
+            found.append(f"The model does not use {listed(self.unexpected)} from the files.")
         return found
 
 
@@ -110,7 +110,7 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
         given.update(same)
     if not given:
         raise ConfigError(
-            f"{directory} has no weights for a {type(model).__name__}: its files have {_named(sorted(stored))}"
+            f"{directory} has no weights for a {type(model).__name__}: its files have {listed(sorted(stored))}"
         )
     return [name for name in missing if name not in given], unexpected
 
@@ -194,13 +194,19 @@ def _check_fit(directory: Path, tensors: dict[str, LazyTensor], held: dict[str, 
 
 def _check_tied(directory: Path, names: list[str], tensors: dict[str, LazyTensor]) -> None:
     """Raises ConfigError unless all names of one parameter have the same value."""
-    first = tensors[names[0]]
     for name in names[1:]:
-        if any(not torch.equal(first.read(*part), tensors[name].read(*part)) for part in chunks(first.numel())):
+        if not equal(tensors[names[0]], tensors[name]):
             raise ConfigError(
                 f"{directory} has different values for {names[0]!r} and {name!r}, which its config.json ties to "
                 "one parameter: set tie_word_embeddings to false there if they are not tied"
             )
+
+
+def equal(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors have equal elements, which are read piece by piece."""
+    return one.shape == other.shape and all(
+        torch.equal(one.read(*part), other.read(*part)) for part in chunks(one.numel())
+    )
 
 
 def _read_generation_config(model: nn.Module, directory: Path) -> None:
@@ -216,6 +222,7 @@ def _read_generation_config(model: nn.Module, directory: Path) -> None:
             ) from error
 
 
-def _named(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names of a list, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(repr(name) for name in names[:3]) + more

@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import nn
 
+from pagoda.checkpoint.adapter import saved_by_peft
 from pagoda.checkpoint.live import live_weights
 from pagoda.checkpoint.state import settle, state_of, states_of, unpaged, whole_states
 from pagoda.errors import CheckpointError, UsageError
@@ -117,17 +118,27 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> copy of the fp32 master in the parameter's shape, for each parameter that trains. A tied parameter
-    appears once, under its first name.
+    """Name -> copy of the fp32 master in the parameter's shape, for each parameter that trains. All names of a tied
+    parameter share one tensor. For a model with peft adapters, the result has everything that peft saves, which may
+    include buffers and frozen parameters.
 
     `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` saves a peft adapter without
     copying the frozen weights to RAM, as `model.state_dict()` would. Raises UsageError in the cases of `ModelState`.
     """
-    trained = {name: state for name, p in model.named_parameters() if p.requires_grad and (state := state_of(p))}
-    if not trained:
+    saved = saved_by_peft(model) if getattr(model, "peft_config", None) else set()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {name: p for name, p in named.items() if p.requires_grad or name in saved}
+    states = {name: state for name, p in wanted.items() if (state := state_of(p)) is not None}
+    if not states:
         raise UsageError("This model is not wrapped, or all of it is frozen: call pagoda.wrap(model, ...) first.")
-    settle(trained.values())
-    return {name: whole.master() for name, whole in whole_states(trained).items()}
+    settle(states.values())
+    first = {id(wanted[name]): name for name in reversed(states)}
+    masters = {
+        name: whole.master() for name, whole in whole_states({name: states[name] for name in first.values()}).items()
+    }
+    tied = {name: masters[first[id(wanted[name])]] for name in states if first[id(wanted[name])] in masters}
+    others = unpaged(model, every_name=True) if saved else ()
+    return masters | tied | {name: value.detach().clone() for name, value in others if name in saved}
 
 
 class ModelState:

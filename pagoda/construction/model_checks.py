@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Container
 from itertools import pairwise
+from operator import is_
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from pagoda.checkpoint.pretrained import listed
 from pagoda.checkpoint.state import is_paged
 from pagoda.checkpoint.waiting import WaitingTensor, memory_span
 from pagoda.errors import ConfigError, UsageError
@@ -66,8 +68,8 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     if len(dtypes) <= 1:
         if kept := _kept_in_fp32(model, dtype):
             warnings.warn(
-                f"transformers keeps {_few(kept)} in fp32 in a model of this class, but wrap computes with all weights "
-                f"in {dtype}, which precision sets. Use precision='fp32' if results get worse.",
+                f"transformers keeps {listed(kept)} in fp32 in a model of this class, but wrap computes with all "
+                f"weights in {dtype}, which precision sets. Use precision='fp32' if results get worse.",
                 stacklevel=3,
             )
         return
@@ -99,10 +101,6 @@ def _kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
             kept = re.compile("|".join(patterns))
             found += [roots[-1] + name for name, _ in module.named_parameters() if kept.search(name)]
     return found
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str]) -> None:
@@ -145,20 +143,59 @@ def _check_memory_is_apart(model: nn.Module) -> None:
             )
 
 
-def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
-    """Raises UsageError if a step would train nothing, or would miss parameters that require a gradient.
+class Members:
+    """The parameters in pages of a wrapped model, under their names at `wrap`."""
 
-    `stepped`: the parameters in the optimizer's groups.
-    """
-    if any(
-        p.requires_grad and not is_paged(p) for m in model.modules() for p in m._parameters.values() if p is not None
-    ):
-        unseen = [name for name, param in model.named_parameters() if param.requires_grad and not is_paged(param)]
-        raise UsageError(
-            f"{_few(unseen)} were added to the model after wrap(), so this optimizer does not train them, and they are "
-            "not in its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; "
-            "or freeze them with requires_grad_(False)."
-        )
+    def __init__(self, model: nn.Module, in_pages: Container[int]) -> None:
+        """`in_pages`: the ids of those parameters."""
+        self._model = model
+        self._in_pages = in_pages
+        self._names = self._named()
+        self._remember()
+
+    def check(self) -> None:
+        """Raises UsageError if the model got parameters that train, or if parameters now have other names, because
+        modules were moved, replaced or deleted: checkpoints have the names at `wrap`.
+
+        If nothing changed, this takes about 0.2 microseconds for each module and parameter.
+        """
+        if all(
+            modules == known and params.keys() == held.keys() and all(map(is_, params.values(), held.values()))
+            for modules, known, params, held in self._tree
+        ) and not any(param.requires_grad for param in self._not_in_pages):
+            return
+        unseen = [
+            name
+            for name, param in self._model.named_parameters()
+            if param.requires_grad and id(param) not in self._in_pages
+        ]
+        if unseen:
+            raise UsageError(
+                f"{listed(unseen)} were added to the model after wrap(), so this optimizer does not train them, and "
+                "they are not in its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), "
+                "then wrap it; or freeze them with requires_grad_(False)."
+            )
+        names = self._named()
+        if changed := [name for name in self._names | names if self._names.get(name) != names.get(name)]:
+            raise UsageError(
+                f"{listed(changed)} is not the parameter that had this name at wrap(), because modules were moved, "
+                "replaced or deleted since. Checkpoints and the optimizer use the names at wrap(). Change the model "
+                "first, then wrap it; or put the modules back."
+            )
+        self._remember()
+
+    def _named(self) -> dict[str, int]:
+        return {
+            name: id(p) for name, p in self._model.named_parameters(remove_duplicate=False) if id(p) in self._in_pages
+        }
+
+    def _remember(self) -> None:
+        self._tree = [(m._modules, {**m._modules}, m._parameters, {**m._parameters}) for m in self._model.modules()]
+        self._not_in_pages = [param for param in self._model.parameters() if id(param) not in self._in_pages]
+
+
+def check_step(stepped: list[nn.Parameter]) -> None:
+    """Raises UsageError if a step would train nothing. `stepped`: the parameters in the optimizer's groups."""
     if not any(param.requires_grad or param.grad is not None for param in stepped):
         raise UsageError(
             "Every parameter of the optimizer is frozen (requires_grad=False) and none has a gradient, so this step "

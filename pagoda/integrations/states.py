@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagoda.checkpoint.adapter import saved_by_peft
 from pagoda.checkpoint.directory import empty, remove
-from pagoda.checkpoint.export import export
-from pagoda.checkpoint.pretrained import INDEX, SINGLE
+from pagoda.checkpoint.export import ChangedModelError, export
+from pagoda.checkpoint.pretrained import INDEX, SINGLE, listed
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.integrations import seals
 from pagoda.memory.files import inside, storage_errors
@@ -127,10 +128,17 @@ def _delete(save: Path) -> None:
 @contextmanager
 def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterator[None]:
     """Write a model's files in pieces. After the block, which may write other files in the directory, they replace
-    older ones there. Every rank must call it. The settings and errors are those of `export`."""
+    older ones there. Every rank must call it. The settings and errors are those of `export`, but a model that is not as
+    its config builds it is written under its own names, with a warning."""
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".pagoda-", dir=directory) as folder:
-        export(model, Path(folder, "model"), **settings)
+        try:
+            export(model, Path(folder, "model"), **settings)
+        except ChangedModelError as error:
+            warnings.warn(
+                f"{directory} has the names of the changed model, to load into such a model: {error}", stacklevel=3
+            )
+            export(model, Path(folder, "model"), **settings, own_names=True)
         yield
         for file in Path(folder, "model").glob("*"):
             os.replace(file, directory / file.name)
@@ -143,11 +151,9 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def adapter_state(model: Any) -> dict[str, torch.Tensor]:
     """A state dict of a wrapped model with adapters, for its `save_pretrained`. What that saves has values, in RAM; all
-    other tensors are on meta. Every rank must call it."""
-    from peft import get_peft_model_state_dict
-
+    other tensors are on meta. Every rank must call it. Warns of parameters that were trained and are not saved."""
     held = {
         f"{prefix}{'.' if prefix else ''}{name}": (module, name)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -155,11 +161,14 @@ def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
         if getattr(module, name) is not None
     }
     blank = {key: torch.empty_like(getattr(module, name), device="meta") for key, (module, name) in held.items()}
-    keys = {id(tensor): key for key, tensor in blank.items()}
-    saved = [
-        keys[id(tensor)]
-        for adapter in model.peft_config  # type: ignore[union-attr]
-        for tensor in get_peft_model_state_dict(model, state_dict=dict(blank), adapter_name=adapter).values()
-        if id(tensor) in keys  # prompts are computed
-    ]
-    return {**blank, **{key: held[key][0].state_dict()[held[key][1]] for key in saved}}
+    saved = saved_by_peft(model, "auto") & blank.keys()
+    values = {key: held[key][0].state_dict()[held[key][1]] for key in sorted(saved)}
+    kept = {id(getattr(*held[key])) for key in saved}
+    left_out = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in kept]
+    if left_out and not any(config.is_prompt_learning for config in model.peft_config.values()):
+        warnings.warn(
+            f"peft does not save {listed(left_out)}, though the model trains: list its module in modules_to_save. "
+            "Checkpoints of Pagoda have it.",
+            stacklevel=2,
+        )
+    return {**blank, **values}

@@ -16,6 +16,7 @@ ALL_LINEAR = "all-linear"
 """As a target: every linear layer except the output layer."""
 ADAPTER = "default"
 """peft's name for the only adapter of a model."""
+_NAMES, MERGED = "adapter_names", "merged"
 _NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
 
 
@@ -86,17 +87,38 @@ def _mixture_refusal(adapted: "nn.Module", settings: Any) -> str | None:
 
 
 def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
-    """peft's settings of a model's only adapter, with JSON types. None for any other model."""
+    """peft's settings of a model's only adapter, with JSON types, the adapter's name, and whether it is merged in
+    place. Of several adapters, the names. None for a model without `get_peft_model`."""
     configs = getattr(model, "peft_config", None)
-    if not callable(getattr(model, "get_base_model", None)) or not configs or list(configs) != [ADAPTER]:
+    if not callable(getattr(model, "get_base_model", None)) or not configs:
         return None
-    return {name: sorted(v) if isinstance(v, set) else v for name, v in configs[ADAPTER].to_dict().items()}
+    if len(configs) > 1:
+        return {_NAMES: list(configs)}
+    ((name, config),) = configs.items()
+    merged = any(getattr(module, "merged_adapters", None) for module in model.modules())
+    settings = {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()}
+    return {**settings, _NAMES: [name], MERGED: merged}
+
+
+def adapter_name(settings: dict[str, Any]) -> str:
+    """The name of the adapter with these `adapter_settings`. Raises ConfigError if there are several."""
+    names = settings.get(_NAMES, [ADAPTER])
+    if len(names) > 1:
+        raise ConfigError(
+            f"The model has the adapters {', '.join(names)}, and only a single one can be exported or merged. "
+            "save_pretrained of the wrapped model saves each, and export(own_names=True) everything."
+        )
+    return str(names[0])
 
 
 def adapted_as(model: Any, settings: dict[str, Any]) -> Any:
-    """Add an adapter to `model`, with settings from `adapter_settings`."""
+    """Add an adapter to `model`, with settings from `adapter_settings`. Its initial values do not depend on the
+    weights."""
     peft = needed("peft", _NO_PEFT)
-    config = peft.PeftConfig.from_peft_type(**{**settings, "base_model_name_or_path": None})
-    adapted = peft.get_peft_model(model, config)
-    config.base_model_name_or_path = settings.get("base_model_name_or_path")  # peft takes that of `model`
+    own = {key: value for key, value in settings.items() if key not in (_NAMES, MERGED)}
+    initial = {"init_lora_weights": True} if "init_lora_weights" in own else {}
+    config = peft.PeftConfig.from_peft_type(**{**own, **initial, "base_model_name_or_path": None})
+    adapted = peft.get_peft_model(model, config, adapter_name=adapter_name(settings))
+    for name in ("base_model_name_or_path", *initial):  # peft takes the first from `model`
+        setattr(config, name, settings.get(name))
     return adapted

@@ -306,10 +306,17 @@ class Layout:
         changed.__dict__["_known_pages"] = self._known_pages
         return changed
 
+    def trained_elements(self, unit: UnitSpec) -> int:
+        """Elements at the start of an extent's weights that updates change. Frozen ones follow."""
+        return self.updated_elements(unit) if self.is_sliced(unit, WEIGHT) else unit.trainable_numel
+
     def trained_weight_pages(self, unit: UnitSpec) -> int:
         """Pages of an extent's weights from its start to the last one that an update changes."""
-        elements = self.updated_elements(unit) if self.is_sliced(unit, WEIGHT) else unit.trainable_numel
-        return pages_for(elements * self.weight.dtype.itemsize, self.page_bytes)
+        return pages_for(self.trained_elements(unit) * self.weight.dtype.itemsize, self.page_bytes)
+
+    def frozen_pages(self, unit: UnitSpec, state: str) -> int:
+        """Pages of an extent that updates never change."""
+        return self.pages(unit, state) - self.trained_weight_pages(unit) if state in (WEIGHT, WEIGHT_BACK) else 0
 
     def undo_pages(self, unit: UnitSpec, in_ram: Container[str]) -> dict[str, int]:
         """State -> pages of a copy of what a unit's update changes, for states that live in RAM."""

@@ -123,6 +123,8 @@ class _Placer:
         self.reserved = sum(self.fixed.values())
         self.host = budgets.host // page - self.reserved
         """Without the fixed lines."""
+        self.frozen_on_ssd = 0
+        """Pages on SSD that updates never change. Known once homes are."""
 
     def _by_unit(self, *states: str) -> dict[int, int]:
         """unit -> pages of some states, without those that live on the device."""
@@ -149,6 +151,11 @@ class _Placer:
         if kept.leases:
             host[FETCH_RING if self.device is not None else LEASES] = kept.leases
         slot = 0 if kept.weights == kept.moments == self.all else self._slot(kept.weights != self.all)
+        self.frozen_on_ssd = sum(
+            self.layout.frozen_pages(self.layout.units[unit], state)
+            for (unit, state), home in homes.items()
+            if home == SSD and state in ssd
+        )
         speculated = self._speculate(kept, slot, on_device, host, ssd)
         slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
         if slots:
@@ -349,14 +356,17 @@ class _Placer:
         return chosen
 
     def _copied(self, host: Mapping[str, int]) -> int:
-        """Pages for states in RAM that a checkpoint has not written when their next update comes, if they fit."""
+        """Pages for states in RAM that a checkpoint has not written when their next update comes, if they fit. None if
+        activations may go to RAM, which they do in every step."""
+        if self.options.may_offload and self.device is not None:
+            return 0
         return sum(host.get(state.name, 0) for state in self.layout.states) // COPIED_SHARE
 
     def _spare(self, ssd: Mapping[str, int]) -> int:
         """Pages on SSD for changes while checkpoints keep their own pages: as many checkpoints as requested, or as
-        fit."""
+        fit. Frozen weights do not change."""
         needed = sum(ssd.values()) - ssd.get(UNDO, 0)
-        state = needed - ssd.get(GRAD, 0)
+        state = needed - ssd.get(GRAD, 0) - self.frozen_on_ssd
         if self.options.keep_checkpoints is not None:
             return self.options.keep_checkpoints * state
         return state if needed + state <= (self.ssd or 0) else 0

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import UPDATE_RING, WORK
-from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
+from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
@@ -51,7 +51,7 @@ class Placement:
     - COLLECTIVE_BUFFERS: whole gradients that several ranks add up, and their sums.
     - SERVING: weights on SSD that ranks send each other: a message, or the largest unit if every rank has all weights.
     - CHECKPOINT: states that a checkpoint has not written when their next update comes.
-    - SPARE: pages on SSD for changes while checkpoints keep their own pages.
+    - SPARE: pages on SSD for changes while checkpoints keep their own pages. Frozen weights need none.
     - WORK: fp32 copies for the update of a rule that computes on them, one parameter at a time.
     - UNDO: the old states of speculated units, as pages on SSD or copies in RAM.
     - ACTIVATIONS: buffers through which activations go to SSD. A step shows how many bytes are offloaded.
@@ -102,6 +102,14 @@ class Placement:
 
     def pages(self, tier: str, line: str) -> int:
         return self.lines.get(tier, {}).get(line, 0)
+
+    def changing_on_ssd(self, layout: Layout) -> int:
+        """Pages on SSD of states that updates change: a checkpoint that keeps its pages needs as many more."""
+        return sum(
+            layout.pages(layout.units[unit], state) - layout.frozen_pages(layout.units[unit], state)
+            for (unit, state), home in self.homes.items()
+            if home == SSD and state != GRAD and self.pages(SSD, state)
+        )
 
     def units_with(self, tier: str, states: Collection[str]) -> frozenset[int]:
         """Units with at least one of the states on a tier."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
-from pagoda.plan.placement import SPARE, UNDO, Placement
+from pagoda.plan.placement import SPARE, Placement
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.tiers import DEVICE, SSD
 
@@ -75,7 +75,7 @@ def reasons_for_homes(layout: Layout, placement: Placement, options: Options) ->
             "whether gradients are clipped. Their old states are kept until then."
         )
     spare = placement.pages(SSD, SPARE)
-    state = sum(pages for line, pages in placement.lines.get(SSD, {}).items() if line not in (GRAD, SPARE, UNDO))
+    state = placement.changing_on_ssd(layout)
     if spare:
         keep = spare // state
         yield (

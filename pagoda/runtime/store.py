@@ -192,7 +192,8 @@ class Store:
         return [part for span in self.shards.held(unit, state) if (part := span.within(start, stop)) is not None]
 
     def _write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements of an extent from `start` on."""
+        """Overwrite elements of an extent from `start` on. Frozen weights on SSD that have these values already are not
+        written, because no slot is planned for them while a checkpoint keeps their pages."""
         home = self.tensor(unit, state)
         if home is not None:
             target = home[start : start + values.numel()]
@@ -201,10 +202,13 @@ class Store:
             else:
                 target.copy_(values)
             return
+        frozen = state in (WEIGHT, WEIGHT_BACK) and start >= self.plan.layout.trained_elements(self.plan.units[unit])
         with self._writing, self.ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, state, start, values.numel()):
-                if elements.nbytes != window.nbytes:
-                    self._load_around(unit, state, offset, window)
+                if frozen or elements.nbytes != window.nbytes:
+                    is_whole = self._load_around(unit, state, offset, window)
+                    if frozen and is_whole and torch.equal(*(t.view(torch.uint8) for t in (elements, values[part]))):
+                        continue
                 elements.copy_(values[part])
                 self.save(unit, state, offset, window)
 
@@ -292,14 +296,16 @@ class Store:
         assert self.ssd is not None, "extents that are not in RAM are on SSD"
         self.ssd.store(self._runs[unit, state], offset, data)
 
-    def _load_around(self, unit: int, state: str, offset: int, window: memoryview) -> None:
-        """Load the bytes of a window that are not about to be overwritten."""
+    def _load_around(self, unit: int, state: str, offset: int, window: memoryview) -> bool:
+        """Load the bytes of a window that are not about to be overwritten. Returns whether they could be read."""
         try:
             self.load(unit, state, offset, window)
         except StorageError:
             if not self._replacing:
                 raise
             torch.frombuffer(window, dtype=torch.uint8).zero_()
+            return False
+        return True
 
 
 def _open_device_tier(plan: Plan, device: Device, poison: bool) -> Region | None:

@@ -68,8 +68,9 @@ class LiveUnit:
         """True if a graph may give the unit a gradient since its gradients were last cleared."""
         self.updated = False
         """True between an update during backward and `step()`."""
-        self.gathered: set[int] = set()
-        """Slots whose parameters hold real tensors because the user asked for it."""
+        self.gathered: dict[int, int] = {}
+        """Slots whose parameters hold real tensors because the user asked for it -> hash of the values that pages
+        have."""
         self.trainable = sum(slot.param.trainable for slot in spec.slots)
         """Number of slots with optimizer state and a gradient extent. They come first. Some may be frozen now."""
         self.grouped = set(range(self.trainable))

@@ -185,18 +185,59 @@ def test_a_model_whose_config_has_infinity_is_exported(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
 
 
-def test_adapters_that_cannot_be_exported_are_refused_in_words(tmp_path: Path) -> None:
+def exports(model: nn.Module, optimizer: Any, root: Path) -> dict[str, torch.Tensor]:
+    """The logits of what is exported from the model and from its checkpoint, loaded by transformers and by Pagoda."""
+    optimizer.save_checkpoint(root / "step")
+    found = {}
+    for name, source in (("pages", model), ("checkpoint", root / "step")):
+        export(source, root / name)
+        found[f"{name}, transformers"] = logits(AutoModelForCausalLM.from_pretrained(root / name))
+        found[f"{name}, pagoda"] = logits(in_ram(pagoda.load(root / name))[0])
+    found["resumed"] = logits(in_ram(pagoda.load(root / "step"))[0])
+    return found
+
+
+def in_ram(model: nn.Module) -> Any:
+    memory = pagoda.Memory(host="256MiB", unit_limit="16KiB", page_size=4096)
+    return pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, precision="fp32")
+
+
+@pytest.mark.parametrize("config_says", ["tied", "untied"])
+def test_a_head_is_exported_as_it_is_whatever_the_config_says(config_says: str, tmp_path: Path) -> None:
+    model: Any = build(f"llama-{config_says}")
+    if config_says == "tied":
+        model.lm_head = nn.Linear(32, 96, bias=False)
+    else:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model, optimizer = in_ram(model)
+    train(model, optimizer, 0, 1)
+    expected = logits(model)
+    for door, found in exports(model, optimizer, tmp_path).items():
+        assert torch.equal(found, expected), door
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pages").config.tie_word_embeddings is False
+    optimizer.close()
+
+
+def test_what_a_model_built_from_the_config_would_lack_is_not_dropped(tmp_path: Path) -> None:
+    """By the config, the added layer could not be loaded again, so only its own names have it."""
     peft = pytest.importorskip("peft")
-    added, prompted = build("llama-tied"), build("llama-tied")
-    added.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
-    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with_adapter, with_head, with_layer = (build("llama-tied") for _ in range(3))
+    with_adapter.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    with_head.value = nn.Linear(32, 1)
+    with_layer.lm_head = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 96))
     for changed, message in (
-        (added, "as by add_adapter"),
-        (peft.get_peft_model(prompted, prompts), "call save_pretrained"),
-    ):
-        model, optimizer = pagoda.wrap(changed, pagoda.AdamW(), precision="fp32")
-        with optimizer, pytest.raises(pagoda.CheckpointError, match=message):
-            export(model, tmp_path / "out")
+        (with_adapter, "as by add_adapter"), (with_head, r"'value\.bias'.*own_names"), (with_layer, "lm_head"),
+    ):  # fmt: skip
+        model, optimizer = in_ram(changed)
+        with optimizer:
+            optimizer.save_checkpoint(tmp_path / "step")
+            for source in (model, tmp_path / "step"):
+                with pytest.raises(pagoda.CheckpointError, match=message):
+                    export(source, tmp_path / "out")
+            export(model, tmp_path / "own", own_names=True)
+            assert stored(tmp_path / "own").keys() == {name for name, _ in model.named_parameters()}
+        shutil.rmtree(tmp_path / "step")
+        shutil.rmtree(tmp_path / "own")
 
 
 def test_the_command_exports_a_checkpoint(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

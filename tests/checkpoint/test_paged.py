@@ -2,9 +2,12 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from files import flip
+from torch import nn
 from zoo import RESIDENT
 
 import pagoda
@@ -58,13 +61,67 @@ def test_a_name_that_the_file_system_refuses_is_an_error_that_names_it(ssd: Path
     run.goes_on()
 
 
-def test_checkpoints_beyond_those_that_have_room_are_copied(ssd: Path, tmp_path: Path) -> None:
+def test_checkpoints_beyond_those_that_have_room_are_copied_and_that_is_said(
+    ssd: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(LLAMA, on_ssd(LLAMA, ssd))
     for step in range(2 * HALF):
         run.train(step, step + 1)
         run.save(tmp_path / f"step-{step}")
     run.finish().assert_continues_as(uninterrupted(LLAMA))
     assert [PAGED in read_manifest(tmp_path / f"step-{step}") for step in range(3)] == [True, False, False]
+    said = [record.message for record in caplog.records if "this checkpoint copies" in record.message]
+    assert len(said) == 2 * HALF - 1
+    assert "--keep-checkpoints" in said[0]
+
+
+def test_checkpoints_of_another_run_in_the_directory_make_none_of_this_one_a_copy(ssd: Path, tmp_path: Path) -> None:
+    memory = saved(tmp_path / "first" / "step", ssd)
+    for place, seed in ((tmp_path / "second", 1), (tmp_path / "third", 2)):
+        run = Run(LLAMA, memory, seed=seed).train(0, HALF)
+        for step in range(2):
+            run.save(place / f"step-{step}", replaces=[place / f"step-{step - 1}"] if step else [])
+            assert PAGED in read_manifest(place / f"step-{step}")
+            run.train(HALF + step, HALF + step + 1)
+        run.optimizer.close()
+    assert_resumes(tmp_path / "first" / "step", memory)
+
+
+def test_a_frozen_base_on_ssd_is_kept_by_every_checkpoint_without_spare_pages(ssd: Path, tmp_path: Path) -> None:
+    """Also when a checkpoint without pages is loaded meanwhile."""
+
+    def wrapped(**memory: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(9)), nn.Linear(64, 8))
+        model[:9].requires_grad_(False)
+        memory = {"unit_limit": "16KiB", "page_size": 4096, **memory}
+        return pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=pagoda.Memory(**memory), precision="fp32")
+
+    def train(model: Any, optimizer: Any) -> None:
+        model(torch.ones(2, 64)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = wrapped(host="8MiB")
+    optimizer.save_checkpoint(tmp_path / "in-ram")
+    optimizer.close()
+    with pytest.raises(pagoda.BudgetError) as refused:
+        wrapped(host=4096, ssd=str(ssd))
+    frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    room = int(1.2 * frozen) + (64 << 10)
+    model, optimizer = wrapped(host=refused.value.needed_bytes, ssd=f"{ssd}:{room}", ssd_checkpoints=2)
+    assert pagoda.plan_of(model).bytes["ssd"]["weight"] >= frozen * 0.8
+    for step in range(4):
+        train(model, optimizer)
+        old = [tmp_path / f"step-{step - 2}"] if step > 1 else []
+        optimizer.save_checkpoint(tmp_path / f"step-{step}", replaces=old)
+        assert PAGED in read_manifest(tmp_path / f"step-{step}")
+    expected = model.state_dict()
+    train(model, optimizer)
+    optimizer.load_checkpoint(tmp_path / "in-ram")
+    train(model, optimizer)
+    optimizer.load_checkpoint(tmp_path / "step-3")
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    optimizer.close()
 
 
 def test_a_replaced_checkpoint_goes_once_the_new_one_is_complete(ssd: Path, tmp_path: Path) -> None:

@@ -392,3 +392,37 @@ def test_a_kill_between_any_two_steps_leaves_old_or_new_and_no_space_is_lost(eve
             break
     assert done
     assert outcomes == {"step-1", "step-2"}
+
+
+def test_the_pages_that_other_runs_keep_take_no_spare_slot_of_a_run(ssd: Path, checkpoint: Path) -> None:
+    """A run that is not resumed has room for its pages and spare ones, and so has one that is resumed."""
+    first, second = (make_directory(checkpoint.parent / name) / "step-1" for name in ("first", "second"))
+    (reference,) = kept([ssd], first, spare=4)
+    with open_tier(ssd, spare=4) as fresh:
+        run = fresh.alloc(4)
+        fresh.store(run, 0, pattern(4, 2))
+        assert fresh.room_beside(()) == 4, "for a checkpoint that keeps its pages"
+        assert committed(fresh.commit(second), run) == pattern(4, 2)
+        fresh.store(run, 0, pattern(4, 3))
+        with pytest.raises(BudgetError, match="--keep-checkpoints"):
+            (
+                fresh.store(run, 0, pattern(4, 3)),
+                fresh.commit(second.with_name("step-2")),
+                fresh.store(run, 0, pattern(4, 4)),
+            )
+    with open_tier(ssd, spare=4) as resumed, closing(open_commit(reference)) as pages:
+        assert resumed.adopt(resumed.alloc(4), pages, RUN)
+        resumed.store(RUN, 0, pattern(4, 5))
+        assert resumed.room_beside({reference["commit"]}) >= 4
+    assert committed(reference, RUN) == pattern(4, 1)
+
+
+def test_a_run_that_other_runs_leave_no_spare_slots_is_refused_saying_so(ssd: Path, checkpoint: Path) -> None:
+    kept([ssd], checkpoint, spare=4)
+    with Tier({ssd: 8 * PAGE}, 4, PAGE, 4) as tier:  # it may be the one that is resumed
+        tier.store(tier.alloc(4), 0, pattern(4, 2))
+        with (
+            closing(tier.freeze_all(awaited=False)),
+            pytest.raises(BudgetError, match=r"checkpoints there keep 16\.00"),
+        ):
+            tier.store(RUN, 0, pattern(4, 3))

@@ -10,7 +10,7 @@ from pagoda.errors import BudgetError
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
 from pagoda.plan.place import place
-from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budgets, Placement
+from pagoda.plan.placement import CHECKPOINT, FETCH_RING, LEASES, RING, SPARE, STAGING, UNDO, Budgets, Placement
 from pagoda.plan.planner import make_plan
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import ModuleSpec, ParamSpec
@@ -179,6 +179,30 @@ def test_an_update_of_a_frozen_unit_changes_nothing_that_could_be_copied() -> No
     names = {state.name for state in layout.states}
     assert layout.undo_pages(layout.units[0], names).keys() == names
     assert layout.undo_pages(layout.units[1], names) == {}
+
+
+def test_frozen_weights_on_ssd_need_no_spare_pages() -> None:
+    """They never change, so a checkpoint and the run have them in common."""
+    layout = Layout((unit(0, 5000, 300), *(unit(index, 0, 20_000) for index in range(1, 99))), STATES["bf16"], 4096)
+    weights = layout.total_pages(WEIGHT) * layout.page_bytes
+    options = Options(split=Split(weight_share=0.0))
+    placement = place(layout, Budgets(weights - layout.page_bytes, ssd=LARGE), options)
+    assert placement.home(8, WEIGHT) == SSD
+    trained = layout.units[0]
+    changing = sum(layout.pages(trained, s.name) for s in layout.states if placement.home(0, s.name) == SSD)
+    frozen = layout.frozen_pages(trained, WEIGHT) * (placement.home(0, WEIGHT) == SSD)
+    assert placement.pages(SSD, SPARE) == changing - frozen > 0
+    assert placement.changing_on_ssd(layout) == placement.pages(SSD, SPARE)
+
+
+def test_activations_that_leave_a_device_get_ram_before_copies_for_a_checkpoint() -> None:
+    """Each step moves activations, and few steps meet a checkpoint."""
+    layout = Layout(tuple(unit(index, 50_000) for index in range(4)), STATES["bf16"], 4096)
+    lines = {}
+    for activations in ("keep", "offload"):
+        options = Options(activations=activations)
+        lines[activations] = place(layout, Budgets(LARGE, device=LARGE, ssd=LARGE), options).pages(HOST, CHECKPOINT)
+    assert lines["offload"] == layout.piece_pages < lines["keep"]
 
 
 @pytest.mark.parametrize(("precision", "states", "gradient"), [("bf16", 2 + 2 + 4 + 4, 2), ("fp32", 4 + 4 + 4, 4)])

@@ -5,6 +5,7 @@ Each of these would train nothing in silence, or fail somewhere inside torch.
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,61 @@ def test_a_step_refuses_trainable_parameters_that_came_after_wrap(
     loss_of(model).backward()
     with pytest.raises(pagoda.UsageError, match=rf"{names} to the model after wrap\(\).*get_peft_model"):
         optimizer.step()
+
+
+def swap(model: Any) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (swap, r"'blocks\.0\.1\.weight', 'blocks\.0\.1\.bias', 'blocks\.1\.1\.weight' and 1 more is not"),
+        (lambda model: model.blocks.__delitem__(0), "is not the parameter that had this name"),
+        (lambda model: setattr(model, "head", model.body), r"'head\.weight', 'head\.bias' is not"),
+        (lambda model: setattr(model.head, "weight", model.body.weight), r"'head\.weight' is not"),
+        (lambda model: setattr(model, "blocks", nn.ModuleList([nn.Sequential(*model.blocks)])), "and 5 more is not"),
+        (lambda model: setattr(model, "head", nn.Identity()), r"'head\.weight', 'head\.bias' is not"),
+    ],
+    ids=["swapped", "deleted", "shared", "tied", "nested", "replaced"],
+)
+def test_a_step_and_a_checkpoint_refuse_parameters_that_have_other_names_since_wrap(
+    change: Callable[[Any], object], names: str, wrap: Wrap, tmp_path: Path
+) -> None:
+    model, optimizer = wrap(fresh())
+    optimizer.save_checkpoint(tmp_path / "before")
+    change(model)
+    refused = (
+        optimizer.step,
+        lambda: optimizer.save_checkpoint(tmp_path / "after"),
+        lambda: optimizer.load_checkpoint(tmp_path / "before"),
+        lambda: optimizer.save_state_dict(tmp_path / "after.pt"),
+    )
+    for method in refused:
+        with pytest.raises(pagoda.UsageError, match=names):
+            method()
+
+
+def test_modules_without_parameters_may_come_and_go_after_wrap(wrap: Wrap) -> None:
+    model, optimizer = wrap(fresh(), precision="fp32")
+    model.blocks[0][0] = nn.Dropout(0.0)
+    loss_of(model).backward()
+    optimizer.step()
+    model.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    loss_of(model).backward()
+    optimizer.step()
+    model.frozen.requires_grad_(True)
+    with pytest.raises(pagoda.UsageError, match="'frozen' were added"):
+        optimizer.step()
+
+
+def test_the_full_state_dict_of_a_part_or_of_a_changed_model_has_the_names_of_that(wrap: Wrap) -> None:
+    model, _ = wrap(fresh(), precision="fp32")
+    swap(model)
+    for of in (model, model.blocks):
+        found = pagoda.full_state_dict(of)
+        assert found.keys() == of.state_dict().keys()
+        assert all(torch.equal(value, found[name]) for name, value in of.state_dict().items())
 
 
 @pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "during-backward"])

@@ -175,7 +175,8 @@ def test_changes_are_kept_where_a_block_modifies_and_ends_without_an_error(wrap_
             if fails:
                 raise ZeroDivisionError
 
-    change(modify=False)
+    with pytest.raises(pagoda.UsageError, match=r"was written to inside pagoda\.gathered.*modify=True"):
+        change(modify=False)
     assert_equal(masters(model), before)
     with pytest.raises(ZeroDivisionError):
         change(modify=True, fails=True)
@@ -188,6 +189,26 @@ def test_changes_are_kept_where_a_block_modifies_and_ends_without_an_error(wrap_
     expected[3] = torch.tensor(0.7071).bfloat16().float()
     assert_equal(masters(model), {**before, "layers.1.0.weight": expected})
     train_layers(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("write", ["in place", "through data", "new data"])
+def test_a_write_that_gathered_drops_is_an_error(wrap_layers: WrapLayers, write: str) -> None:
+    """torch counts only the first of these in the parameter's version."""
+    model, _ = wrap_layers()
+    weight, before = model.layers[1][0].weight, masters(model)
+
+    def change() -> None:
+        with pagoda.gathered(model), torch.no_grad():
+            if write == "in place":
+                weight[0, 0] += 1
+            elif write == "through data":
+                weight.data[0, 0] += 1
+            else:
+                weight.data = weight.data + 1
+
+    with pytest.raises(pagoda.UsageError, match=r"'layers\.1\.0\.weight' was written to"):
+        change()
+    assert_equal(masters(model), before)
 
 
 def test_gathered_blocks_nest(wrap: Wrap) -> None:

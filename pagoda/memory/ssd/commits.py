@@ -68,6 +68,11 @@ class Commit:
     """Absolute path at which the checkpoint was saved. It may have been moved since."""
     table: PageTable
 
+    @property
+    def run(self) -> str:
+        """Where the checkpoints of its run are: the directory of the checkpoint."""
+        return os.path.dirname(self.checkpoint)
+
     def to_bytes(self) -> bytes:
         """A line of JSON, the slots, the hashes, and the xxh3_64 of all these bytes."""
         fields = {"format": FORMAT, "version": VERSION, "pages": len(self.table.slots), **vars(self)}

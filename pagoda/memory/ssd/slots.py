@@ -153,6 +153,13 @@ class SlotTable:
                 self.free -= 1
         np.add.at(self._references, slots, 1)
 
+    def grow(self, slots: int) -> None:
+        """Add free slots, up to `slots` in all."""
+        more = slots - self.slots
+        self._references = np.concatenate([self._references, np.zeros(more, np.int32)])
+        self._is_free.extend(b"\x01" * more)
+        self.slots, self.free = slots, self.free + more
+
     def unpin(self, table: PageTable) -> None:
         """Undo `pin`."""
         self._dereference(table.written)

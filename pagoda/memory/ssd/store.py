@@ -42,8 +42,10 @@ class PageStore:
 
     Until the first commit the files have no name, if the file system supports that, so a process that ends earlier
     leaves nothing behind. If commits have left a store of the same page size in the same directories, that store is
-    reused. It grows until it has free slots for all pages in addition to those that the commits keep. Stores with
-    another page size or other stripes are left alone, and their size counts against the limits.
+    reused. It grows until it has free slots for all pages in addition to those that the commits keep; the spare slots
+    too, except for the run that keeps most, because it may be the one that is resumed. `grow` adds the spare slots of a
+    run that is not. Stores with another page size or other stripes are left alone, and their size counts against the
+    limits.
 
     **What it deletes.** Opening deletes only Pagoda's own files that a crash left, in folders whose record is valid and
     whose directory is locked. These are half-written files (`remove_temporary_files`) and page tables of a checkpoint
@@ -189,15 +191,27 @@ class PageStore:
         return False
 
     def _make_room(self) -> None:
-        """Grow until all pages fit in addition to what the commits keep. Writes the record once the new slots are
-        durable."""
+        """Grow until all pages fit in addition to what the commits keep."""
         kept = len(slots_of(commit.table for commit in self.commits))
-        more = self._pages + max(self._spare, kept) - self.file.slots
-        if more > 0:
+        runs = {commit.run for commit in self.commits}
+        beside = [len(slots_of(c.table for c in self.commits if c.run != run)) for run in runs]
+        self.grow(self._pages + max(self._spare + min(beside, default=0), kept), kept)
+
+    def grow(self, slots: int, kept: int) -> None:
+        """Grow to at least `slots` slots, of which commits keep `kept`. If the files have names, writes the record once
+        the new slots are durable.
+
+        Raises BudgetError if the limits do not allow that, and StorageError if a disk is full.
+        """
+        more = slots - self.file.slots
+        if more <= 0:
+            return
+        with self._committing:
             self.file.grow(self._portion(more, [file.pages for file in self.file.files], kept, self.record.id))
-            self.file.sync()
             self.record = replace(self.record, portions=self.file.portions)
-            self.record.write()
+            if self._recorded:
+                self.file.sync()
+                self.record.write()
 
     def _portion(self, slots: int, have: Sequence[int], kept: int = 0, own: str = "") -> tuple[int, ...]:
         """How many of `slots` each directory gets in addition to the `have` slots of the store `own`."""

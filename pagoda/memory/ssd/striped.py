@@ -16,7 +16,7 @@ class StripedFile:
     """Slots [0, slots) in the page files of several drives. Adjacent slots are on different drives.
 
     Slots were laid out in `portions`, each a number of slots on every drive: round robin, without the drives whose
-    share is full. A file that grows gets one more portion, so no slot ever moves.
+    share is full. A file that grows, also during transfers, gets one more portion, so no slot ever moves.
 
     Thread-safe like `PageFile`. A call makes its transfers one after another, one for each drive and stretch of slots
     that are adjacent there. Several threads are needed to keep several drives busy.
@@ -83,12 +83,11 @@ class StripedFile:
             turns = np.concatenate([np.arange(count) for count in portion])
             drive = np.repeat(np.arange(len(portion)), portion)
             drives.append(drive[np.lexsort((drive, turns))])
-        self._drive = np.concatenate(drives)
-        self.slots = len(self._drive)
-        self._page = np.empty_like(self._drive)
+        drive = np.concatenate(drives)
+        page = np.empty_like(drive)
         for index, file in enumerate(self.files):
-            mine = self._drive == index
-            self._page[mine] = np.arange(file.pages)
+            page[drive == index] = np.arange(file.pages)
+        self._drive, self._page, self.slots = drive, page, len(drive)
 
     def _stretches(self, slots: Slots, data: memoryview) -> Iterator[tuple[PageFile, int, list[memoryview]]]:
         """(file, first page, buffers) of every stretch of pages that are adjacent on a drive."""

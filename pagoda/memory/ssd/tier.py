@@ -4,10 +4,12 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.identity import checkpoint_id_of
@@ -63,6 +65,10 @@ class SSDTier:
         self._store = PageStore(directories, pages, page_bytes, spare)
         self._table = SlotTable(pages, self._store.file.slots)
         self._commits = {commit.commit: commit.table for commit in self._store.commits}
+        self._run_of = {commit.commit: commit.run for commit in self._store.commits}
+        """Commit that another process left -> its run."""
+        self._own_runs: set[str] = set()
+        """Runs from which this one resumes."""
         for table in self._commits.values():
             self._table.pin(table)
         _live[self.record.id] = self
@@ -88,11 +94,17 @@ class SSDTier:
         """Bytes of the page file in each directory."""
         return {file.directory: file.nbytes for file in self._store.file.files}
 
-    def room_beside(self, gone: Collection[str]) -> int:
-        """Slots in addition to those of all pages and of the present commits, not counting the commits `gone`."""
+    def room_beside(self, gone: Collection[str], unchanging: Iterable[Run] = ()) -> int:
+        """Slots in addition to those of all pages and of the present commits, not counting the commits `gone`. Commits
+        share the slots of pages that will not change.
+
+        Raises StorageError and BudgetError if other runs keep so much that the store has to grow and cannot.
+        """
         with self._changed:
+            self._grow()
             kept = slots_of(table for commit, table in self._commits.items() if commit not in gone)
-        return self._table.slots - self._table.pages - len(kept)
+            kept = np.setdiff1d(kept, slots_of(self._table.table(run) for run in unchanging))
+            return self._table.slots - self._table.pages - len(kept)
 
     def alloc(self, pages: int) -> Run:
         """Permanently allocate the next free pages. Raises ValueError if there are too few."""
@@ -156,6 +168,7 @@ class SSDTier:
             if here is None or run.count != its_run.count or its_run.stop > len(here.slots):
                 return False
             self._wait_while(self._table.busy, run)
+            self._own_runs |= {self._run_of[committed.commit]} if committed.commit in self._run_of else set()
             self._table.adopt(run, here.part(its_run))
             self._changed.notify_all()
             return True
@@ -197,11 +210,23 @@ class SSDTier:
                 if not self._table.lacks(pages):
                     continue
                 if not (self._table.storing or any(kept.awaited for kept in self._kept)):
+                    if self._grow():
+                        continue
                     raise self._exhausted()
             if self._closed:
                 raise StorageError("the SSD tier is closed")
             self._changed.wait(_LOOK_AGAIN_S)
         return targets
+
+    def _grow(self) -> bool:
+        """Add the slots that commits of other runs keep of this run's spare ones. Returns whether there were any."""
+        others = (
+            self._commits[c] for c, run in self._run_of.items() if c in self._commits and run not in self._own_runs
+        )
+        before, kept = self._table.slots, len(slots_of(others))
+        self._store.grow(self._table.pages + self._spare + kept, kept)
+        self._table.grow(self._store.file.slots)
+        return self._table.slots > before
 
     def _let_go(self, kept: "_Kept") -> None:
         """A snapshot has ended. Its slots become free, unless it was committed."""
@@ -217,7 +242,8 @@ class SSDTier:
             f"no slot of tier 'ssd' is free for a page whose old content is kept: {self._allocated} of "
             f"{self._table.slots} slots are for pages in use, and {len(self._commits)} checkpoints keep others "
             f"({format_bytes(self._table.slots * page)} in all, {self._spare} spare slots). Delete checkpoints, keep "
-            f"fewer (memory.ssd_checkpoints), or raise memory.ssd='DIR:SIZE'.{gc_hint(self.record.directories)}",
+            f"fewer (memory.ssd_checkpoints, --keep-checkpoints), or raise memory.ssd='DIR:SIZE'."
+            f"{gc_hint(self.record.directories)}",
             tier="ssd",
         )
 
