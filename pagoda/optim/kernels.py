@@ -250,8 +250,8 @@ def update_kernel(
 
     def all_of(addresses: Sequence[float]) -> tuple[float, ...]:
         """The addresses of all states of the kernel, given those that the rule has."""
-        weight = addresses[:1]
-        return (*weight, *weight * no_low, *addresses[1:], *weight * no_moments)
+        weight, *others = addresses
+        return (weight, *[weight] * no_low, *others, *[weight] * no_moments)
 
     def padded(*given: float) -> None:
         addresses, (at, n), rest = given[:states], given[states : states + 2], given[states + 2 :]
@@ -299,9 +299,7 @@ def convert_moment(values: int, codes: int, scales: int, n: int, signed: bool, e
             _decode_block(code, value, scale[block], signed)
 
 
-def warm_up(
-    rule: Rule, precision: Precision, gradient: torch.dtype | None = None, elsewhere: bool = False
-) -> None:
+def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None, elsewhere: bool = False) -> None:
     """Compile everything that these settings use, or load it from Numba's cache, so that no step waits for it.
 
     `elsewhere`: also the kernel that writes new states elsewhere.
@@ -315,8 +313,7 @@ def warm_up(
         halves(weight, joining)(0, 0, 0, 0)
     rule.warm_up(precision, kept, torch.device("cpu"))
     if elsewhere and isinstance(rule, ElementwiseRule):
-        states = len(rule.states(precision))
-        numbers = (*(() if rule.noise("", 1) is None else (0, *rule.noise("", 1))), *rule.scalars(1))
-        update_kernel(rule, precision, kept, elsewhere)(*[0] * (states + 2), *[0] * states, *numbers)
+        states, noise = len(rule.states(precision)), [0] * 3 * (rule.noise("", 1) is not None)
+        update_kernel(rule, precision, kept, elsewhere)(*[0] * (states + 2), *[0] * states, *noise, *rule.scalars(1))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
         convert_moment(0, 0, 0, 0, True, True)

@@ -121,7 +121,8 @@ def test_new_states_written_elsewhere_are_those_of_an_update_in_place(
     """The old states stay, and targets may lie at any address, or be the old states."""
     old, gradient = random_states(rule, precision, n, seed=n)
     kept, new = copy_of(old), copy_of(old)
-    numbers = (*(rule.noise("a", 4) and (17, *rule.noise("a", 4)) or ()), *rule.scalars(4, 0.5))
+    noise = rule.noise("a", 4)
+    numbers = (*(() if noise is None else (17, *noise)), *rule.scalars(4, 0.5))
 
     def update(states: States, *targets: int) -> None:
         elsewhere = bool(targets)

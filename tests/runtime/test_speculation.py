@@ -21,7 +21,7 @@ from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import UNDO
-from pagoda.runtime.undo import Guess
+from pagoda.runtime.speculation import Guess
 from pagoda.schedule import updates
 
 from .loops import inputs, layers, learn
@@ -123,13 +123,15 @@ def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int,
     assert plan.bytes["host"].get(UNDO, 0) == (copied if placement == HOST_WEIGHTS else 0)
 
 
-def test_states_in_ram_are_speculated_on_only_where_asked_for(tmp_path: Path) -> None:
-    """Copies of them take time of the CPU, which computes here: `speculate` left out does without."""
+def test_states_in_ram_are_speculated_on_by_default_where_a_device_computes(tmp_path: Path) -> None:
+    """The CPU is idle during backward then. If the CPU computes, updates would take its time."""
     training = Training("...")
     train(training, RESIDENT, speculate=None).assert_same_bits(reference(training.pattern))
     assert set(training.counts) == {(0, 0)}
-    outcome = train(training, memory_of(ARENA_ALL_IN_RAM, tmp_path))
+    memory = replace(memory_of(ARENA_ALL_IN_RAM, tmp_path), host="64MiB")
+    outcome = train(training, memory, speculate=None)
     outcome.assert_same_bits(reference(training.pattern))
+    assert outcome.plan.bytes["host"][UNDO]
     assert training.counts[-1][0]
 
 
