@@ -135,6 +135,50 @@ def test_states_in_ram_are_speculated_on_by_default_where_a_device_computes(tmp_
     assert training.counts[-1][0]
 
 
+def freezing(model: Any, optimizer: Any, outcome: Outcome) -> None:
+    """Some parameters of most units, and all of one unit, do not train in the second and third step."""
+    for step, sign in enumerate("..x.."):
+        for number, param in enumerate(model.parameters()):
+            param.requires_grad_(step not in (1, 2) or (number % 3 != 1 and number > 2))
+        learn(loss_of(model, step) * (CLIPPED if sign == "x" else CALM), outcome)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("rule", [pagoda.AdamW(lr=1e-2, moments="8bit"), pagoda.Adafactor(lr=1e-2)])
+@pytest.mark.parametrize("placement", [ALL_IN_RAM, HOST_WEIGHTS])
+def test_what_an_update_does_not_change_is_in_the_new_states_too(rule: Any, placement: str, tmp_path: Path) -> None:
+    def trained(memory: pagoda.Memory, speculate: bool) -> Outcome:
+        update = pagoda.Updates(speculate=speculate)
+        return run(
+            layers(LAYERS), memory, freezing, rule=rule, clip_grad_norm=LIMIT, accumulation_steps=1, update=update
+        )
+
+    outcome = trained(replace(memory_of(placement, tmp_path), host="64MiB"), True)
+    assert outcome.plan.bytes["host"][UNDO]
+    outcome.assert_same_bits(trained(RESIDENT, False))
+
+
+def test_confirming_an_update_exchanges_the_extents_and_the_old_one_is_poisoned() -> None:
+    """No state is copied: the new values are where the update has written them, in the pages of the line."""
+    model, optimizer = speculating(RESIDENT)
+    store = optimizer._engine.store
+
+    def filled_with_nan() -> list[list[bool]]:
+        optimizer.drain()
+        return [
+            [bool((store.tensor(unit.index, extent).view(torch.uint8)[:64] == 0xFF).all()) for extent in extents]
+            for unit in store.plan.units
+            for state in store.plan.layout.states
+            for extents in [[store.extent(unit.index, state.name, number) for number in (0, 1)]]
+        ]
+
+    for sign, old in (".", 0), (".", 1), ("x", 1), (".", 0):
+        Training(sign)(model, optimizer, Outcome())
+        assert all(poisoned[old] and not poisoned[1 - old] for poisoned in filled_with_nan()), (sign, old)
+    optimizer.close()
+
+
 def test_it_pauses_until_some_steps_were_not_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "CALM_STEPS", 3)
     training = Training(".x..x.....")
