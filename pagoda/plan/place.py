@@ -150,7 +150,7 @@ class _Placer:
         if kept.leases:
             host[FETCH_RING if self.device is not None else LEASES] = kept.leases
         slot = 0 if kept.weights == kept.moments == self.all else self._slot(kept.weights != self.all)
-        speculated = self._speculate(kept, slot, on_device, host, ssd)
+        speculated = self._speculate(kept, slot, host, ssd)
         slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
         if slots:
             host[RING] = slots * slot
@@ -323,7 +323,7 @@ class _Placer:
         return sum(layout.pages(unit, state.name) for state in in_ram), on_ssd
 
     def _speculate(
-        self, kept: _InRam, slot: int, on_device: frozenset[int], host: dict[str, int], ssd: dict[str, int]
+        self, kept: _InRam, slot: int, host: dict[str, int], ssd: dict[str, int]
     ) -> frozenset[int]:
         """Units whose old states fit in addition to the new ones. Adds the lines for undoing updates.
 
@@ -337,9 +337,10 @@ class _Placer:
         needs = {u.index: self._aside(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
         if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
-        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - on_device}, left, free)
+        at_home = {unit for unit, _ in self.at_home}
+        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - at_home}, left, free)
         if self.device is not None or self.options.speculate:
-            others = kept.moments - on_device
+            others = kept.moments - at_home
             room = left - ram - self._copied(host)
             more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, room, free - pages)
             chosen, ram, pages = chosen | more, ram + more_ram, pages + more_pages

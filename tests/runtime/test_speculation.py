@@ -31,7 +31,8 @@ CLIPPED, CALM = 30.0, 1e-3
 """Factors of the loss with which its gradients are clipped, and are not."""
 PATTERNS = ("....", "xxxx", ".x.x.", "..x.xx.")
 ALL_IN_RAM, ARENA_ALL_IN_RAM = "all-in-ram", "arena-all-in-ram"
-PLACEMENTS = (ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
+PASSING = "states in RAM pass the device for their update"
+PLACEMENTS = (ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, PASSING)
 UNIT_LIMIT = "64KiB"
 RESIDENT = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
 LAYERS = 6
@@ -54,6 +55,9 @@ def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.
         return RESIDENT
     if placement == ARENA_ALL_IN_RAM:
         placement = ARENA
+    if placement == PASSING:
+        split = pagoda.Split(device_update_share=0.5)
+        return replace(RESIDENT, device="cpu:16MiB", split=split)
     model = layers(LAYERS)
     memory = squeeze(model, placement, directory, announced=accumulation, unit_limit=UNIT_LIMIT)
     if placement != HOST_WEIGHTS:
@@ -114,7 +118,7 @@ def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int,
     speculated = plan.placement.speculated
     assert training.counts[-1][0] + training.counts[-1][1] <= len(speculated)
     copied = sum(plan.layout.pages(plan.units[unit], GRAD) for unit in speculated) * PAGE
-    if placement == ALL_IN_RAM:
+    if placement in (ALL_IN_RAM, PASSING):
         states = sum(plan.layout.pages(unit, state.name) for unit in plan.units for state in plan.layout.states) * PAGE
         assert plan.bytes["host"][UNDO] == states
         assert speculated == {unit.index for unit in plan.units}
