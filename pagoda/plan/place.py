@@ -322,9 +322,7 @@ class _Placer:
         on_ssd = self.weight[unit.index] * (not weight_in) + self.moment[unit.index] * (not moments_in)
         return sum(layout.pages(unit, state.name) for state in in_ram), on_ssd
 
-    def _speculate(
-        self, kept: _InRam, slot: int, host: dict[str, int], ssd: dict[str, int]
-    ) -> frozenset[int]:
+    def _speculate(self, kept: _InRam, slot: int, host: dict[str, int], ssd: dict[str, int]) -> frozenset[int]:
         """Units whose old states fit in addition to the new ones. Adds the lines for undoing updates.
 
         Units with moments on SSD come first, because their updates take longest. The others must leave room for a

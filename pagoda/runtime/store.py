@@ -1,5 +1,6 @@
 """The store: the home of every extent, and slow access to its elements."""
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,7 +147,7 @@ class Store:
             if state.shape_of is None:
                 origin = self.shards.origin(spec, state.name)
                 tensor = tensor[state.elements(origin) : state.elements(origin + updated)]
-            tensor.view(torch.uint8).fill_(0xFF)
+            ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
 
     def run(self, unit: int, state: str) -> Run | None:
         """The slots of an extent on SSD, or None if its home is elsewhere."""
