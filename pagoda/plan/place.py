@@ -314,8 +314,10 @@ class _Placer:
 
     def _aside(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
         """Pages in RAM and on SSD for a second version of a unit's states. `weight_in` and `moments_in`: whether its
-        weights and moments live in RAM."""
-        if not unit.trainable_numel:
+        weights and moments live in RAM. (0, 0) if it has no second version: if most of its weights are frozen,
+        these would take the room, and its update is short.
+        """
+        if not unit.trainable_numel or (weight_in and 2 * unit.trainable_numel < unit.numel):
             return 0, 0
         layout = self.layout
         in_ram = [*[layout.weight] * weight_in, *(layout.states[1:] if moments_in else layout.small)]
