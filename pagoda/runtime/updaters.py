@@ -151,6 +151,7 @@ class DeviceUpdater(Updater):
         update, start, count, device = block.update, block.start, block.stop - block.start, self._device
         unit, extents = update.unit, update.extents
         old, new = (self._tensors(block, names, parts, slot) for names in extents)
+        moved = extents.moved
         moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
         brings = not self._store.lives_on_device(unit.index, GRAD)
         at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
@@ -168,8 +169,8 @@ class DeviceUpdater(Updater):
             states = dict(new)
             if there is not None:
                 states |= {name: there.states[name][: len(new[name])] for name in moving}
-            for name in extents.moved:
-                if name not in moving:
+            for name in moved:
+                if name in new and name not in moving:
                     device.copy(new[name], old[name])
             for name in moving:
                 device.copy(states[name], old[name])
@@ -177,9 +178,9 @@ class DeviceUpdater(Updater):
             for name in moving:
                 device.copy(new[name], states[name])
 
-        moved = sum(new[name].nbytes for name in moving)
-        self._lanes["h2d"].count(moved + gradients * brings)
-        self._lanes["d2h"].count(moved)
+        passed = sum(new[name].nbytes for name in moving)
+        self._lanes["h2d"].count(passed + gradients * brings)
+        self._lanes["d2h"].count(passed)
         # Compute may still read weights that live there.
         read = PAST if WEIGHT in moving else update.pieces[-1][0].issued
         pipe = start // self._block % DEVICE_SLOTS if there is None else there.number

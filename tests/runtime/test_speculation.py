@@ -150,7 +150,7 @@ def freezing(model: Any, optimizer: Any, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("rule", [pagoda.AdamW(lr=1e-2, moments="8bit"), pagoda.Adafactor(lr=1e-2)])
-@pytest.mark.parametrize("placement", [ALL_IN_RAM, HOST_WEIGHTS])
+@pytest.mark.parametrize("placement", [ALL_IN_RAM, HOST_WEIGHTS, PASSING])
 def test_what_an_update_does_not_change_is_in_the_new_states_too(rule: Any, placement: str, tmp_path: Path) -> None:
     def trained(memory: pagoda.Memory, speculate: bool) -> Outcome:
         update = pagoda.Updates(speculate=speculate)
