@@ -177,8 +177,11 @@ def test_confirming_an_update_exchanges_the_extents_and_the_old_one_is_poisoned(
             for extents in [[store.extent(unit.index, state.name, number) for number in (0, 1)]]
         ]
 
+    def let_them_end(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+        optimizer._engine.accesses.wait_until_idle()  # a confirmed update that has not begun is done in place
+
     for sign, old in (".", 0), (".", 1), ("x", 1), (".", 0):
-        Training(sign)(model, optimizer, Outcome())
+        Training(sign, between=let_them_end, at=None)(model, optimizer, Outcome())
         assert all(poisoned[old] and not poisoned[1 - old] for poisoned in filled_with_nan()), (sign, old)
     optimizer.close()
 
