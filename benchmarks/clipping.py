@@ -6,26 +6,41 @@ median over rounds. No norm reaches the limit, so that updates during backward, 
 `--limit` a small one, every step clips.
 
     python benchmarks/clipping.py --ssd DIR --out benchmarks/results/clipping.json
+
+With `--forecast` it simulates llama-8b on an H100 instead, whose memory and RAM are home to the state: without
+clipping, with clipping where every update waits for the norm, and with clipping as planned by default.
 """
 
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 import pagoda
+from pagoda.config.memory import Split
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.machine import find_machine_for
+from pagoda.forecast.model_description import describe_model
+from pagoda.forecast.problem import problem_of
+from pagoda.plan.placement import Budgets
+from pagoda.simulate.hardware import Figure, Hardware
 from script import begin, machine, write
 from step_time import state_on_ssd
 from training import Paged, Workload
 
+BUDGETS = Budgets(host=112 << 30, device=52 << 30)
+"""Of the forecast."""
+
 
 @dataclass(frozen=True)
-class Figure:
+class Figures:
     """One placement; seconds are those of a step, medians over rounds."""
 
     state_in: str
@@ -60,7 +75,7 @@ def measure(
     rounds: int,
     steps: int,
     console: Console,
-) -> Figure:
+) -> Figures:
     """Alternate steps without and with clipping, each with the memory that is given for it."""
     trainers = {on: Paged(replace(workload, clip=limit if on else None), memory[on]) for on in (False, True)}
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -75,22 +90,66 @@ def measure(
         trainer.close()
     ratios = [on / off for off, on in zip(seconds[False], seconds[True], strict=True)]
     off_s, on_s = (statistics.median(seconds[on]) for on in (False, True))
-    figure = Figure(state_in, off_s, on_s, statistics.median(ratios), min(ratios), max(ratios), kept, undone)
+    figure = Figures(state_in, off_s, on_s, statistics.median(ratios), min(ratios), max(ratios), kept, undone)
     console.print(figure)
     return figure
 
 
+def forecast() -> None:
+    """Print the table of docs/design.md."""
+    print("| RAM bandwidth | tokens | compute alone | no clipping | clipping, waiting | clipping |")
+    print("|---|---|---|---|---|---|")
+    for ram, batch_size in product((180e9, 100e9), (2, 4, 8)):
+        seconds = []
+        for clip, speculate in ((None, None), (1.0, False), (1.0, None)):
+            config = PlanConfig(
+                model="llama-8b",
+                hardware="h200-x1",  # which computes as an H100 does
+                batch_size=batch_size,
+                seq_len=2048,
+                accumulation_steps=1,
+                activations="recompute",
+                clip_grad_norm=clip,
+                speculate=speculate,
+            )
+            problem, _ = problem_of(config, find_machine_for(config), describe_model(config))
+            options = replace(problem.options, split=Split(device_home_share=1.0))
+            asked = replace(problem, hardware=lent(problem.hardware, ram), budgets=BUDGETS, options=options)
+            seconds.append(asked.simulated(asked.plan()).step_s)
+        times = " | ".join(f"{each:.2f}" for each in (asked.bound_s, *seconds))
+        print(f"| {ram / 1e9:.0f} GB/s | {config.tokens:,} | {times} |")
+
+
+def lent(hardware: Hardware, ram: float) -> Hardware:
+    """A machine with less RAM bandwidth, in bytes per second, and slower links."""
+    assert hardware.link is not None
+    figures = {name: Figure(value, "assumed") for name, value in (("ram", ram), ("update", ram / 26), ("link", 55e9))}
+    cpu = replace(hardware.cpu, memory_bytes_per_s=figures["ram"], update_params_per_s=figures["update"])
+    link = replace(
+        hardware.link,
+        h2d_bytes_per_s=figures["link"],
+        d2h_bytes_per_s=figures["link"],
+        both_bytes_per_s=Figure(100e9, "assumed"),
+    )
+    return replace(hardware, cpu=cpu, link=link)
+
+
 def main(
-    ssd: str,
+    ssd: str | None = None,
     model: str = "llama-110m",
     batch_size: int = 4,
     seq_len: int = 512,
     rounds: int = 5,
     steps: int = 2,
     limit: float = 1e6,
+    forecast_only: Annotated[bool, tyro.conf.arg(name="forecast")] = False,
     out: Path | None = None,
 ) -> None:
     """Print the ratios (target: 1.03), and write them to `out`."""
+    if forecast_only:
+        forecast()
+        return
+    assert ssd is not None, "--ssd DIR"
     begin()
     console = Console(width=120)
     workload = Workload(model, batch_size, seq_len)

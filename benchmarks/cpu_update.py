@@ -3,14 +3,16 @@
 Each kernel runs over all parameters, block by block, on plain Python threads, beside a plain kernel that
 reads and writes the same streams and computes next to nothing (its roof). Repeats are interleaved, so that a
 noisy neighbour slows both; the ratio is the median over repeats of kernel to roof. State lies far outside the
-caches. Beside it is the rate at which each kernel updates a block that stays in the cache, times the number of threads:
-what its arithmetic allows, whatever the memory.
+caches. AdamW is also measured as speculative updates need it: new states are written elsewhere, or old ones are
+copied before an update in place. Beside it is the rate at which each kernel updates a block that stays in the cache,
+times the number of threads: what its arithmetic allows, whatever the memory.
 
     python benchmarks/cpu_update.py --out benchmarks/results/cpu_update.json
 
 With `--only WORD ...`, kernels are measured whose names have one of the words; the file keeps the others' figures.
 """
 
+import ctypes
 import json
 import os
 import platform
@@ -33,6 +35,7 @@ from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, kernels
 from pagoda.optim.codecs import Moments
 from pagoda.optim.flat import encode_moment
+from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 from script import machine, write
 
@@ -202,7 +205,43 @@ def rule_rows(
     kernel = kernels.update_kernel(rule, precision, gradient.dtype)
     update = by_address(kernel, streams, *rule.scalars(100, 0.9))
     roof = ROOFS[8 * states[0].element_size()][len(rule.own_states())]
-    return beside_roof(name, moved, update, roof, streams, sweeper)
+    made = beside_roof(name, moved, update, roof, streams, sweeper)
+    if name == "adamw bf16":
+        made += elsewhere_rows(made[0], rule, precision, streams[:-1], gradient, sweeper)
+    return made
+
+
+def elsewhere_rows(
+    in_place: Row,
+    rule: ElementwiseRule,
+    precision: Precision,
+    states: list[torch.Tensor],
+    gradient: torch.Tensor,
+    sweeper: Sweeper,
+) -> list[Row]:
+    """The same update into other memory, and after a copy of the old states to it."""
+    kernel, specs, noise = update_kernel(rule, precision, elsewhere=True), rule.states(precision), rule.noise("", 100)
+    kernels.warm_up(rule, precision, elsewhere=True)
+    others = [filled(len(state), state.dtype, 0.0) for state in states]
+
+    def addresses(tensors: list[torch.Tensor], start: int) -> list[int]:
+        return [tensor.data_ptr() + spec.nbytes(start) for tensor, spec in zip(tensors, specs, strict=True)]
+
+    def elsewhere(start: int, n: int) -> None:
+        rounding = () if noise is None else (start, *noise)
+        at = gradient.data_ptr() + start * gradient.element_size()
+        kernel(*addresses(states, start), at, n, *addresses(others, start), *rounding, *SCALARS)
+
+    def copied(start: int, n: int) -> None:
+        for target, source, spec in zip(addresses(others, start), addresses(states, start), specs, strict=True):
+            ctypes.memmove(target, source, spec.nbytes(n))
+        assert in_place.block is not None
+        in_place.block(start, n)
+
+    return [
+        Row(f"{in_place.name}, {how}", in_place.bytes_per_parameter, sweeper(block), in_place.roof, block)
+        for how, block in (("elsewhere", elsewhere), ("after a copy", copied))
+    ]
 
 
 def compressed_rows(
@@ -228,7 +267,10 @@ def compressed_rows(
     streams = [tensor for tensor, spec in zip(tensors, specs, strict=True) if spec.per == 1]
     moved = 2 * sum(tensor.element_size() for tensor in streams) + gradient.element_size()
     roof = roof_bf16 if precision == "bf16" else roof_fp32
-    return beside_roof(f"adamw {precision}, moments {moments}", moved, block, roof, [*streams, gradient], sweeper)
+    made = beside_roof(f"adamw {precision}, moments {moments}", moved, block, roof, [*streams, gradient], sweeper)
+    if precision == "bf16":
+        made += elsewhere_rows(made[0], rule, precision, tensors, gradient, sweeper)
+    return made
 
 
 def measure(made: list[Row], repeats: int) -> None:

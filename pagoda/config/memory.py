@@ -40,13 +40,6 @@ class Split:
     leases and the update ring need does not count. By itself, this makes the GPU home to whole units. With
     `device_update_share`, if RAM holds the rest, the GPU is home to weights first, then to gradients, then to moments
     of the parameters that it updates."""
-    undo_first: bool = False
-    """With speculative updates: copies of the weights get RAM before moments do. With bf16 weights, two bytes of RAM
-    per parameter then let the update of moments on SSD run during backward."""
-    undo_in_ram: bool = False
-    """With speculative updates: units with all their states in RAM are updated speculatively too, if copies of these
-    states fit in the remaining RAM. A copy takes about as long as the update itself, so the CPU must have time during
-    backward."""
     two_part_share: float = 0.0
     """With clipping: largest share of the parameters with moments on SSD and gradients in RAM whose updates have two
     parts, unless they are speculative. The first part computes the new weights, for which the next forward waits. The
@@ -66,8 +59,7 @@ class Split:
             f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
             f"{f'; {self.device_home_share:.0%} of the device is home to states' if self.device_home_share else ''}"
             f"{f'; {self.two_part_share:.0%} of the updates on SSD have two parts' if self.two_part_share else ''}"
-            f"{'; copies for undoing updates come before moments' * self.undo_first}"
-            f"{'; updates of states in RAM are speculative too' * self.undo_in_ram} (as set)."
+            " (as set)."
         )
 
 

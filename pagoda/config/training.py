@@ -104,9 +104,9 @@ class Updates(Settings):
     the update may take one step of time. 0 gives the bits of sync."""
     speculate: bool | None = None
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
-    that was wrong. The bits are the same. By default this applies to units with state on SSD, if there is room to keep
-    their old state, and to units in RAM if --plan search finds that faster. True: also to all units in RAM, even if
-    other state then leaves RAM. False: never."""
+    that was wrong. The bits are the same. Old and new states need room until that is known. By default this applies
+    to units with state on SSD, and with a GPU to units in RAM, as far as there is room. True: also to units in RAM if
+    the CPU computes, even if other state then leaves RAM. False: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,6 @@ _SPLITS = {
     "one lease ahead of what is in use": Split(leases_ahead=1),
     "three leases ahead of what is in use": Split(leases_ahead=3),
     "four leases ahead of what is in use": Split(leases_ahead=4),
-    "copies for undoing updates come before moments": Split(undo_first=True),
 }
 """Splits that are tried in addition to the default."""
 _TWO_PART_SHARES = (0.1, 0.3, 1.0)
@@ -129,7 +128,7 @@ def search(problem: Problem) -> Choice:
 def _compare(problem: Problem, found: list[Candidate]) -> None:
     """Try all other plans and add them to the default one."""
     fastest = usual = found[0]
-    for variations in (_unit_limits, _splits, _copies, _two_parts, _page_sizes, _device_updates):
+    for variations in (_unit_limits, _splits, _two_parts, _page_sizes, _device_updates):
         for name, options in variations(problem, fastest):
             if _is_best(problem, _fastest(found)):
                 return
@@ -169,13 +168,6 @@ def _splits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options
     if problem.options.split is None and len(fastest.plan.placement.lines) > 1:
         for name, split in _SPLITS.items():
             yield name, replace(fastest.options, split=split)
-
-
-def _copies(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """Speculative updates of units with all states in RAM, if the CPU has time to copy these states during compute."""
-    split = fastest.options.split or DEFAULT_SPLIT
-    if problem.options.split is None and fastest.options.may_speculate and not split.undo_in_ram:
-        yield "updates of states in RAM are speculative too", _with_split(fastest, undo_in_ram=True)
 
 
 def _two_parts(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:

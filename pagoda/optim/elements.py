@@ -11,7 +11,7 @@ from numba import carray
 
 from pagoda.jit import part
 from pagoda.optim.arithmetic import FP16, FP32, bf16_to_fp32, fp16_to_fp32, halves_of, master_of
-from pagoda.optim.jit import pointer
+from pagoda.optim.jit import LINE, pointer, stream_line
 
 
 @part
@@ -50,3 +50,15 @@ def store_master(form: Any, masters: Any, i: Any, value: Any) -> None:
         whole[i] = value
     else:
         high[i], low[i] = halves_of(form, value)
+
+
+@part
+def stream(source: Any, target: Any, nbytes: Any) -> None:
+    """Copy bytes from a `room` to memory that will not be read soon. Only whole cache lines bypass the cache."""
+    done = nbytes - nbytes % LINE if target % LINE == 0 else 0
+    for at in range(0, done, LINE):
+        stream_line(source + at, target + at)
+    left = nbytes - done
+    read, write = carray(pointer(source + done, np.uint8), left), carray(pointer(target + done, np.uint8), left)
+    for i in range(left):
+        write[i] = read[i]

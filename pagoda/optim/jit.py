@@ -113,6 +113,10 @@ HAS_BYTE_LOOKUPS: bool = {"+avx512bw", "+avx512vbmi"}.issubset(_FEATURES.split("
 # Memory, and scalars.
 
 
+LINE = 64
+"""Bytes of a cache line."""
+
+
 def _pointer_intrinsic(_context: Any, address: Any, dtype: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -128,6 +132,36 @@ def _stack_intrinsic(_context: Any, dtype: Any, count: Any) -> Any:
     return types.CPointer(dtype.dtype)(dtype, count), codegen
 
 
+_LINE = ir.VectorType(_I32, 16)
+
+
+def _room_intrinsic(_context: Any, nbytes: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, _args: Any) -> Any:
+        place = cgutils.alloca_once(builder, ir.IntType(8), size=nbytes.literal_value)
+        place.align = LINE
+        return builder.ptrtoint(place, context.get_value_type(signature.return_type))
+
+    return types.int64(nbytes), codegen
+
+
+def _stream_line_intrinsic(_context: Any, _source: Any, _target: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source, target = (builder.inttoptr(address, ir.PointerType(_LINE)) for address in args)
+        store = builder.store(builder.load(source, align=LINE), target, align=LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _fence_intrinsic(_context: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 def _rounded_intrinsic(_context: Any, scalars: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.cast(builder, args[0], signature.args[0], signature.return_type)
@@ -139,5 +173,12 @@ pointer = intrinsic(_pointer_intrinsic)
 """(address, dtype): a pointer to elements of a dtype."""
 on_stack = intrinsic(prefer_literal=True)(_stack_intrinsic)
 """(dtype, count): a pointer to `count` elements that live until the call ends."""
+room = intrinsic(prefer_literal=True)(_room_intrinsic)
+"""(nbytes): the address of so many bytes that live until the call ends, at the start of a cache line."""
+stream_line = intrinsic(_stream_line_intrinsic)
+"""(source, target): copy a cache line without reading the target into the cache. Both addresses are multiples of
+`LINE`. Other threads may not see the copy before a `fence`."""
+fence = intrinsic(_fence_intrinsic)
+"""(): what the thread has written is seen by other threads before what it writes later."""
 rounded = intrinsic(_rounded_intrinsic)
 """A tuple of floats in fp32."""

@@ -16,7 +16,7 @@ This file has the kernels of rules, those that split and join masters, and the c
 `gradient_kernels` has the kernels that store and add gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -46,15 +46,18 @@ from pagoda.optim.arithmetic import (
     sgd_element,
 )
 from pagoda.optim.codecs import BLOCK
-from pagoda.optim.elements import load, load_master, masters_at, store_master, values_at
+from pagoda.optim.elements import load, load_master, masters_at, store_master, stream, values_at
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
-from pagoda.optim.jit import add, bit_and, on_stack, pointer, rounded, shift_right
+from pagoda.optim.jit import add, bit_and, fence, on_stack, pointer, room, rounded, shift_right
 from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
 from pagoda.optim.wide import decode_groups, encode_groups
 
 UpdateKernel = Callable[..., None]
-"""``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``. noise is empty unless
-states are rounded stochastically. Then it is the first element's index in its parameter and both numbers of `Key`."""
+"""``(*addresses of the rule's states in their order, gradient address, n, *targets, *noise, *scalars)``. targets is
+empty if states are updated in place. Otherwise it has the address of each new state. noise is empty unless states are
+rounded stochastically. Then it is the first element's index in its parameter and both numbers of `Key`."""
+_ROOM = 4 * BLOCK
+"""Most bytes of a block of a state."""
 
 
 @part
@@ -65,43 +68,66 @@ def _noise_of(key: Any, i: Any) -> Any:
     return bit_and(bits, 0xFFFF), shift_right(bits, 16)
 
 
-def _plain(rule: int, noisy: bool, weights: int, gradients: int) -> UpdateKernel:
+def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
     """The kernel of one of `PLAIN`. It ignores the addresses of states that its rule does not have.
 
     With bf16 weights, AdamW moves 26 bytes per element (14 read, 12 written), or 18 (10, 8) with bf16 moments. Rules
     with one moment move 18 (10, 8), and rules without one 10 (6, 4).
+
+    `elsewhere`: new states go to other addresses, or to the same ones. They are computed in a small `room` and leave it
+    for RAM, so that RAM moves as many bytes as in place.
     """
     moments, decoupled = BF16 if noisy else FP32, rule == ADAMW
+    weight_bytes, gradient_bytes, moment_bytes = (4 if form == FP32 else 2 for form in (weights, gradients, moments))
+    low_bytes = 0 if weights == FP32 else 2
+    first_bytes = 0 if rule == SGD else moment_bytes
+    second_bytes = 0 if rule in (SGD, SGD_MOMENTUM, LION) else moment_bytes
 
     @kernel
     def update(weight: int, weight_low: int, first: int, second: int, gradient: int, n: int, *numbers: float) -> None:
-        masters, grads = masters_at(weight, weight_low, n), values_at(gradient, n)
-        avg, avg_sq = values_at(first, n), values_at(second, n)
-        if noisy:
-            key, scalars = numbers[:3], rounded(numbers[3:])
-        else:
-            scalars = rounded(numbers)
-        for i in range(n):
-            w, g = load_master(weights, masters, i), load(gradients, grads, i)
-            if rule == SGD:
-                w, _ = sgd_element(w, w, g, scalars, False)
-            elif rule == SGD_MOMENTUM:
-                w, m = sgd_element(w, avg[0][i], g, scalars, True)
-                avg[0][i] = m
-            elif rule == LION:
-                w, m = lion_element(w, avg[0][i], g, scalars)
-                avg[0][i] = m
+        given = numbers[4:] if elsewhere else numbers
+        scalars = rounded(given[3:]) if noisy else rounded(given)
+        step = BLOCK if elsewhere else max(n, 1)
+        new_weight, new_low, new_first, new_second = room(_ROOM), room(_ROOM), room(_ROOM), room(_ROOM)
+        for start in range(0, n, step):
+            count = min(step, n - start)
+            masters = masters_at(weight + weight_bytes * start, weight_low + low_bytes * start, count)
+            grads = values_at(gradient + gradient_bytes * start, count)
+            avg = values_at(first + first_bytes * start, count)
+            avg_sq = values_at(second + second_bytes * start, count)
+            if elsewhere:
+                new_masters = masters_at(new_weight, new_low, count)
+                new_avg, new_avg_sq = values_at(new_first, count), values_at(new_second, count)
             else:
-                m, v = load(moments, avg, i), load(moments, avg_sq, i)
-                w, m, v = adam_element(w, m, v, g, scalars, decoupled)
-                if noisy:
-                    noise, noise_sq = _noise_of(key, i)
-                    avg[1][i] = round_noisily(m, noise)
-                    avg_sq[1][i] = round_noisily(v, noise_sq)
+                new_masters, new_avg, new_avg_sq = masters, avg, avg_sq
+            for i in range(count):
+                w, g = load_master(weights, masters, i), load(gradients, grads, i)
+                if rule == SGD:
+                    w, _ = sgd_element(w, w, g, scalars, False)
+                elif rule == SGD_MOMENTUM:
+                    w, m = sgd_element(w, avg[0][i], g, scalars, True)
+                    new_avg[0][i] = m
+                elif rule == LION:
+                    w, m = lion_element(w, avg[0][i], g, scalars)
+                    new_avg[0][i] = m
                 else:
-                    avg[0][i] = m
-                    avg_sq[0][i] = v
-            store_master(weights, masters, i, w)
+                    m, v = load(moments, avg, i), load(moments, avg_sq, i)
+                    w, m, v = adam_element(w, m, v, g, scalars, decoupled)
+                    if noisy:
+                        noise, noise_sq = _noise_of(given[:3], start + i)
+                        new_avg[1][i] = round_noisily(m, noise)
+                        new_avg_sq[1][i] = round_noisily(v, noise_sq)
+                    else:
+                        new_avg[0][i] = m
+                        new_avg_sq[0][i] = v
+                store_master(weights, new_masters, i, w)
+            if elsewhere:
+                stream(new_weight, numbers[0] + weight_bytes * start, weight_bytes * count)
+                stream(new_low, numbers[1] + low_bytes * start, low_bytes * count)
+                stream(new_first, numbers[2] + first_bytes * start, first_bytes * count)
+                stream(new_second, numbers[3] + second_bytes * start, second_bytes * count)
+        if elsewhere:
+            fence()
 
     return update
 
@@ -130,14 +156,15 @@ def _encode_block(values: Any, codes: Any, top: Any, signed: Any) -> Any:
     return scale
 
 
-def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
-    """AdamW in place with 8-bit moments. The first element must be the first of a block.
+def _adamw_8bit(weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
+    """AdamW with 8-bit moments, in place or `elsewhere`. The first element must be the first of a block.
 
     With bf16 weights it moves 14 bytes per element (8 read, 6 written) and 16 per block.
     """
     # Every block has arrays of its own, indexed from 0: where an index is a sum, Numba tests each for being below zero,
     # and LLVM reads and writes element by element.
     weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
+    low_bytes = 0 if weights == FP32 else 2
 
     @kernel
     def update(
@@ -154,15 +181,27 @@ def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
         blocks = (n + BLOCK - 1) // BLOCK
         scale = carray(pointer(exp_avg_scale, np.float32), blocks)
         scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
+        if elsewhere:
+            new_scale = carray(pointer(numbers[4], np.float32), blocks)
+            new_scale_sq = carray(pointer(numbers[5], np.float32), blocks)
+        else:
+            new_scale, new_scale_sq = scale, scale_sq
         avg, avg_sq = carray(on_stack(np.float32, BLOCK), BLOCK), carray(on_stack(np.float32, BLOCK), BLOCK)
-        scalars = rounded(numbers)
+        new_weight, new_low, new_first, new_second = room(_ROOM), room(_ROOM), room(_ROOM), room(_ROOM)
+        scalars = rounded(numbers[6:]) if elsewhere else rounded(numbers)
         for block in range(blocks):
             first = block * BLOCK
             count = min(BLOCK, n - first)
-            masters = masters_at(weight + weight_bytes * first, weight_low + 2 * first, count)
+            masters = masters_at(weight + weight_bytes * first, weight_low + low_bytes * first, count)
             grads = values_at(gradient + gradient_bytes * first, count)
             codes = carray(pointer(exp_avg + first, np.uint8), count)
             codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
+            if elsewhere:
+                new_masters = masters_at(new_weight, new_low, count)
+                new_codes = carray(pointer(new_first, np.uint8), count)
+                new_codes_sq = carray(pointer(new_second, np.uint8), count)
+            else:
+                new_masters, new_codes, new_codes_sq = masters, codes, codes_sq
             _decode_block(codes, avg, scale[block], True)
             _decode_block(codes_sq, avg_sq, scale_sq[block], False)
             top, top_sq = np.uint32(0), np.uint32(0)
@@ -172,35 +211,53 @@ def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
                 avg[i] = m
                 avg_sq[i] = v
                 top, top_sq = max(top, magnitude(m)), max(top_sq, magnitude(v))
-                store_master(weights, masters, i, w)
-            scale[block] = _encode_block(avg, codes, top, True)
-            scale_sq[block] = _encode_block(avg_sq, codes_sq, top_sq, False)
+                store_master(weights, new_masters, i, w)
+            new_scale[block] = _encode_block(avg, new_codes, top, True)
+            new_scale_sq[block] = _encode_block(avg_sq, new_codes_sq, top_sq, False)
+            if elsewhere:
+                stream(new_weight, numbers[0] + weight_bytes * first, weight_bytes * count)
+                stream(new_low, numbers[1] + low_bytes * first, low_bytes * count)
+                stream(new_first, numbers[2] + first, count)
+                stream(new_second, numbers[3] + first, count)
+        if elsewhere:
+            fence()
 
     return update
 
 
 @cache
-def compiled(kernel_name: str, weights: int, gradients: int) -> UpdateKernel:
+def compiled(kernel_name: str, weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
     """The compiled kernel of a rule for weights and gradients in these forms. It takes all addresses."""
     plain = PLAIN.get(kernel_name)
-    return _adamw_8bit(weights, gradients) if plain is None else _plain(*plain, weights, gradients)
+    if plain is None:
+        return _adamw_8bit(weights, gradients, elsewhere)
+    return _plain(*plain, weights, gradients, elsewhere)
 
 
-def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> UpdateKernel:
+def update_kernel(
+    rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None, elsewhere: bool = False
+) -> UpdateKernel:
     """The kernel of a rule for weights in `precision`, and gradients in that precision or in another dtype.
 
-    Raises ConfigError for an unknown precision.
+    `elsewhere`: it takes targets, which may be the old states' addresses. Raises ConfigError for an unknown precision.
     """
     weight = gradient_dtype(precision)
-    update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight])
+    update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight], elsewhere)
     states, own = len(rule.states(precision)), len(rule.own_states())
     no_low, no_moments = 2 - (states - own), max(0, 2 - own)
     if not no_low and not no_moments:
         return update
 
-    def padded(weight: int, *others: float) -> None:
-        kept, rest = others[: states - 1], others[states - 1 :]
-        update(weight, *(weight,) * no_low, *kept, *(weight,) * no_moments, *rest)
+    def all_of(addresses: Sequence[float]) -> tuple[float, ...]:
+        """The addresses of all states of the kernel, given those that the rule has."""
+        weight, *others = addresses
+        return (weight, *[weight] * no_low, *others, *[weight] * no_moments)
+
+    def padded(*given: float) -> None:
+        addresses, (at, n), rest = given[:states], given[states : states + 2], given[states + 2 :]
+        if elsewhere:
+            rest = (*all_of(rest[:states]), *rest[states:])
+        update(*all_of(addresses), at, n, *rest)
 
     return padded
 
@@ -242,8 +299,11 @@ def convert_moment(values: int, codes: int, scales: int, n: int, signed: bool, e
             _decode_block(code, value, scale[block], signed)
 
 
-def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None) -> None:
-    """Compile everything that these settings use, or load it from Numba's cache, so that no step waits for it."""
+def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None, elsewhere: bool = False) -> None:
+    """Compile everything that these settings use, or load it from Numba's cache, so that no step waits for it.
+
+    `elsewhere`: also the kernel that writes new states elsewhere.
+    """
     weight = gradient_dtype(precision)
     kept = gradient or weight
     # The argument types select the compiled version. So the kernels are called on no elements.
@@ -252,5 +312,8 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
     for joining in (False, True) if precision != "fp32" else ():
         halves(weight, joining)(0, 0, 0, 0)
     rule.warm_up(precision, kept, torch.device("cpu"))
+    if elsewhere and isinstance(rule, ElementwiseRule):
+        states, noise = len(rule.states(precision)), [0] * 3 * (rule.noise("", 1) is not None)
+        update_kernel(rule, precision, kept, elsewhere)(*[0] * (states + 2), *[0] * states, *noise, *rule.scalars(1))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
         convert_moment(0, 0, 0, 0, True, True)

@@ -1,6 +1,6 @@
 """Layout: the number of elements and pages of every state of every unit, on one rank."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,15 +16,16 @@ from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align, enclosing
 WEIGHT, GRAD = "weight", "grad"
 MASTER = (WEIGHT, "weight_low")
 """The states that hold a parameter's fp32 master."""
-WEIGHT_BACK, GRAD_QUEUE = "weight_back", "grad_queue"
+
+
+def back(state: str) -> str:
+    """The name of the second extent of a state. An update writes to one extent what must not replace the other yet."""
+    return f"{state}_back"
+
+
+WEIGHT_BACK, GRAD_QUEUE = back(WEIGHT), "grad_queue"
 """Extents that asynchronous updates need in addition: a second extent of every weight, and the waiting gradients of as
 many steps as a weight may lag behind."""
-
-
-def before(state: str) -> str:
-    """The name of the extent in RAM with the old values of `state`, for an update that may have to be undone."""
-    return f"{state}_before"
-
 
 RING_SLOTS = 4
 """Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare."""
@@ -317,13 +318,6 @@ class Layout:
     def frozen_pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of an extent that updates never change."""
         return self.pages(unit, state) - self.trained_weight_pages(unit) if state in (WEIGHT, WEIGHT_BACK) else 0
-
-    def undo_pages(self, unit: UnitSpec, in_ram: Container[str]) -> dict[str, int]:
-        """State -> pages of a copy of what a unit's update changes, for states that live in RAM."""
-        copied = {s.name: self.pages(unit, s.name) for s in self.states if s.name in in_ram}
-        if WEIGHT in copied:
-            copied[WEIGHT] = self.trained_weight_pages(unit)
-        return {state: pages for state, pages in copied.items() if pages}
 
     def lease_of(self, unit: UnitSpec) -> int:
         """Pages of a lease: the whole unit, made from every rank's slice. The last slices are as long as the others."""

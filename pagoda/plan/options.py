@@ -28,7 +28,8 @@ class Options:
     """Bound of asynchronous updates, in steps. None: every update ends before the next forward of its unit."""
     speculate: bool | None = None
     """Whether units are updated during backward as if nothing will be clipped. False: never. None: units with states on
-    SSD, if there is room to undo it. True: also units with all states in RAM, even if moments leave RAM for it."""
+    SSD, and with a separate device all others, if there is room for old and new states. True: all units, even if
+    moments leave RAM for it."""
     activations: ActivationMode = "keep"
     """What is done with activations."""
     partition_activations: bool = False

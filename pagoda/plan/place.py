@@ -49,9 +49,9 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
     the largest unit that fit the staging region. With one, backward waits until each is written. Without SSD, RAM keeps
     every gradient of a step of several passes from the first pass to the last.
 
-    Units with moments on SSD are updated speculatively if `options` allow it and there is room for their old states: on
-    SSD after checkpoints, in RAM after moments, or before them if the split says so. Units with all states in RAM are
-    updated speculatively in the remaining RAM if the split says so.
+    Units with moments on SSD are updated speculatively if `options` allow it and there is room for a second version of
+    their states: on SSD after checkpoints, in RAM after moments, or before them if `options` ask for it. The remaining
+    RAM serves units with all states in RAM, if there is a separate device or `options` ask for it.
 
     If the split makes the device a home of states, the device is filled first, with whole units. If the device updates
     some units, and RAM holds the rest of their states, it takes states in the order of RAM instead, because weights and
@@ -156,7 +156,7 @@ class _Placer:
             for (unit, state), home in homes.items()
             if home == SSD and state in ssd
         )
-        speculated = self._speculate(kept, slot, on_device, host, ssd)
+        speculated = self._speculate(kept, slot, host, ssd)
         slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
         if slots:
             host[RING] = slots * slot
@@ -198,10 +198,10 @@ class _Placer:
         grads_in, staging = self._divided_grads(left)
         left -= staging + sum(self.grad[unit] for unit in grads_in)
         moments_in = first_that_fit(self.moment, left)
-        if self.speculates and self.split.undo_first:
-            copies = {unit.index: self._undo(unit, unit.index in weights_in, False)[0] for unit in self.layout.units}
-            room = left - sum(copies.values())
-            while moments_in and sum(self.moment[unit] - copies[unit] for unit in moments_in) > room:
+        if self.speculates and self.options.speculate:
+            aside = {unit.index: self._aside(unit, unit.index in weights_in, False)[0] for unit in self.layout.units}
+            room = left - sum(aside.values())
+            while moments_in and sum(self.moment[unit] - aside[unit] for unit in moments_in) > room:
                 moments_in -= {max(moments_in)}
         return _InRam(weights_in, grads_in, moments_in, staging, leases)
 
@@ -318,36 +318,35 @@ class _Placer:
             most = max(-(-unit.trainable_numel // layout.block_elements) for unit in layout.units)
         return max(least, min(most, (self.host - taken) // slot))
 
-    def _undo(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
-        """Pages in RAM and on SSD for the old states of a unit. `weight_in` and `moments_in`: whether its weights and
-        moments live in RAM."""
-        if not unit.trainable_numel:
+    def _aside(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
+        """Pages in RAM and on SSD for a second version of a unit's states. `weight_in` and `moments_in`: whether its
+        weights and moments live in RAM. (0, 0) if it has no second version: if most of its weights are frozen,
+        these would take the room, and its update is short.
+        """
+        if not unit.trainable_numel or (weight_in and 2 * unit.trainable_numel < unit.numel):
             return 0, 0
         layout = self.layout
-        in_ram = {state.name for state in (layout.states[1:] if moments_in else layout.small)}
-        if weight_in:
-            in_ram.add(WEIGHT)
+        in_ram = [*[layout.weight] * weight_in, *(layout.states[1:] if moments_in else layout.small)]
         on_ssd = self.weight[unit.index] * (not weight_in) + self.moment[unit.index] * (not moments_in)
-        return sum(layout.undo_pages(unit, in_ram).values()), on_ssd
+        return sum(layout.pages(unit, state.name) for state in in_ram), on_ssd
 
-    def _speculate(
-        self, kept: _InRam, slot: int, on_device: frozenset[int], host: dict[str, int], ssd: dict[str, int]
-    ) -> frozenset[int]:
+    def _speculate(self, kept: _InRam, slot: int, host: dict[str, int], ssd: dict[str, int]) -> frozenset[int]:
         """Units whose old states fit in addition to the new ones. Adds the lines for undoing updates.
 
         Units with moments on SSD come first, because their updates take longest. The others must leave room for a
-        checkpoint.
+        checkpoint. If compute needs the CPU, there is nothing to gain from these.
         """
         if not self.speculates:
             return frozenset()
         left = self.host - sum(host.values()) - self.layout.least_ring_slots * slot
         free = (self.ssd or 0) - sum(ssd.values()) - self._spare(ssd)
-        needs = {u.index: self._undo(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
+        needs = {u.index: self._aside(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
         if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
-        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - on_device}, left, free)
-        if self.split.undo_in_ram:
-            others = kept.moments - on_device
+        at_home = {unit for unit, _ in self.at_home}
+        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - at_home}, left, free)
+        if self.device is not None or self.options.speculate:
+            others = kept.moments - at_home
             room = left - ram - self._copied(host)
             more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, room, free - pages)
             chosen, ram, pages = chosen | more, ram + more_ram, pages + more_pages

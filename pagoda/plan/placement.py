@@ -53,7 +53,7 @@ class Placement:
     - CHECKPOINT: states that a checkpoint has not written when their next update comes.
     - SPARE: pages on SSD for changes while checkpoints keep their own pages. Frozen weights need none.
     - WORK: fp32 copies for the update of a rule that computes on them, one parameter at a time.
-    - UNDO: the old states of speculated units, as pages on SSD or copies in RAM.
+    - UNDO: a second version of the states of speculated units: the old ones, and the new ones until they are confirmed.
     - ACTIVATIONS: buffers through which activations go to SSD. A step shows how many bytes are offloaded.
     """
 
@@ -64,8 +64,8 @@ class Placement:
     ring_slots: int = 0
     """Number of blocks in the ring: RING_SLOTS, or more if RAM is left, so that reads run further ahead of updates."""
     speculated: frozenset[int] = frozenset()
-    """Units that are updated during backward as if nothing will be clipped. Their old states are kept until that is
-    known."""
+    """Units that are updated during backward as if nothing will be clipped. The new states replace the old ones once
+    that is known."""
     on_device: frozenset[int] = frozenset()
     """Units that the device updates. Their states that do not live there pass it."""
     in_two: frozenset[int] = frozenset()

@@ -230,8 +230,6 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
         share = getattr(split, name)
         if refused is not None and share:
             raise ConfigError(f"split.{name} is {share}, but {refused}. memory.split=None chooses it.")
-    if options.speculate:
-        split = replace(split, undo_first=True, undo_in_ram=True)
     splits = [split]
     # If RAM and SSD cannot hold everything, the device may.
     if options.split is None and refused is None:

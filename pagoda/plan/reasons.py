@@ -72,7 +72,7 @@ def reasons_for_homes(layout: Layout, placement: Placement, options: Options) ->
         of_them = f" ({len(whole)} of them with all their states in RAM)" if whole else ""
         yield (
             f"{len(placement.speculated)} of {count} units{of_them} are updated during backward, before it is known "
-            "whether gradients are clipped. Their old states are kept until then."
+            "whether gradients are clipped. There is room for their old and their new states until then."
         )
     spare = placement.pages(SSD, SPARE)
     state = placement.changing_on_ssd(layout)

@@ -101,7 +101,8 @@ class Engine:
         self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
         self.rule = rule
         kept = plan.layout.gradient_dtype
-        warm_up(rule, precision, kept)
+        moves = bool(plan.placement.speculated) or plan.options.max_staleness is not None
+        warm_up(rule, precision, kept, elsewhere=moves)
         device.warm_up(rule, precision, kept)
         self.gradients = Gradients(self.store, self._lanes, device, self._meter)
         self.leases = Leases(self.store, units, device, self._lanes)

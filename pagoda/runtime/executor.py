@@ -7,21 +7,19 @@ from typing import NoReturn
 
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import Run
-from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
+from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.device import Device
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.leases import Leases
+from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
-from pagoda.runtime.undo import Guess
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, Update, Updater, WeightExtents
+from pagoda.runtime.updates import Extents, Update, Updater
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
-
-_EXTENTS = WEIGHT, WEIGHT_BACK
 
 
 @dataclass(eq=False)
@@ -131,6 +129,9 @@ class Executor:
         for unit in [*self._guesses]:
             if not self._scheduler.updates.speculates(unit):
                 guess = self._guesses.pop(unit)
+                guess.confirm()
+                if self._leases.in_place(self._units[unit]):
+                    self._leases.lease_home(self._units[unit])
                 self._standing.append(guess)
                 record = self._updating[unit] = guess.record
                 self._gradients.forget(record)
@@ -269,10 +270,10 @@ class Executor:
             self._updating[operation.unit] = last
             for record in records:
                 self._gradients.forget(record)
-        weights = IN_PLACE
-        if self._asynchronous:
-            last.extent = _EXTENTS[operation.home]
-            weights = WeightExtents(self._store.newest[operation.unit], last.extent)
+        store, unit = self._store, operation.unit
+        target = operation.home if self._asynchronous else store.newest[unit] if guess is None else guess.extent
+        extents = Extents(store.extents(unit, store.newest[unit]), store.extents(unit, target))
+        last.extent = extents.write[WEIGHT]
         tell, scheduler = self.driver.tell, self._scheduler
         on_device = operation.unit in self._on_device
         if on_device:
@@ -280,7 +281,8 @@ class Executor:
 
         def shown(error: BaseException | None) -> None:
             if error is None:
-                self._store.newest[operation.unit] = last.extent
+                if guess is None:
+                    store.newest[unit] = target
                 tell(scheduler.weights_written, operation)
 
         def ended(error: BaseException | None) -> None:
@@ -289,6 +291,8 @@ class Executor:
                 record.written.finish(error)
             if error is not None and operation.in_two and self._unpersisted.pop(operation.unit, None) is not None:
                 last.written.finish(error)
+            if guess is not None:
+                tell(guess.end)
             if isinstance(error, NonFiniteGradientError):
                 tell(self._refused, operation)
             else:
@@ -301,14 +305,16 @@ class Executor:
         kept = None if operation.run is None else self._keep(operation, operation.run)
         used = (lambda: None) if operation.in_two else partial(tell, scheduler.gradient_used, operation)
         pieces = [(record, record.segments) for record in records]
-        self.updaters[on_device].submit(Update(pieces, weights, guess, kept, updated, written, used, operation.writes))
+        self.updaters[on_device].submit(Update(pieces, extents, guess, kept, updated, written, used, operation.writes))
 
     def _persist(self, operation: Operation) -> None:
         record = self._unpersisted.pop(operation.unit)
         record.written.then(partial(self._ended, operation))
         used = partial(self.driver.tell, self._scheduler.gradient_used, operation)
         pieces = [(record, record.segments)]
-        self.updaters[0].submit(Update(pieces, IN_PLACE, None, None, Handle(), record.written, used, operation.writes))
+        names = self._store.extents(operation.unit, self._store.newest[operation.unit])
+        update = Update(pieces, Extents(names, names), None, None, Handle(), record.written, used, operation.writes)
+        self.updaters[0].submit(update)
 
     def _refused(self, operation: Operation) -> None:
         guess = self._guesses.pop(operation.unit, None)
@@ -350,7 +356,7 @@ class Executor:
             self._follow(operation, self.capture.read(operation.unit, operation.run))
 
     def _publish(self, operation: Operation) -> None:
-        unit, front = self._units[operation.unit], _EXTENTS[operation.home]
+        unit, front = self._units[operation.unit], operation.home
         if (record := self._awaited(operation)) is not None:
             self.latest[unit.index] = record
             self.share(record)

@@ -153,7 +153,7 @@ class Gathering:
             self._await_version(unit, version, lambda: self._collectives.awaited)
             _end(self._updated.get(unit.index))
             self._check_version(unit, version)
-        self._share(unit, WEIGHT)
+        self._share(unit, self._store.newest_extent(unit.index, WEIGHT))
 
     # --- one rank by itself ---
 
@@ -192,7 +192,7 @@ class Gathering:
 
     def _pieces(self, unit: LiveUnit) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's slice of a unit, as it is now, in messages."""
-        front = self._store.front[unit.index]
+        front = self._store.front_extent(unit.index)
         home = self._store.tensor(unit.index, front)
         for span in self._shards.spans(unit.spec, WEIGHT):
             for start in range(0, len(span), self._most):

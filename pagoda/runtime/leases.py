@@ -181,7 +181,7 @@ class Leases:
         separate device through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
         """
         label = f"fetch {unit.spec.name}"
-        front = self._store.front[unit.index]
+        front = self._store.front_extent(unit.index)
         home = self._store.tensor(unit.index, front)
         is_sliced = self._store.shards.is_sliced(unit.spec, WEIGHT)
         parts = self._slices(unit, into) if is_sliced else [_Part(into, 0)]

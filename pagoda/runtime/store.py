@@ -1,5 +1,6 @@
 """The store: the home of every extent, and slow access to its elements."""
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.device_updates import WORK
-from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, before
+from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, back
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
 from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
@@ -33,7 +34,8 @@ class Store:
     checkpoint. `read` and `write` of elements serve construction, checkpoints and inspection. They run only while no
     update is in flight, and wait for a slot of the ring, through which pages of SSD pass.
 
-    With asynchronous updates, weights have two extents. Leases read the front.
+    A state may have two extents, numbered 0 and 1: weights with asynchronous updates, and every state in RAM of a unit
+    that is updated speculatively. Leases read the `front`. An update writes the other one, and then they are exchanged.
     """
 
     def __init__(
@@ -68,10 +70,10 @@ class Store:
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
         self.ring = Ring(self.host.take(pages_per_slot) for _ in range(slots))
         """Slots through which states on SSD stream. Each serves one block at a time."""
-        self.front = dict.fromkeys(range(len(plan.units)), WEIGHT)
-        """unit -> the extent of its weights that compute reads."""
-        self.newest = dict(self.front)
-        """unit -> the extent with its newest weights."""
+        self.front = [0] * len(plan.units)
+        """By unit, the number of the extent that compute reads. It counts for states that have two."""
+        self.newest = [0] * len(plan.units)
+        """By unit, the number of the extent with its newest values."""
         work = placement.pages(HOST, WORK)
         self.work = self.host.take(work) if work else None
         """Frames for fp32 copies, if the rule computes on them."""
@@ -101,8 +103,8 @@ class Store:
 
     def in_place(self, unit: int, numel: int) -> torch.Tensor:
         """The first `numel` weights of a unit in memory, with a storage object that nobody else holds."""
-        home = self._tensors[unit, self.front[unit]]
-        tier = self._tier_of(unit, self.front[unit])
+        home = self._tensors[unit, self.front_extent(unit)]
+        tier = self._tier_of(unit, WEIGHT)
         return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
 
     def copy_out(self, unit: int, state: str, first: int, count: int, into: memoryview) -> None:
@@ -118,9 +120,37 @@ class Store:
         """Whether the home of an extent is a separate device."""
         return self.plan.placement.home(unit, state) == DEVICE
 
+    def extent(self, unit: int, state: str, number: int) -> str:
+        """Name of an extent of a state. A state with one extent has the same for both numbers."""
+        second = unit, back(state)
+        return second[1] if number and (second in self._tensors or second in self._runs) else state
+
+    def extents(self, unit: int, number: int) -> dict[str, str]:
+        """State -> name of an extent of it."""
+        return {state.name: self.extent(unit, state.name, number) for state in self.plan.layout.states}
+
+    def front_extent(self, unit: int) -> str:
+        """Name of the extent of the weights that compute reads."""
+        return self.extent(unit, WEIGHT, self.front[unit])
+
     def newest_extent(self, unit: int, state: str) -> str:
         """Name of the extent with the newest values of a state."""
-        return self.newest[unit] if state == WEIGHT else state
+        return self.extent(unit, state, self.newest[unit])
+
+    def poison(self, unit: int, number: int) -> None:
+        """In debug mode, fill with NaN what an update writes of an extent, for states that have two."""
+        if not self.host.poisoned:
+            return
+        spec = self.plan.units[unit]
+        updated = len(self.shards.updated(spec))
+        for state in self.plan.layout.states:
+            if self.extent(unit, state.name, 1) == state.name:
+                continue
+            tensor = self._tensors[unit, self.extent(unit, state.name, number)]
+            if state.shape_of is None:
+                origin = self.shards.origin(spec, state.name)
+                tensor = tensor[state.elements(origin) : state.elements(origin + updated)]
+            ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
 
     def run(self, unit: int, state: str) -> Run | None:
         """The slots of an extent on SSD, or None if its home is elsewhere."""
@@ -174,13 +204,13 @@ class Store:
     def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements of a unit's state, from `start` on, with `values` of shape [count] and the state's dtype.
 
-        Elements of other ranks are not written. Weights are written to both of their extents, because updates copy only
-        the weights that they train.
+        Elements of other ranks are not written. If the state has two extents, both are written, because updates copy
+        only the weights that they train.
         """
         self.writes += 1
-        both = state == WEIGHT and self.plan.options.max_staleness is not None
+        extents = {self.extent(unit, state, number) for number in (0, 1)}
         for held in self._held(self.plan.units[unit], state, start, start + values.numel()):
-            for extent in (state, WEIGHT_BACK) if both else (state,):
+            for extent in extents:
                 self._write(unit, extent, held.at, values[held.start - start : held.stop - start])
 
     def holds(self, unit: UnitSpec, state: str, start: int, stop: int) -> bool:
@@ -223,7 +253,7 @@ class Store:
             self._replacing = False
 
     def _open(self, unit: UnitSpec) -> None:
-        """Take the pages of a unit's extents, and RAM for the states that an update may have to restore."""
+        """Take the pages of a unit's extents."""
         layout, placement = self.plan.layout, self.plan.placement
         states = [state.name for state in layout.states]
         for state in (*states, *(() if self.plan.options.max_staleness is None else (WEIGHT_BACK,)), GRAD):
@@ -235,13 +265,12 @@ class Store:
             elif pages and home == HOST and state in placement.lines[HOST]:
                 tensor = self.host.take(pages).tensor(self.dtype(state))
                 self._tensors[unit.index, state] = tensor if state == GRAD else tensor.zero_()
+                if unit.index in placement.speculated and state != GRAD:
+                    second = self.host.take(pages).tensor(self.dtype(state))
+                    self._tensors[unit.index, back(state)] = second.zero_()
             elif pages and home == DEVICE:
                 assert self.device is not None
                 self._tensors[unit.index, state] = self.device.take(pages).tensor(self.dtype(state)).zero_()
-        if unit.index in placement.speculated:
-            in_ram = {state for state in states if placement.home(unit.index, state) == HOST}
-            for state, pages in layout.undo_pages(unit, in_ram).items():
-                self._tensors[unit.index, before(state)] = self.host.take(pages).tensor(self.dtype(state))
 
     def _gradient_extents(self, unit: UnitSpec) -> list[torch.Tensor]:
         home = self._tensors.get((unit.index, GRAD))

@@ -24,16 +24,17 @@ from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import LOW, Store
-from pagoda.runtime.updates import IN_PLACE, Block, Part, Tensors, Updater
+from pagoda.runtime.updates import Block, Part, Tensors, Updater
 
 
 class HostUpdater(Updater):
-    """Updates blocks by an element-wise rule, on the update lane's threads. States in RAM are updated at home."""
+    """Updates blocks by an element-wise rule, on the update lane's threads. States in RAM are updated at home, or from
+    one extent to the other."""
 
-    def __init__(self, store: Store, lanes: dict[str, Lane], kernel: HostKernel | None) -> None:
-        """`kernel`: of the element-wise rule."""
+    def __init__(self, store: Store, lanes: dict[str, Lane], kernels: tuple[HostKernel, HostKernel] | None) -> None:
+        """`kernels` of the element-wise rule: in place, and from old states to new ones elsewhere."""
         super().__init__(store, lanes)
-        self._kernel = kernel
+        self._kernels = kernels
         layout = store.plan.layout
         self._touched = [int(layout.updated_elements(unit) * layout.bytes_per_update) for unit in store.plan.units]
         """Bytes that each unit's update reads and writes."""
@@ -44,32 +45,57 @@ class HostUpdater(Updater):
         return self._touched[unit.index] <= self._lanes["update"].inline_bytes and not self._streamed[unit.index]
 
     def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
-        unit, guess, weights, store = block.update.unit, block.update.guess, block.update.weights, self._store
-        old = store.tensor(unit.index, weights.read) if weights != IN_PLACE else None
-        changing = {name: part.elements for name, part in parts.items()}
+        unit, extents, store = block.update.unit, block.update.extents, self._store
         at, count = store.shards.origin(unit.spec, GRAD) + block.start, block.stop - block.start
+        moves = bool(extents.moved)
 
         def compute() -> None:
             # Not earlier: small objects that live long fragment the memory that autograd's large tensors come from.
-            states = self._tensors(block, weights.write, parts, slot)
-            if old is not None:
-                copy_bytes(states[WEIGHT], old[changing[WEIGHT].start : changing[WEIGHT].stop])
-            if guess is not None:
-                guess.save(changing)
-            self._apply_all(block, lambda record: record.buffer[at : at + count], states, self._work)
+            new = self._tensors(block, extents.write, parts, slot)
+            old = self._copy_unchanged(block, self._tensors(block, extents.read, parts, slot), new) if moves else new
+            self._apply_all(block, lambda record: record.buffer[at : at + count], old, new, self._work)
 
-        states_bytes = sum(len(elements) * store.dtype(name).itemsize for name, elements in changing.items())
+        states_bytes = sum(len(part.elements) * store.dtype(name).itemsize for name, part in parts.items())
         touched = 2 * states_bytes + count * store.dtype(GRAD).itemsize
         return self._lanes["update"].submit(compute, after, touched, f"update {unit.spec.name}")
 
+    def _copy_unchanged(self, block: Block, old: Tensors, new: Tensors) -> Tensors:
+        """Copy from `old` to `new` what no kernel writes there. Returns the states that the update reads."""
+        moved = [s for s in self._states if s.name in new and old[s.name].data_ptr() != new[s.name].data_ptr()]
+        if self._kernels is None:  # the rule updates in place
+            for state in moved:
+                copy_bytes(new[state.name], old[state.name])
+            return new
+        origin = self._store.shards.updated(block.update.unit.spec).start + block.start
+        segments = block.pieces[0][1] if block.pieces else ()
+        first = 0
+        for start, stop in [*((s.start - origin, s.stop - origin) for s in segments), (block.stop - block.start,) * 2]:
+            for state in moved if start > first else ():
+                gap = slice(state.elements(first), state.elements(start))
+                copy_bytes(new[state.name][gap], old[state.name][gap])
+            first = stop
+        return old
+
     def _apply(
-        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
+        self,
+        block: Block,
+        piece: Segment,
+        gradient: torch.Tensor,
+        old: Tensors,
+        new: Tensors,
+        work: torch.Tensor | None,
     ) -> None:
         first = piece.start - self._store.shards.updated(block.update.unit.spec).start - block.start
-        addresses = [states[state.name].data_ptr() + state.nbytes(first) for state in self._states]
+        read, write = (
+            [states[state.name].data_ptr() + state.nbytes(first) for state in self._states] for states in (old, new)
+        )
         at = gradient.data_ptr() + first * gradient.element_size()
-        assert self._kernel is not None
-        self._kernel(*addresses, at, piece.stop - piece.start, *piece.arguments)
+        assert self._kernels is not None
+        in_place, elsewhere = self._kernels
+        if read == write:
+            in_place(*write, at, piece.stop - piece.start, *piece.arguments)
+        else:
+            elsewhere(*read, at, piece.stop - piece.start, *write, *piece.arguments)
 
 
 class Slot(NamedTuple):
@@ -91,7 +117,7 @@ class DeviceUpdater(Updater):
     updated, and copied back. All three steps are in the pipe of the slot, so the device waits for no thread between
     them. Blocks of other slots move at the same time. The gradient is copied too, unless it lives on the device.
     Gradients of several steps come one after another. An update ends when all its states are home, as on the CPU. Plans
-    have no speculative updates of such units.
+    have no speculative updates of units that live on the device.
     """
 
     def __init__(self, store: Store, lanes: dict[str, Lane], kernel: UpdateKernel | None, device: Device) -> None:
@@ -123,8 +149,9 @@ class DeviceUpdater(Updater):
 
     def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
         update, start, count, device = block.update, block.start, block.stop - block.start, self._device
-        unit, weights = update.unit, update.weights
-        old, new = (self._tensors(block, extent, parts, slot) for extent in (weights.read, weights.write))
+        unit, extents = update.unit, update.extents
+        old, new = (self._tensors(block, names, parts, slot) for names in extents)
+        moved = extents.moved
         moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
         brings = not self._store.lives_on_device(unit.index, GRAD)
         at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
@@ -142,17 +169,18 @@ class DeviceUpdater(Updater):
             states = dict(new)
             if there is not None:
                 states |= {name: there.states[name][: len(new[name])] for name in moving}
-            if weights != IN_PLACE and WEIGHT not in moving:
-                device.copy(new[WEIGHT], old[WEIGHT])
+            for name in moved:
+                if name in new and name not in moving:
+                    device.copy(new[name], old[name])
             for name in moving:
                 device.copy(states[name], old[name])
-            self._apply_all(block, gradient_of, states, None if there is None else there.work)
+            self._apply_all(block, gradient_of, states, states, None if there is None else there.work)
             for name in moving:
                 device.copy(new[name], states[name])
 
-        moved = sum(new[name].nbytes for name in moving)
-        self._lanes["h2d"].count(moved + gradients * brings)
-        self._lanes["d2h"].count(moved)
+        passed = sum(new[name].nbytes for name in moving)
+        self._lanes["h2d"].count(passed + gradients * brings)
+        self._lanes["d2h"].count(passed)
         # Compute may still read weights that live there.
         read = PAST if WEIGHT in moving else update.pieces[-1][0].issued
         pipe = unit.index % DEVICE_SLOTS if there is None else there.number
@@ -164,11 +192,17 @@ class DeviceUpdater(Updater):
         return handle
 
     def _apply(
-        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
+        self,
+        block: Block,
+        piece: Segment,
+        gradient: torch.Tensor,
+        old: Tensors,
+        new: Tensors,
+        work: torch.Tensor | None,
     ) -> None:
         first = piece.start - self._store.shards.updated(block.update.unit.spec).start - block.start
         size = piece.stop - piece.start
-        parts = [states[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
+        parts = [new[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
         assert self._kernel is not None
         self._kernel(parts, gradient[first : first + size], piece.arguments)
 
@@ -210,14 +244,20 @@ class ParameterUpdater(Updater):
         return {state: span for state, span in spans.items() if span is not None}
 
     def _apply(
-        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
+        self,
+        block: Block,
+        piece: Segment,
+        gradient: torch.Tensor,
+        old: Tensors,
+        new: Tensors,
+        work: torch.Tensor | None,
     ) -> None:
         unit, rule, kept = block.update.unit.spec, piece.hyper.rule, gradient[: piece.stop - piece.start]
         cut = self._cuts_of[unit.index][block.start]
         shape = unit.slots[cut.slot].param.shape if cut.whole else (cut.stop - cut.start,)
         shapes = {state.name: span.shape for state, span in self._spans(unit, block.start).items()}
-        shaped = {name: tensor.view(shapes[name]) for name, tensor in states.items() if name not in (WEIGHT, LOW)}
-        step, scale, weight, low = piece.hyper.step, piece.hyper.grad_scale, states[WEIGHT], states.get(LOW)
+        shaped = {name: tensor.view(shapes[name]) for name, tensor in new.items() if name not in (WEIGHT, LOW)}
+        step, scale, weight, low = piece.hyper.step, piece.hyper.grad_scale, new[WEIGHT], new.get(LOW)
         if work is None:
             assert isinstance(rule, Adafactor)
             rule.update(step, weight.view(shape), kept.view(shape), shaped, low, scale)
@@ -254,7 +294,8 @@ def open_updaters(
     if not isinstance(rule, ElementwiseRule):
         on_host = HostParameterUpdater(store, lanes, None)
         return [on_host, DeviceParameterUpdater(store, lanes, None, device)] if on_device else [on_host]
-    updaters: list[Updater] = [HostUpdater(store, lanes, update_kernel(rule, precision, gradient))]
+    kernels = update_kernel(rule, precision, gradient), update_kernel(rule, precision, gradient, elsewhere=True)
+    updaters: list[Updater] = [HostUpdater(store, lanes, kernels)]
     if on_device:
         updaters.append(DeviceUpdater(store, lanes, device.update_kernel(rule, precision, gradient), device))
     return updaters

@@ -15,8 +15,8 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
+from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
-from pagoda.runtime.undo import Guess
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Writes
 
@@ -26,21 +26,23 @@ Tensors = Mapping[str, torch.Tensor]
 """By state, its part of a block."""
 
 
-class WeightExtents(NamedTuple):
-    """The extents from which an update reads a unit's weights, and to which it writes them."""
+class Extents(NamedTuple):
+    """The extents from which an update reads a unit's states, and to which it writes them, by state."""
 
-    read: str
-    write: str
+    read: Mapping[str, str]
+    write: Mapping[str, str]
 
-
-IN_PLACE = WeightExtents(WEIGHT, WEIGHT)
+    @property
+    def moved(self) -> list[str]:
+        """The states that are not updated in place."""
+        return [state for state, extent in self.read.items() if self.write[state] != extent]
 
 
 class Update(NamedTuple):
     """One unit's update."""
 
     pieces: Pieces
-    weights: WeightExtents
+    extents: Extents
     guess: Guess | None
     """Keeps the old states if the update may have to be undone."""
     kept: Handle | None
@@ -71,7 +73,7 @@ class Block(NamedTuple):
     """First element, counted from the first element that this rank updates of the unit."""
     stop: int
     pieces: Pieces
-    """What of the update lies in it. Empty if unchanged weights are only copied."""
+    """What of the update lies in it. Empty if unchanged states are only copied."""
 
 
 class Part(NamedTuple):
@@ -199,7 +201,7 @@ class Updater:
         written: list[Handle] = []
         for start, stop in self._cuts(unit.spec):
             pieces = _within(update.pieces, origin + start, origin + stop)
-            if not pieces and update.weights == IN_PLACE:
+            if not pieces and not update.extents.moved:
                 continue
             try:
                 self._submit(Block(update, start, stop, pieces), computed, written)
@@ -218,17 +220,17 @@ class Updater:
     def _submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
         """Submit a block to the lanes. Adds to the lists the handles of its computation, and of the writes of its
         states to SSD. If it raises, the lists contain everything that was submitted."""
-        unit, weights = block.update.unit.index, block.update.weights
+        unit, extents = block.update.unit.index, block.update.extents
         slot, using = self._take_slot(block.start) if self._streamed[unit] else (None, [])
         parts, (read, changed) = self._parts(unit, block.start, block.stop), self._moved(unit, block.update.writes)
         try:
             if slot is not None and not using:
-                using.extend(self._transfers("ssd_read", unit, slot, parts, weights.read, read))
+                using.extend(self._transfers("ssd_read", unit, slot, parts, extents.read, read))
             handle = self._compute(block, parts, slot, tuple(using))
             computed.append(handle)
             using.append(handle)
             if slot is not None:
-                into = weights.write
+                into = extents.write
                 for write in self._transfers("ssd_write", unit, slot, parts, into, changed, (handle,)):
                     written.append(write)
                     using.append(write)
@@ -265,7 +267,8 @@ class Updater:
         while self._unread and (slot := self._ring.take_if_free(self._kept_free)) is not None:
             start, stop = self._unread.pop()
             unit, parts = self._ahead_unit, self._parts(self._ahead_unit, start, stop)
-            self._ahead[start] = slot, [*self._transfers("ssd_read", unit, slot, parts, WEIGHT, self._streamed[unit])]
+            extents = self._store.extents(unit, self._store.newest[unit])
+            self._ahead[start] = slot, [*self._transfers("ssd_read", unit, slot, parts, extents, self._streamed[unit])]
 
     def _drop_ahead(self) -> list[Handle]:
         """Forget what was read ahead. Returns the handles of the reads."""
@@ -281,12 +284,12 @@ class Updater:
         unit: int,
         slot: Region,
         parts: Mapping[str, Part],
-        weights: str,
+        extents: Mapping[str, str],
         names: Sequence[str],
         after: tuple[Handle, ...] = (),
     ) -> Iterator[Handle]:
-        """Move a block's parts of some states between SSD and the ring, in whole pages. `weights` names the extent of
-        the weights. A read waits for earlier writes to its first page."""
+        """Move a block's parts of some states between SSD and the ring, in whole pages. `extents` names the extent of
+        each state. A read waits for earlier writes to its first page."""
         store, page = self._store, self._store.plan.page_bytes
         reading = lane == "ssd_read"
         move, verb = (store.load, "read") if reading else (store.save, "write")
@@ -298,7 +301,7 @@ class Updater:
             view = slot.view(self._ring_offsets[name], nbytes)
             end, before = self._tails.get((unit, name), (0, None))
             behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()
-            work = partial(move, unit, weights if name == WEIGHT else name, part.page_at, view)
+            work = partial(move, unit, extents[name], part.page_at, view)
             handle = self._lanes[lane].submit(work, (*after, *behind), nbytes, f"{verb} {store.plan.units[unit].name}")
             if not reading:
                 self._tails[unit, name] = part.page_at + nbytes, handle
@@ -338,9 +341,9 @@ class Updater:
         return parts
 
     def _tensors(
-        self, block: Block, weights: str, parts: Mapping[str, Part], slot: Region | None
+        self, block: Block, extents: Mapping[str, str], parts: Mapping[str, Part], slot: Region | None
     ) -> dict[str, torch.Tensor]:
-        """A block's part of each state, at home or in the ring. `weights` names the extent of the weights.
+        """A block's part of each state, at home or in the ring. `extents` names the extent of each state.
 
         If only moments change, weights are computed in the ring from whatever it contains, and left there.
         """
@@ -349,7 +352,7 @@ class Updater:
         for state in self._states:
             if (part := parts.get(state.name)) is None:
                 continue
-            home = self._store.tensor(unit, weights if state.name == WEIGHT else state.name)
+            home = self._store.tensor(unit, extents[state.name])
             if home is not None and state.name not in discarded:
                 found[state.name] = home[part.elements.start : part.elements.stop]
             else:
@@ -367,18 +370,26 @@ class Updater:
         self,
         block: Block,
         gradient_of: Callable[[UnitGradient], torch.Tensor],
-        states: Tensors,
+        old: Tensors,
+        new: Tensors,
         work: torch.Tensor | None,
     ) -> None:
-        """Apply all gradients of a block to its states. `gradient_of` returns the block's part of a gradient, which is
-        valid until the next call."""
+        """Apply all gradients of a block to its `old` states. Afterwards, `new` has what they change; both may be the
+        same. `gradient_of` returns the block's part of a gradient, which is valid until the next call."""
         for record, segments in block.pieces:
             gradient = gradient_of(record)
             for segment in segments:
-                self._apply(block, segment, gradient, states, work)
+                self._apply(block, segment, gradient, old, new, work)
+            old = new
 
     def _apply(
-        self, block: Block, piece: Segment, gradient: torch.Tensor, states: Tensors, work: torch.Tensor | None
+        self,
+        block: Block,
+        piece: Segment,
+        gradient: torch.Tensor,
+        old: Tensors,
+        new: Tensors,
+        work: torch.Tensor | None,
     ) -> None:
         """Update a piece of a block, with the block's gradient and states, which are flat. `work` is for fp32 copies,
         if the rule computes on them."""

@@ -9,7 +9,7 @@ from math import ceil
 from pagoda.plan.device_updates import DEVICE_SLOTS
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, SSD
+from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import Traffic
 from pagoda.schedule.operations import Kind, Operation, Writes
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
@@ -38,8 +38,8 @@ class _Feeding:
 
     operation: Operation
     chunks: Sequence[_Chunk]
-    times: float
-    """Factor by which its chunks take longer to compute than usual."""
+    steps: int
+    """Number of steps whose gradients it applies."""
     ahead: list[Task]
     """Reads of its first chunks that began before the update."""
     fed: int = 0
@@ -88,9 +88,9 @@ class SimulatedUpdates:
         """Carry out an UPDATE or PERSIST."""
         if operation.unit != self._ahead_unit:
             self._drop_ahead()
-        times = len(operation.steps) * (self._copying(operation.unit) if operation.undoable else 1.0)
-        chunks = self._chunks(operation.unit, len(operation.steps), operation.writes)
-        self._queue.append(_Feeding(operation, chunks, times, self._ahead))
+        steps = len(operation.steps)
+        chunks = self._chunks(operation.unit, steps, operation.writes)
+        self._queue.append(_Feeding(operation, chunks, steps, self._ahead))
         self._ahead, self._ahead_unit = [], -1
         self._feed()
 
@@ -125,7 +125,7 @@ class SimulatedUpdates:
             if read is None:
                 return False
             after = [read, *self._lanes.in_turn(chunk.come[1:], [read])][-1:]
-        computed = self._lanes.submit(chunk.update, after, feeding.times)
+        computed = self._lanes.submit(chunk.update, after, feeding.steps)
         back = [computed, *self._lanes.in_turn(chunk.back, [computed])]
         feeding.fed += 1
         if feeding.fed == len(feeding.chunks):
@@ -211,14 +211,6 @@ class SimulatedUpdates:
             touched = _part(traffic.touched, start, stop, total)
             chunks.append(_Chunk(come, Work(self._lane, f"update {name}", touched, seconds, wakes), back))
         return chunks
-
-    def _copying(self, unit: int) -> float:
-        """Factor by which an update takes longer if it copies the old states in RAM, which are read and written once
-        more."""
-        layout, placement, spec = self._plan.layout, self._plan.placement, self._plan.units[unit]
-        in_ram = (state for state in layout.states if placement.home(unit, state.name) == HOST)
-        copied = sum(layout.updated_bytes(spec, state) for state in in_ram)
-        return 1.0 + 2 * copied / (layout.bytes_per_update * self._elements[unit])
 
 
 def _part(nbytes: int, start: int, stop: int, total: int) -> int:

@@ -41,7 +41,7 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.runtime.gathering import SharedWeights
-from pagoda.runtime.undo import Guess
+from pagoda.runtime.speculation import Guess
 from pagoda.schedule import updates
 from pagoda.train import TrainConfig, run
 

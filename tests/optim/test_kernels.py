@@ -28,6 +28,7 @@ from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 from .blocks import (
     EDGES,
     RULES,
+    States,
     assert_same_states,
     copy_of,
     floats,
@@ -113,6 +114,38 @@ def test_any_format_is_updated_as_fp32_is(form: tuple[Precision, torch.dtype], r
     assert_same_states(own, plain)
 
 
+@each_once(rule=[*RULES.values()], precision=get_args(Precision), n=[1, BLOCK, 5_003])
+def test_new_states_written_elsewhere_are_those_of_an_update_in_place(
+    rule: ElementwiseRule, precision: Precision, n: int
+) -> None:
+    """The old states stay, and targets may lie at any address, or be the old states."""
+    old, gradient = random_states(rule, precision, n, seed=n)
+    kept, new = copy_of(old), copy_of(old)
+    noise = rule.noise("a", 4)
+    numbers = (*(() if noise is None else (17, *noise)), *rule.scalars(4, 0.5))
+
+    def update(states: States, *targets: int) -> None:
+        elsewhere = bool(targets)
+        kernel = kernels.update_kernel(rule, precision, gradient.dtype, elsewhere)
+        kernel(*addresses(states), gradient.data_ptr(), n, *targets, *numbers)
+
+    def addresses(states: States) -> list[int]:
+        return [states[state.name].data_ptr() for state in rule.states(precision)]
+
+    update(new)
+    for shift in (0, 1):  # on a cache line, and off it
+        room = {name: torch.zeros(len(state) + 64, dtype=state.dtype) for name, state in old.items()}
+        places = {
+            name: tensor[(-tensor.data_ptr() // tensor.itemsize) % (64 // tensor.itemsize) + shift :][: len(old[name])]
+            for name, tensor in room.items()
+        }
+        update(old, *addresses(places))
+        assert_same_states(places, new)
+        assert_same_states(old, kept)
+    update(old, *addresses(old))
+    assert_same_states(old, new)
+
+
 # --- torch's classes --------------------------------------------------------------------------------------------
 
 EXACT = {
@@ -168,24 +201,29 @@ def test_ten_steps_agree_with_torch_within_rounding(name: str) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86 assembly")
 @pytest.mark.parametrize(
-    ("name", "weights", "gradients"),
+    ("name", "weights", "gradients", "elsewhere"),
     [
-        ("adamw", FP16, FP16),
-        ("adamw", FP32, FP16),
-        (RULES["adamw-bf16"].kernel_name, BF16, BF16),
+        ("adamw", FP16, FP16, False),
+        ("adamw", FP32, FP16, True),
+        (RULES["adamw-bf16"].kernel_name, BF16, BF16, False),
+        (RULES["adamw-bf16"].kernel_name, BF16, BF16, True),
     ],
 )
-def test_kernels_compile_to_vectors_without_fused_operations(name: str, weights: int, gradients: int) -> None:
+def test_kernels_compile_to_vectors_without_fused_operations(
+    name: str, weights: int, gradients: int, elsewhere: bool
+) -> None:
+    """What is written elsewhere bypasses the cache."""
     if numba.core.config.CPU_NAME == "generic":
         pytest.skip("compiled for a generic CPU")
     rule = next(rule for rule in RULES.values() if rule.kernel_name == name)
-    fresh = numba.njit(**OPTIONS)(kernels.compiled(name, weights, gradients).py_func)
+    fresh = numba.njit(**OPTIONS)(kernels.compiled(name, weights, gradients, elsewhere).py_func)
     noise = () if rule.noise("", 1) is None else (0, 0, 0)
-    fresh(*[0] * 6, *noise, *rule.scalars(1))
+    fresh(*[0] * 6, *[0] * 4 * elsewhere, *noise, *rule.scalars(1))
     (assembly,) = fresh.inspect_asm().values()
     if HAS_CONVERSIONS:
         assert bool(re.search("vcvtph2ps.*%[yz]mm", assembly)) == (FP16 in (weights, gradients))
         assert bool(re.search("vcvtps2ph.*%[yz]mm", assembly)) == (weights == FP16)
+    assert ("movnt" in assembly) == elsewhere
     for absent in ("fmadd", "fnmadd", "rsqrt", "rcp"):
         assert absent not in assembly
     for present in ("mulps", *(("sqrtps", "divps") if "adam" in name else ())):
@@ -196,7 +234,7 @@ def test_each_form_is_cached_in_files_of_its_own() -> None:
     """Several in one could be taken for each other: see `jit.kernel`."""
     forms = [(weights, gradients) for weights in (FP32, BF16, FP16) for gradients in (FP32, BF16, FP16)]
     names = {rule.kernel_name for rule in RULES.values()}
-    made = [kernels.compiled(name, *pair) for name in names for pair in forms]
+    made = [kernels.compiled(name, *pair, elsewhere) for name in names for pair in forms for elsewhere in (False, True)]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     made += [taking for kept in dtypes for taking in kernels.gradient_kernels(kept)]
     made += [taking for arriving in dtypes[1:] for taking in kernels.gradient_kernels(torch.float32, arriving)]
@@ -216,14 +254,18 @@ def compiled():
     return [len(kernel.signatures) for kernel in used]
 
 for precision in ("bf16", "fp32"):
-    kernels.warm_up(AdamW(), precision)
+    kernels.warm_up(AdamW(), precision, elsewhere=True)
     dtype = gradient_dtype(precision)
-    used = [*kernels.gradient_kernels(dtype), kernels.compiled("adamw", FORMS[dtype], FORMS[dtype])]
+    used = [*kernels.gradient_kernels(dtype)]
+    used += [kernels.compiled("adamw", FORMS[dtype], FORMS[dtype], elsewhere) for elsewhere in (False, True)]
     used += [kernels.halves(dtype, joining) for joining in (False, True) if precision != "fp32"]
     before = compiled()
     gradient, into = torch.ones(2, 10, dtype=dtype)
     states = {spec.name: torch.zeros(10, dtype=spec.dtype) for spec in AdamW().states(precision)}
     flat.update(AdamW(), states, gradient, AdamW().scalars(1))
+    addresses = [state.data_ptr() for state in states.values()]
+    elsewhere = kernels.update_kernel(AdamW(), precision, elsewhere=True)
+    elsewhere(*addresses, gradient.data_ptr(), 10, *addresses, *AdamW().scalars(1))
     for take in used[:2]:
         take(into.data_ptr(), gradient.data_ptr(), 10)
     if precision != "fp32":

@@ -87,7 +87,7 @@ def traces(draw: Draw, units: int) -> Trace:
 def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks = ALONE) -> Plan:
     """Plans of random models under random budgets that fit, with a device of its own or not.
 
-    With `shares`, some updates are on the device, it is home to some states, and old states are copied in RAM; of
+    With `shares`, some updates are on the device, it is home to some states, and states in RAM are speculated on; of
     `ranks`, one's plan.
     """
     options = Options(
@@ -98,11 +98,11 @@ def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks = ALONE
         split=Split(
             device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate,
             device_home_share=draw(st.sampled_from([0.0, 0.5, 1.0])) * separate,
-            undo_in_ram=draw(st.booleans()),
             two_part_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         )
         if shares
         else None,
+        speculate=True if shares and draw(st.booleans()) else None,
     )
     root = draw(large_trees)
     states = STATES[draw(st.sampled_from(["bf16", "fp32"]))]

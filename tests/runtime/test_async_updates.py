@@ -90,15 +90,15 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
     model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update=lagging(bound))
     delays = random.Random(bound)
 
-    def slow(adamw: Callable[..., None]) -> Callable[..., None]:
-        def slow_adamw(*args: Any) -> None:
+    def slow(apply: Callable[..., None]) -> Callable[..., None]:
+        def slow_apply(*args: Any) -> None:
             time.sleep(delays.choice([0, 0, 0.002, 0.01]))
-            adamw(*args)
+            apply(*args)
 
-        return slow_adamw
+        return slow_apply
 
     for updater in engine_of(model)._executor.updaters:
-        monkeypatch.setattr(updater, "_kernel", slow(updater._kernel))
+        monkeypatch.setattr(updater, "_apply", slow(updater._apply))
     planned = pagoda.plan_of(model).placement
     assert bool(planned.passing) == bool(planned.units_with("device", [WEIGHT])) == (placement == BOTH)
     mine = Outcome()

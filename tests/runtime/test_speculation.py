@@ -21,7 +21,7 @@ from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import UNDO
-from pagoda.runtime.undo import Guess
+from pagoda.runtime.speculation import Guess
 from pagoda.schedule import updates
 
 from .loops import inputs, layers, learn
@@ -31,7 +31,8 @@ CLIPPED, CALM = 30.0, 1e-3
 """Factors of the loss with which its gradients are clipped, and are not."""
 PATTERNS = ("....", "xxxx", ".x.x.", "..x.xx.")
 ALL_IN_RAM, ARENA_ALL_IN_RAM = "all-in-ram", "arena-all-in-ram"
-PLACEMENTS = (ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
+PASSING = "states in RAM pass the device for their update"
+PLACEMENTS = (ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, PASSING)
 UNIT_LIMIT = "64KiB"
 RESIDENT = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
 LAYERS = 6
@@ -54,6 +55,9 @@ def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.
         return RESIDENT
     if placement == ARENA_ALL_IN_RAM:
         placement = ARENA
+    if placement == PASSING:
+        split = pagoda.Split(device_update_share=0.5)
+        return replace(RESIDENT, device="cpu:16MiB", split=split)
     model = layers(LAYERS)
     memory = squeeze(model, placement, directory, announced=accumulation, unit_limit=UNIT_LIMIT)
     if placement != HOST_WEIGHTS:
@@ -114,7 +118,7 @@ def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int,
     speculated = plan.placement.speculated
     assert training.counts[-1][0] + training.counts[-1][1] <= len(speculated)
     copied = sum(plan.layout.pages(plan.units[unit], GRAD) for unit in speculated) * PAGE
-    if placement == ALL_IN_RAM:
+    if placement in (ALL_IN_RAM, PASSING):
         states = sum(plan.layout.pages(unit, state.name) for unit in plan.units for state in plan.layout.states) * PAGE
         assert plan.bytes["host"][UNDO] == states
         assert speculated == {unit.index for unit in plan.units}
@@ -123,14 +127,63 @@ def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int,
     assert plan.bytes["host"].get(UNDO, 0) == (copied if placement == HOST_WEIGHTS else 0)
 
 
-def test_states_in_ram_are_speculated_on_only_where_asked_for(tmp_path: Path) -> None:
-    """Copies of them take time of the CPU, which computes here: `speculate` left out does without."""
+def test_states_in_ram_are_speculated_on_by_default_where_a_device_computes(tmp_path: Path) -> None:
+    """The CPU is idle during backward then. If the CPU computes, updates would take its time."""
     training = Training("...")
     train(training, RESIDENT, speculate=None).assert_same_bits(reference(training.pattern))
     assert set(training.counts) == {(0, 0)}
-    outcome = train(training, memory_of(ARENA_ALL_IN_RAM, tmp_path))
+    memory = replace(memory_of(ARENA_ALL_IN_RAM, tmp_path), host="64MiB")
+    outcome = train(training, memory, speculate=None)
     outcome.assert_same_bits(reference(training.pattern))
+    assert outcome.plan.bytes["host"][UNDO]
     assert training.counts[-1][0]
+
+
+def freezing(model: Any, optimizer: Any, outcome: Outcome) -> None:
+    """Some parameters of most units, and all of one unit, do not train in the second and third step."""
+    for step, sign in enumerate("..x.."):
+        for number, param in enumerate(model.parameters()):
+            param.requires_grad_(step not in (1, 2) or (number % 3 != 1 and number > 2))
+        learn(loss_of(model, step) * (CLIPPED if sign == "x" else CALM), outcome)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("rule", [pagoda.AdamW(lr=1e-2, moments="8bit"), pagoda.Adafactor(lr=1e-2)])
+@pytest.mark.parametrize("placement", [ALL_IN_RAM, HOST_WEIGHTS, PASSING])
+def test_what_an_update_does_not_change_is_in_the_new_states_too(rule: Any, placement: str, tmp_path: Path) -> None:
+    def trained(memory: pagoda.Memory, speculate: bool) -> Outcome:
+        update = pagoda.Updates(speculate=speculate)
+        return run(
+            layers(LAYERS), memory, freezing, rule=rule, clip_grad_norm=LIMIT, accumulation_steps=1, update=update
+        )
+
+    outcome = trained(replace(memory_of(placement, tmp_path), host="64MiB"), True)
+    assert outcome.plan.bytes["host"][UNDO]
+    outcome.assert_same_bits(trained(RESIDENT, False))
+
+
+def test_confirming_an_update_exchanges_the_extents_and_the_old_one_is_poisoned() -> None:
+    """No state is copied: the new values are where the update has written them, in the pages of the line."""
+    model, optimizer = speculating(RESIDENT)
+    store = optimizer._engine.store
+
+    def filled_with_nan() -> list[list[bool]]:
+        optimizer.drain()
+        return [
+            [bool((store.tensor(unit.index, extent).view(torch.uint8)[:64] == 0xFF).all()) for extent in extents]
+            for unit in store.plan.units
+            for state in store.plan.layout.states
+            for extents in [[store.extent(unit.index, state.name, number) for number in (0, 1)]]
+        ]
+
+    def let_them_end(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+        optimizer._engine.accesses.wait_until_idle()  # a confirmed update that has not begun is done in place
+
+    for sign, old in (".", 0), (".", 1), ("x", 1), (".", 0):
+        Training(sign, between=let_them_end, at=None)(model, optimizer, Outcome())
+        assert all(poisoned[old] and not poisoned[1 - old] for poisoned in filled_with_nan()), (sign, old)
+    optimizer.close()
 
 
 def test_it_pauses_until_some_steps_were_not_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,13 +12,11 @@ from pairwise import each_once
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops, module_spec
-from pagoda.forecast.problem import Problem
-from pagoda.forecast.search import search
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.options import Options, Split
-from pagoda.plan.placement import Budgets
+from pagoda.plan.placement import UNDO, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.tiers import HOST, SSD
@@ -326,7 +324,7 @@ def test_a_plan_with_ssd_needs_a_machine_whose_drive_is_known() -> None:
 
 
 def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for_it() -> None:
-    """Beside a GPU the CPU has backward for updates and copies of old states; where it computes itself, it has not."""
+    """Beside a GPU the CPU has backward for updates, and clipping then costs next to nothing."""
     root = tower(8, 256)
     params = sum(param.numel for param in root.walk())
     leaves = [matrix.name for layer in root.children for matrix in layer.children]
@@ -334,16 +332,20 @@ def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for
     cpu = replace(FAST.cpu, update_params_per_s=figure(params / 0.18))
     link = Link(*(figure(40.0 * params) for _ in range(3)))
     device = GPU.device
-    options = Options(page_bytes=4096, accumulation_steps=1, clipping=True)
 
-    def speculated(device: Device | None) -> frozenset[int]:
+    def planned(device: Device | None, **settings: Any) -> tuple[Plan, float]:
         machine = Hardware("test", cpu, device=device, link=link if device else None)
         budgets = Budgets(64 * params, 3 * params if device else None)
-        problem = Problem(root, STATES["bf16"], budgets, machine, compute, options)
-        return search(problem).best.plan.placement.speculated
+        options = Options(page_bytes=4096, accumulation_steps=1, **settings)
+        plan = make_plan(root, STATES["bf16"], budgets, options)
+        return plan, simulate(plan, machine, compute.of_step(root, plan)).step_s
 
-    assert speculated(device)
-    assert not speculated(None)
+    plan, clipped = planned(device, clipping=True)
+    assert plan.placement.speculated == {unit.index for unit in plan.units}
+    assert plan.placement.pages(HOST, UNDO) == sum(plan.placement.pages(HOST, state.name) for state in STATES["bf16"])
+    assert clipped < 1.05 * planned(device)[1]
+    assert planned(device, clipping=True, speculate=False)[1] > 1.1 * clipped
+    assert not planned(None, clipping=True)[0].placement.speculated
 
 
 @pytest.mark.parametrize(("layers", "slabs"), [(24, 7.26), (40, 6.25)])
@@ -352,7 +354,7 @@ def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_one
     does not fetch ahead takes twice as long."""
     shape = replace(PAPER_SHAPES["gpt3-175b"], layers=layers, hidden=512, heads=8, ffn=2048, vocab=2100, seq_len=64)
     root, ranks = module_spec(shape), Ranks(4, 4)
-    options = Options(page_bytes=4096, unit_limit=1 << 17, accumulation_steps=1, clipping=True)
+    options = Options(page_bytes=4096, unit_limit=1 << 17, accumulation_steps=1, clipping=True, speculate=False)
 
     def planned(device: int) -> Plan:
         return make_plan(root, STATES["bf16"], Budgets(LARGE, device), options, ranks)
