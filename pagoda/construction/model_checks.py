@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Container
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -45,7 +44,6 @@ def check_model(model: object) -> None:
             )
         if param.is_inference():
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
-    _check_memory_is_apart(model)
 
 
 def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -96,21 +94,6 @@ def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str
             raise ConfigError(
                 f"{name!r} is a {type(param).__name__} that computes in {param.dtype}, but all other weights compute "
                 f"in {dtype}: set precision to that of {name!r}, or quantize a model that you have cast to {dtype}."
-            )
-
-
-def _check_memory_is_apart(model: nn.Module) -> None:
-    """Raises ConfigError for trained parameters that share memory.
-
-    With torch's optimizers they change together, but in pages each has its own memory.
-    """
-    plain = ((name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta)
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name, p) for name, p in plain if p.is_contiguous())
-    for (_, end, name, param), (start, _, other, beside) in pairwise(spans):
-        if start < end and (param.requires_grad or beside.requires_grad):
-            raise ConfigError(
-                f"{name!r} and {other!r} are two parameters in the same memory, which would be trained separately. To "
-                "tie them, assign one parameter to both modules (a.weight = b.weight); otherwise, clone one."
             )
 
 
