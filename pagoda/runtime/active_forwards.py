@@ -1,7 +1,8 @@
 """ActiveForwards: the forwards that are running now, and the leases that each keeps until it ends."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,17 +30,36 @@ class ActiveForwards:
     """All running forwards of hooked modules, outermost first.
 
     Invariant: `unit.active` is the number of forwards that have entered the unit. Above zero, its parameters point into
-    a pinned lease.
+    a pinned lease. One thread at a time runs forwards, because all threads see the same parameters.
     """
 
     _packing: Packing
     _accesses: Accesses
     _running: list[_Forward] = field(default_factory=list)
+    _one_thread: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def in_forward(self) -> bool:
         """Whether a forward is running."""
         return any(not forward.is_method for forward in self._running)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other thread runs a forward. Waits for the outermost forward of another thread.
+
+        A thread that Python did not start is one of autograd's. The thread for which it works waits in backward, and
+        may be inside a forward, so there is nothing to wait for.
+        """
+        if self._runs_here() or isinstance(threading.current_thread(), threading._DummyThread):
+            yield
+            return
+        if not self._one_thread.acquire(blocking=False):
+            self._accesses.check_open()  # the thread that holds it may be one of the process that was forked
+            self._one_thread.acquire()
+        try:
+            yield
+        finally:
+            self._one_thread.release()
 
     def run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward with `units` leased and their parameters pointing into the leases.
@@ -76,6 +96,12 @@ class ActiveForwards:
                 "The transforms of torch.func (vmap, grad, jvp, ...) cannot run a wrapped model: use autograd's own "
                 "functions, or transform only what holds no parameters."
             )
+        with self.alone():
+            return self._run_alone(is_method, units, call, *args, **kwargs)
+
+    def _run_alone(
+        self, is_method: bool, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         if not self._running and not torch.is_grad_enabled():
             self._accesses.before_evaluation()
         starts_packing = self._packing.enter()

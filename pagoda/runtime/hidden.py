@@ -74,7 +74,8 @@ class Hidden:
             if (name, attribute) == ("__set__", "data") and not isinstance(args[1], Hidden):
                 _refuse("data =", args)
         elif name not in _HARMLESS and (name not in _LIKE_ANOTHER or isinstance(first, Hidden)):
-            _refuse(f"{name}()", (args, kwargs))
+            if not (name == "view_as" and args[1] is first):  # get_gradient_edge and register_multi_grad_hook do this
+                _refuse(f"{name}()", (args, kwargs))
         with as_plain():
             result = func(*args, **(kwargs or {}))
         if not isinstance(first, Hidden) or result is first or name in _MADE_ANEW or attribute == "grad":

@@ -89,9 +89,12 @@ class ModelHooks:
     def _run(self, units: list[LiveUnit], is_root: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._refuse_compiling()
         active_forwards = self._engine.active_forwards
-        if is_root and not active_forwards.in_forward and torch.is_grad_enabled():
-            self._engine.graphs.begin_forward((args, kwargs))
-        return active_forwards.run(units, call, *args, **kwargs)
+        if not is_root:
+            return active_forwards.run(units, call, *args, **kwargs)
+        with active_forwards.alone():
+            if not active_forwards.in_forward and torch.is_grad_enabled():
+                self._engine.graphs.begin_forward((args, kwargs))
+            return active_forwards.run(units, call, *args, **kwargs)
 
     def _refuse_compiling(self, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -136,10 +139,11 @@ class ModelHooks:
 
     def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
         param = unit.params[slot]
-        accumulate = False
+        accumulate, backward = False, -1
 
         def before(_grads: tuple[torch.Tensor, ...]) -> None:
-            nonlocal accumulate
+            nonlocal accumulate, backward
+            backward = torch._C._current_graph_task_id()
             with as_plain():
                 check_is_ours(unit, slot)
                 accumulate = param.grad is not None
@@ -151,8 +155,15 @@ class ModelHooks:
                 with as_plain():
                     if not param.requires_grad:
                         return
+                    if backward != torch._C._current_graph_task_id():
+                        raise UsageError(
+                            f"Two threads ran backward at once, and both gave {unit.name(slot)!r} a gradient: let one "
+                            "wait for the other."
+                        )
                     grad = param.grad
-                    assert grad is not None
+                    if grad is None:  # a hook of the user's has dropped it, and those before it
+                        unit.marked.discard(slot)
+                        return
                     if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
                         param.grad = None
                         return

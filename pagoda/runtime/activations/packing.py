@@ -1,6 +1,7 @@
 """Packing: what graphs keep in place of saved tensors. For a weight this is its name, for an activation the tensor
 itself or the place of its bytes."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,10 +84,15 @@ class Packing:
     """The policy of the block whose forward runs. None outside blocks."""
     graph: Graph = field(default_factory=Graph)
     """The graph of the model's latest forward."""
-    _entered: list[tuple[Callable[[torch.Tensor], Any], Any]] = field(default_factory=list)
-    """The active hooks, outermost first, each with the function that packs for it."""
+    _of_thread: threading.local = field(default_factory=threading.local)
     _placeholders: dict[int, str] = field(default_factory=dict)
     _buffers: frozenset[int] = frozenset()
+
+    @property
+    def _entered(self) -> list[tuple[Callable[[torch.Tensor], Any], Any]]:
+        """This thread's active hooks, outermost first, each with the function that packs for it."""
+        entered: list[Any] = self._of_thread.__dict__.setdefault("entered", [])
+        return entered
 
     def register(self, units: list[LiveUnit]) -> None:
         """Register the placeholders, so that saving one raises an error with the name of the parameter."""
