@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from pagoda.checkpoint.pretrained import values_by_name, values_of
+from pagoda.checkpoint.pretrained import forget_values, values_by_name, values_of
 from pagoda.checkpoint.state import ParameterState
 from pagoda.construction.loaded_values import KeepCopiedValues, keep_loaded_values, remember_versions
 from pagoda.distributed.tensors import as_dtensor, shard_of
@@ -22,7 +22,7 @@ from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec, around_of
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.quantized import QuantizedForm
 from pagoda.runtime.reads import has_forward, join, params_read_in
-from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.unit import LiveUnit, successor
 from pagoda.transforms.adapters import adapter_initialiser
 from pagoda.transforms.operator_tiles import Tiling
 
@@ -58,8 +58,7 @@ def init() -> Iterator[None]:
             return None
         if module._parameters.get(name) is not None:  # this replaces what the constructor made, so it has loaded values
             return None
-        meta = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        meta.__dict__.update(param.__dict__)
+        meta = successor(param, torch.empty_like(param, device="meta"), name)
         keep_loaded_values(module)
         waiting.append(meta)
         made.add(name)
@@ -230,7 +229,9 @@ class Builder:
             values = self._values.get(spec.name)
         if values is not None:
             state.copy_master_in(values)
-            return nn.Parameter(unit.as_param(slot, unit.placeholders[slot]), param.requires_grad)
+            made = unit.new_param(slot, unit.placeholders[slot])
+            forget_values(made)
+            return made
         source = unit.stored(slot, self._initialised(whole, spec) if whole.is_meta else whole)
         mine = source.detach().reshape(-1)[first : first + spec.numel]
         if not whole.is_meta:

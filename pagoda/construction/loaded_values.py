@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from pagoda.checkpoint.pretrained import forget_values
 from pagoda.errors import UsageError
+from pagoda.runtime.unit import successor
 
 _INITIALISERS = frozenset({"reset_parameters", "_reset_parameters", "_init_weights"})
 """Functions that `wrap` runs again, so their writes may be lost now."""
@@ -70,8 +71,7 @@ def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 
 def _make_real(param: nn.Parameter) -> None:
     """Give a parameter on meta memory, in place, because other modules may share it."""
-    real = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
-    real.__dict__.update(param.__dict__)
+    real = successor(param, torch.empty_like(param, device="cpu"), f"A parameter of shape {tuple(param.shape)}")
     forget_values(real)
     torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
 

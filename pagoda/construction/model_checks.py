@@ -10,8 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from pagoda.checkpoint.state import is_paged
 from pagoda.construction.loaded_values import is_overwritten
+from pagoda.distributed.tensors import as_dtensor
 from pagoda.errors import ConfigError, UsageError
 from pagoda.runtime.quantized import is_quantized
+from pagoda.runtime.unit import check_node_is_free
 
 
 def check_model(model: object) -> None:
@@ -44,6 +46,13 @@ def check_model(model: object) -> None:
             )
         if param.is_inference():
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
+
+
+def check_nodes_are_free(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError if autograd's node of a parameter that will get another dtype or device is in use."""
+    for name, param in model.named_parameters():
+        if param.is_meta or as_dtensor(param) is not None or param.dtype is not dtype or param.device.type != device.type:
+            check_node_is_free(param, name)
 
 
 def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:

@@ -82,9 +82,7 @@ def test_threads_that_train_at_once_add_up_their_gradients(activations: str, wra
 
     def trained(run: Callable[[Callable[[float], None]], object]) -> dict[str, torch.Tensor]:
         memory = squeeze(Integers(), ALL_ON_SSD, tmp_path, unit_limit="20KiB")
-        model, optimizer = wrap(
-            Integers(), memory, rule=pagoda.SGD(lr=1.0), precision="fp32", activations=activations
-        )
+        model, optimizer = wrap(Integers(), memory, rule=pagoda.SGD(lr=1.0), precision="fp32", activations=activations)
 
         def turn(value: float) -> None:
             for _ in range(8):

@@ -113,7 +113,11 @@ def test_an_update_during_backward_that_is_refused_counts_as_no_step_and_others_
         spoil = model.layers[0][0].bias.register_hook(lambda grad: grad * torch.nan)
         backward()
         spoil.remove()
-    told = "No weight was changed" if bad == "every gradient" else "But 1 of 2 units, such as 'layers.1', were updated during"
+    told = (
+        "No weight was changed"
+        if bad == "every gradient"
+        else "But 1 of 2 units, such as 'layers.1', were updated during"
+    )
     with pytest.raises(NonFiniteGradientError, match=told):
         optimizer.step()
     refused = {"layers.0.0.weight", "layers.0.0.bias"} if bad == "one gradient" else {n for n, _ in steps_of(optimizer)}
