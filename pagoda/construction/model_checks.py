@@ -51,7 +51,12 @@ def check_model(model: object) -> None:
 def check_nodes_are_free(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ConfigError if autograd's node of a parameter that will get another dtype or device is in use."""
     for name, param in model.named_parameters():
-        if param.is_meta or as_dtensor(param) is not None or param.dtype is not dtype or param.device.type != device.type:
+        if (
+            param.is_meta
+            or as_dtensor(param) is not None
+            or param.dtype is not dtype
+            or param.device.type != device.type
+        ):
             check_node_is_free(param, name)
 
 
