@@ -23,6 +23,10 @@ class _Forward:
     phase: Phase
     thread: int = field(default_factory=threading.get_ident)
     entered: list[LiveUnit] = field(default_factory=list)
+    read: list[LiveUnit] = field(default_factory=list)
+    """Those of them that it entered only to read a parameter of another module."""
+    written: list[str] = field(default_factory=list)
+    """Parameters that it has written to."""
 
 
 @dataclass(eq=False, repr=False)
@@ -75,15 +79,28 @@ class ActiveForwards:
         """Run a method of a module other than its forward. Parameters that `gathered` shows are not leased again."""
         return self._run(True, [u for u in units if not u.gathered], method, *args, **kwargs)
 
-    def use(self, unit: LiveUnit) -> bool:
-        """Lease a unit until the innermost running forward ends. That forward reads a parameter of another module.
+    def use(self, units: Sequence[LiveUnit]) -> bool:
+        """Lease units for one function of torch, and then until the innermost running forward ends or other units need
+        room. That forward reads parameters of other modules.
 
         Returns False if no forward runs in this thread.
         """
         if not self._runs_here():
             return False
-        self._enter(self._running[-1], unit)
+        forward = self._running[-1]
+        for unit in units:
+            self._enter(forward, unit, keep=units)
+            forward.read.append(unit)
         return True
+
+    def _give_back(self, keep: Sequence[LiveUnit]) -> None:
+        """Hide what running forwards have read of other modules, except the units `keep`. They lease it again if they
+        read it again."""
+        for forward in self._running:
+            given, forward.read = [u for u in forward.read if u not in keep], [u for u in forward.read if u in keep]
+            for unit in given:
+                forward.entered.remove(unit)
+                self._leave(forward, unit)
 
     def _runs_here(self) -> bool:
         return bool(self._running) and self._running[-1].thread == threading.get_ident()
@@ -114,27 +131,30 @@ class ActiveForwards:
             output = call(*args, **kwargs)
         finally:
             self._running.remove(forward)
-            written = [name for unit in forward.entered if (name := self._leave(unit, forward.phase)) is not None]
+            for unit in forward.entered:
+                self._leave(forward, unit)
             if starts_packing:
                 self._packing.leave()
-        if written:
-            raise UsageError(written_in_forward(written[0]))
+        if forward.written:
+            raise UsageError(written_in_forward(forward.written[0]))
         return output
 
-    def _enter(self, forward: _Forward, unit: LiveUnit) -> None:
+    def _enter(self, forward: _Forward, unit: LiveUnit, keep: Sequence[LiveUnit] = ()) -> None:
         if unit.gathered:
             raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
+        if not self._accesses.is_leased(unit):  # it needs room
+            self._give_back(keep)
         lease = self._accesses.begin(unit, forward.phase)
         unit.active += 1
         forward.entered.append(unit)
         if unit.active == 1:
             unit.show(lease.base)
 
-    def _leave(self, unit: LiveUnit, phase: Phase) -> str | None:
-        """End the use of a unit. Returns the name of a parameter that was written to meanwhile, if any."""
+    def _leave(self, forward: _Forward, unit: LiveUnit) -> None:
+        """End the use of a unit, and note if a parameter was written to meanwhile."""
         unit.active -= 1
         written = unit.hide() if unit.active == 0 else None
-        self._accesses.end(unit, phase)
+        self._accesses.end(unit, forward.phase)
         if written is not None:
             self._accesses.overwritten(unit)
-        return written
+            forward.written.append(written)
