@@ -186,9 +186,9 @@ class Packing:
         if top is not None and _of_checkpoint(top):
             pack, unpack = (
                 partial(self._pack_in_checkpoint, top[0], note, checks),
-                partial(_unpack_in_checkpoint, top[1]),
+                partial(self._unpack_in_checkpoint, top[1]),
             )
-        elif top is not None:
+        elif top is not None and top[0] != self._pack:
             pack = partial(self._pack_inside, top)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()  # raises where hooks are disabled
@@ -315,7 +315,22 @@ class Packing:
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         self._offloader.read_ahead()
+        self._pack_in_backward()
         return packed()
+
+    def _unpack_in_checkpoint(self, unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
+        if isinstance(held, _Checked):
+            held.check()
+            held = held.held
+        found: Any = unpack(held)
+        self._pack_in_backward()
+        return found.unpack() if isinstance(found, WeightReference) else found
+
+    def _pack_in_backward(self) -> None:
+        """With `create_graph`, backward builds a graph too, which must not hold weights. torch restores the hooks of the
+        thread after each node of the graph, so these last until the node that unpacks now has run."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and _top() is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def _reference(self, tensor: torch.Tensor) -> WeightReference | None:
         """The reference to a leased weight, or None for a tensor that is not a weight. Raises UsageError for a weight
@@ -346,14 +361,6 @@ def _top() -> Any:
 
 def _of_checkpoint(hooks: Any) -> bool:
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
-
-
-def _unpack_in_checkpoint(unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
-    if isinstance(held, _Checked):
-        held.check()
-        held = held.held
-    found: Any = unpack(held)
-    return found.unpack() if isinstance(found, WeightReference) else found
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))
