@@ -80,8 +80,8 @@ class CutParameter(hidden_class(torch.Tensor)):  # type: ignore[misc]
         gets_gradient = attribute == "grad" and (name == "__set__" or any(p.grad is not None for p in whole.parts))
         if gets_gradient or name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             raise UsageError(
-                f"{attribute or name} was asked of {vars(whole)['hidden_name']!r}, a parameter of a layer in tiles, which "
-                "are parameters of their own (module.parameters()). Register hooks before wrap(), which then leaves the "
+                f"{attribute or name} was asked of {name_of(whole)!r}, a parameter of a layer in tiles, which are "
+                "parameters of their own (module.parameters()). Register hooks before wrap(), which then leaves the "
                 "layer whole, or raise tiles.tile_limit."
             )
         if name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad"):

@@ -55,8 +55,8 @@ def node_is_held(param: torch.Tensor) -> bool:
 
 
 def check_node_is_free(param: torch.Tensor, name: str) -> None:
-    """Raises ConfigError if someone holds autograd's node of a parameter that gets a new one. Hooks on the node would be
-    lost, and nothing tells whether it has any."""
+    """Raises ConfigError if someone holds autograd's node of a parameter that gets a new one. Hooks on the node would
+    be lost, and nothing tells whether it has any."""
     if node_is_held(param):
         raise ConfigError(
             f"{name!r} gets new memory or a new dtype, but autograd's node of it is in use: by a hook on it "

@@ -31,9 +31,9 @@ _LINEARS = (nn.Linear, LateHead)
 """Types of linear layers that can be tiled. Subclasses cannot, because they may compute something else."""
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _OTHER_HOOKS = (
-    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")
-    + ("_is_full_backward_hook", "_state_dict_hooks", "_state_dict_pre_hooks")
-    + ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+    *("_is_full_backward_hook", "_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 """Attributes in which a module keeps its hooks."""
 _ADAPTED = "base_layer"
@@ -48,9 +48,9 @@ class Tiling:
 
     Layers that share a weight share its tiles. Forward hooks of a layer move to its replacement. A linear layer or
     embedding stays whole, with a warning, in these cases: another kind of module uses its weight too, it is the model
-    itself, tensor parallelism has divided it, it or its parameters have other hooks, or it does more than its class says
-    (a forward of its own, a maximum norm of vectors, sparse gradients). Experts with hooks of any kind stay in one unit,
-    also with a warning.
+    itself, tensor parallelism has divided it, it or its parameters have other hooks, or it does more than its class
+    says (a forward of its own, a maximum norm of vectors, sparse gradients). Experts with hooks of any kind stay in one
+    unit, also with a warning.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Blocks that change tensors in place, or more than their output: no activation policy gives other gradients than torch,
-and each refuses what torch refuses."""
+"""Blocks that change tensors in place, or more than their output: no activation policy gives other gradients than
+torch, and each refuses what torch refuses."""
 
 from contextlib import nullcontext
 from pathlib import Path

@@ -327,8 +327,8 @@ class Packing:
         return found.unpack() if isinstance(found, WeightReference) else found
 
     def _pack_in_backward(self) -> None:
-        """With `create_graph`, backward builds a graph too, which must not hold weights. torch restores the hooks of the
-        thread after each node of the graph, so these last until the node that unpacks now has run."""
+        """With `create_graph`, backward builds a graph too, which must not hold weights. torch restores the hooks of
+        the thread after each node of the graph, so these last until the node that unpacks now has run."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and _top() is None:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
