@@ -14,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -158,9 +160,16 @@ def t5(layers: int = 4, dropout: float = 0.0) -> nn.Module:
     )
 
 
+def mixtral(layers: int = 2) -> nn.Module:
+    """With more experts than a micro-batch uses."""
+    sizes = {**SIZES, "intermediate_size": 32, "num_hidden_layers": layers, "num_local_experts": 32}
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "plain": Plain,
     "llama": llama,
+    "mixtral": mixtral,
     "gpt2": gpt2,
     "qwen3": qwen3,
     "t5": t5,

@@ -81,9 +81,9 @@ def committed(
             if not named:
                 with suppress(OSError):
                     if keep_mark():
-                        _empty(claimed, keep=PARTIAL_MARK)
+                        empty(claimed, keep=PARTIAL_MARK)
                     else:
-                        _empty(claimed, last=PARTIAL_MARK)
+                        empty(claimed, last=PARTIAL_MARK)
                         temporary.rmdir()
             raise
         finally:
@@ -117,7 +117,7 @@ def _claim(temporary: Path, directory: Path) -> Lock:
             names = os.listdir(lock.descriptor)
             if PARTIAL_MARK not in names and not {*names} <= {PARTIAL_MARK + TEMPORARY}:
                 raise _not_ours(temporary)
-            _empty(lock.descriptor, keep=PARTIAL_MARK)
+            empty(lock.descriptor, keep=PARTIAL_MARK)
             return lock
         except BaseException:
             lock.close()
@@ -131,7 +131,7 @@ def _not_ours(temporary: Path) -> CheckpointError:
     )
 
 
-def _empty(descriptor: int, keep: str = "", last: str = "") -> None:
+def empty(descriptor: int, keep: str = "", last: str = "") -> None:
     """Delete the content of an open directory except `keep`, with `last` at the end. Does not follow symbolic links."""
     for name in sorted(os.listdir(descriptor), key=last.__eq__):
         if name == keep:
@@ -183,7 +183,7 @@ class Removable:
         nameless = removed(self.directory)
         with _deleting(self.directory):
             with inside(nameless.parent, nameless.name) as descriptor:
-                _empty(descriptor, last=MANIFEST)
+                empty(descriptor, last=MANIFEST)
             nameless.rmdir()
 
 

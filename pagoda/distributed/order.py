@@ -88,9 +88,11 @@ class Order:
     collective, it skips the rest of the list.
 
     *Without a list.* Before each collective, every rank announces what it wants. Ranks that want weights are answered
-    first: together if all want the same weights, otherwise each separately. BEGIN comes next, and then the first rank
-    that wants a collective in which the others can take part. They do so, and announce again what they want. So ranks
-    may want things in any order, and none waits forever: a rank that announces nothing is computing or in a collective.
+    first: together if all want the same weights, otherwise each separately. BEGIN comes next, and then a collective in
+    which ranks that do not want it can take part, of the last unit first. They do so, and announce again what they
+    want. So ranks may want things in any order, and none waits forever: a rank that announces nothing is computing or
+    in a collective. Backward has the gradients of the last unit first. So ranks with other experts still reduce each
+    unit once, with all gradients of a backward.
 
     *The end.* A rank on which something has failed takes part in the rest of its list, so that no rank waits for it,
     and then announces the failure. Once a rank has failed or left, all others raise RankError at their next
@@ -288,7 +290,8 @@ class Order:
                     f"Rank {rank} has closed its optimizer, but {me} is at {mine.place}: run the same number of steps "
                     "on every rank."
                 )
-        chosen = next((call for kinds in _FIRST for call in calls if call.kind in kinds), calls[0])
+        last_first = sorted(calls, key=lambda call: -call.about)  # the order in which backward has units' gradients
+        chosen = next((call for kinds in _FIRST for call in last_first if call.kind in kinds), calls[0])
         if chosen.kind is CollectiveKind.ON_ALL_RANKS and not all(chosen.is_with(call) for call in calls):
             wanted = ", ".join(f"rank {rank} is at {call.place}" for rank, call in enumerate(calls))
             raise UsageError(f"Ranks are at different points, but each of these needs all ranks: {wanted}.")

@@ -71,11 +71,22 @@ class RoutedExperts(Announcing):
             (piece, part, each) for (piece, _), part, each in zip(pieces, parts, of_pieces, strict=True) if len(part)
         ]
         idle = [piece for (piece, _), part in zip(pieces, parts, strict=True) if not len(part)]
-        params = [param for piece in idle for param in piece.parameters()] if self.idle_get_zeros else []
+        zeros = self.idle_get_zeros and any(True for piece in idle for _ in piece.parameters())
         if self.coming is not None:
-            self.coming([piece for piece, _, _ in runs], idle if params else ())
-        results = torch.cat([self.run_piece(*run) for run in runs]) if runs else tokens  # keeps the graph connected
-        return _ZeroGradients.apply(results, *params) if params else results  # type: ignore[no-untyped-call]
+            self.coming([piece for piece, _, _ in runs], idle if zeros else ())
+        if not runs:  # the tokens, which have no rows, keep the graph connected
+            return _zeroing(tokens, idle) if zeros else tokens
+        results: list[Tensor] = []
+        waiting: list[nn.Module] = []
+        for (piece, _), part, each in zip(pieces, parts, of_pieces, strict=True):
+            if len(part):
+                results.append(self.run_piece(piece, _zeroing(part, waiting), each))
+                waiting = []
+            elif zeros and results:
+                results[-1] = _zeroing(results[-1], [piece])
+            elif zeros:
+                waiting.append(piece)
+        return torch.cat(results)
 
 
 class ExpertStack(Tiled, RoutedExperts):
@@ -194,6 +205,18 @@ def _by_expert(by_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor
     experts = torch.arange(len(by_rank[0])).repeat(len(by_rank))
     counts = torch.tensor(list(chain.from_iterable(by_rank)), dtype=torch.int64)
     return experts.repeat_interleave(counts).argsort(stable=True).to(device)
+
+
+def _zeroing(tensor: Tensor, idle: Sequence[nn.Module]) -> Tensor:
+    """A tensor whose backward also gives zero gradients to the parameters of idle pieces, the last piece first.
+
+    Backward reaches pieces in the reverse order of their forwards. Zeros come in that order too, so ranks that route
+    their tokens differently have gradients in one order, and each is reduced once for all of them.
+    """
+    for piece in idle:
+        if params := list(piece.parameters()):
+            tensor = _ZeroGradients.apply(tensor, *params)  # type: ignore[no-untyped-call]
+    return tensor
 
 
 class _ZeroGradients(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Accelerate with training state in pages: its `Accelerator` wraps the models that it prepares."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,18 @@ from torch import nn
 
 from pagoda.checkpoint.state import is_paged
 from pagoda.config.training import Precision
-from pagoda.errors import ConfigError
+from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import States, exported_into
+from pagoda.integrations.states import Saves, exported_into, newest, numbered
 from pagoda.optimizer import PagedOptimizer
 
 PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
 """What Accelerate calls mixed precision -> the precision to wrap with, or None for that of the model's dtype."""
+
+
+def _state(at: int) -> str:
+    """The name of the checkpoint of a paged model in a save, by its number."""
+    return "state" if at == 0 else f"state_{at}"
 
 
 def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None:
@@ -51,8 +57,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     yet. `mixed_precision` is the dtype of weights in forward and backward, with a master in fp32; autocast is not used.
     On several ranks, Pagoda divides the state; DDP is not used.
 
-    `save_state` and `load_state` write and read the exact state of models in pieces, in a directory next to
-    Accelerate's own files.
+    `save_state` and `load_state` write and read the exact state of models in pieces, together with Accelerate's own
+    files.
 
     Raises ConfigError for settings that cannot be combined with paging, and BudgetError like `wrap`.
     """
@@ -141,29 +147,57 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with exported_into(Path(save_directory), model, max_shard_bytes=limit, own_names=True):
             pass
 
-    def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Like Accelerate's, but the state of paged models is written in pieces."""
-        with self._without_paged():
-            directory: str = super().save_state(*args, **kwargs)
-        self.wait_for_everyone()
-        for (_, optimizer), place in zip(self._paged, self._places(directory), strict=True):
-            place.save(optimizer.optimizer, lambda name: broadcast_object_list([name])[0])
-            self.wait_for_everyone()
-            if self.is_main_process:
-                place.keep_newest()
-        return directory
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
+        """Like Accelerate's, but the state of paged models is written in pieces. All files are in a directory
+        `pagoda-N` of `output_dir`. An older save is deleted once the new one is complete and on the disk."""
+        project = self.project_configuration
+        automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
+        try:
+            outer = self._next_directory() if automatic else Path(output_dir)
+            with (
+                Saves(outer).new(
+                    self.is_main_process, lambda name: broadcast_object_list([name])[0], self.wait_for_everyone
+                ) as save,
+                self._without_paged(),
+            ):
+                super().save_state(str(save), *args, **kwargs)
+                for at, (_, optimizer) in enumerate(self._paged):
+                    optimizer.optimizer.save_checkpoint(save / _state(at))
+        finally:
+            project.automatic_checkpoint_naming = automatic
+        if automatic and self.is_main_process and project.total_limit is not None:
+            for directory in self._automatic()[: -project.total_limit]:
+                shutil.rmtree(directory)
+        return str(outer)
 
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Like Accelerate's, but the state of paged models is read in pieces."""
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Like Accelerate's, but the state of paged models is read in pieces. Files that are damaged or were not
+        written whole are not loaded, but the save before them, with a warning. Raises CheckpointError if there is
+        none."""
+        if input_dir is None and not self.project_configuration.automatic_checkpoint_naming:
+            raise ConfigError("Name the directory to load, or set automatic_checkpoint_naming in ProjectConfiguration.")
+        outers = [Path(input_dir).expanduser()] if input_dir is not None else self._automatic()
+        save = newest(outers)
         with self._without_paged():
-            super().load_state(*args, **kwargs)
+            super().load_state(str(save), *args, **kwargs)
 
     def _load_paged(self, _models: list[nn.Module], directory: str) -> None:
-        for (_, optimizer), place in zip(self._paged, self._places(directory), strict=True):
-            optimizer.optimizer.load_checkpoint(place.newest())
+        for at, (_, optimizer) in enumerate(self._paged):
+            optimizer.optimizer.load_checkpoint(Path(directory, _state(at)))
 
-    def _places(self, directory: str) -> list[States]:
-        return [States(Path(directory), "pagoda" if at == 0 else f"pagoda_{at}") for at in range(len(self._paged))]
+    def _automatic(self) -> list[Path]:
+        """The directories that Accelerate has named, in the order in which it did."""
+        return numbered(self._checkpoints, "checkpoint_")
+
+    def _next_directory(self) -> Path:
+        directory = self._checkpoints / f"checkpoint_{self.save_iteration}"
+        if Saves(directory).complete():
+            raise CheckpointError(f"{directory} exists already. Set project_configuration.iteration to another number.")
+        return directory
+
+    @property
+    def _checkpoints(self) -> Path:
+        return Path(self.project_dir, "checkpoints")
 
     @contextmanager
     def _without_paged(self) -> Iterator[None]:

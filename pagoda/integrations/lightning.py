@@ -20,7 +20,7 @@ from pagoda.config.training import Precision
 from pagoda.construction.construct import init
 from pagoda.errors import CheckpointError, ConfigError, UsageError
 from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import States
+from pagoda.integrations.states import Saves
 from pagoda.optimizer import PagedOptimizer
 
 _PRECISIONS: dict[str, Precision | None] = {
@@ -29,10 +29,10 @@ _PRECISIONS: dict[str, Precision | None] = {
     "bf16-mixed": "bf16",
     "16-mixed": "fp16",
 }
-_REST = "rest.ckpt"
-"""File in a checkpoint's directory: what Lightning saves in addition to the model and its optimizer."""
-_STATE = "pagoda"
-"""Key in that file: the name of the directory with the model and its optimizer."""
+_REST, _STATE = "rest.ckpt", "state"
+"""In a save: the file with what Lightning saves in addition to the model and its optimizer, and their directory."""
+_HAS_STATE = "pagoda"
+"""Key in that file: whether that directory is there, and not all state is in the file."""
 
 
 _Base: Any = object
@@ -87,18 +87,16 @@ class _Strategy(_Base):  # type: ignore[misc]
         return self._paged
 
     @contextmanager
-    def _saved(self, directory: Path) -> Iterator[str]:
-        """Save all state in a directory, and yield its name there. After the block, which writes the other files, older
-        state is deleted."""
+    def _saved(self, directory: Path) -> Iterator[Path]:
+        """Save all state in a new directory, and yield it. After the block, which writes the other files there, older
+        saves are deleted."""
         if directory.is_file():
             raise CheckpointError(
                 f"{directory} is a file, and a checkpoint in pages is a directory: save to another path."
             )
-        states = States(directory, _STATE)
-        yield states.save(self.optimizer_in_pages, self.broadcast)
-        self.barrier()
-        if self.is_global_zero:
-            states.keep_newest()
+        with Saves(directory).new(self.is_global_zero, self.broadcast, self.barrier) as save:
+            yield save
+            self.optimizer_in_pages.save_checkpoint(save / _STATE)
 
 
 class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
@@ -141,6 +139,8 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
                     f"{type(callback).__name__} copies weights that are not in memory: leave it out, and average them "
                     "inside pagoda.gathered, as examples/ema.py does."
                 )
+        if self.world_size == 1:  # as a DDPStrategy, it would get a distributed sampler, which shuffles otherwise
+            trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
         self.paging.check_device(self.root_device)
         self.setup_optimizers(trainer)
@@ -207,20 +207,23 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
             checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        with self._saved(Path(filepath)) as name:
-            super().save_checkpoint({**checkpoint, _STATE: name}, Path(filepath, _REST), storage_options)
+        with self._saved(Path(filepath)) as save:
+            super().save_checkpoint({**checkpoint, _HAS_STATE: True}, save / _REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load Lightning's part of a checkpoint."""
-        path = self._restored = Path(checkpoint_path)
-        found: dict[str, Any] = super().load_checkpoint(path / _REST if path.is_dir() else path, weights_only)
-        return found
+        """Load Lightning's part of a checkpoint. Raises CheckpointError if no save in its directory is complete."""
+        path = Path(checkpoint_path)
+        self._restored = Saves(path).newest() if path.is_dir() else None
+        loaded: dict[str, Any] = super().load_checkpoint(
+            path if self._restored is None else self._restored / _REST, weights_only
+        )
+        return loaded
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load all state, or only the weights if the checkpoint has nothing else."""
-        if _STATE in checkpoint:
+        if _HAS_STATE in checkpoint:
             assert self._restored is not None, "Lightning loads a checkpoint before it restores from it"
-            self.optimizer_in_pages.load_checkpoint(self._restored / checkpoint[_STATE])
+            self.optimizer_in_pages.load_checkpoint(self._restored / _STATE)
         else:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -238,6 +241,11 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
     """
 
     _model: nn.Module | None = None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """Settings of the sampler that divides data over ranks. None on one rank, which keeps the loader's own."""
+        return None if self.world_size == 1 else super().distributed_sampler_kwargs
 
     @property
     def precision(self) -> Any:
@@ -295,8 +303,8 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
             return
         if filter:
             raise ConfigError("A filter cannot leave out parts of a checkpoint in pages: save it without one.")
-        with self._saved(Path(path)) as name:
-            super().save_checkpoint(Path(path, _REST), {**rest, _STATE: name}, storage_options)
+        with self._saved(Path(path)) as save:
+            super().save_checkpoint(save / _REST, {**rest, _HAS_STATE: True}, storage_options)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -304,9 +312,10 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
         """Load a checkpoint that `save_checkpoint` wrote."""
         if not Path(path).is_dir() or not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only=weights_only)
-        rest = {**self._rest(state), _STATE: ""}
-        remainder = super().load_checkpoint(Path(path, _REST), rest, strict, weights_only=weights_only)
-        self.optimizer_in_pages.load_checkpoint(Path(path, rest.pop(_STATE)))
+        save, rest = Saves(Path(path)).newest(), {**self._rest(state), _HAS_STATE: True}
+        remainder = super().load_checkpoint(save / _REST, rest, strict, weights_only=weights_only)
+        self.optimizer_in_pages.load_checkpoint(save / _STATE)
+        del rest[_HAS_STATE]
         state.update(rest)
         return remainder
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,6 +41,10 @@ class Paging:
     decay. Of the framework's, only the parameters without weight decay remain without it."""
     precision: Precision | MixedPrecision | None = None
     """By default, the precision in the framework's configuration, or the dtype of the model if there is none."""
+    backward_passes: int | Literal["auto"] | None = "auto"
+    """Backward passes in the loss of one micro-batch of a `Trainer`. If their number is known before they run, units
+    can be updated during the last one. With None, it is not known, and updates wait for the end of the step. "auto"
+    means one in the losses of transformers and TRL, and None in those of other classes."""
     update: UpdateMode | Updates = "sync"
     activations: ActivationMode | Activations = "keep"
     tiles: Tiles | None = None

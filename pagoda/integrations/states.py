@@ -1,9 +1,9 @@
 """Writes state, models and adapters into directories that a framework overwrites."""
 
 import os
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,45 +11,117 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagoda.checkpoint.directory import remove
+from pagoda.checkpoint.directory import empty, remove
 from pagoda.checkpoint.export import export
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
-from pagoda.errors import CheckpointError
-from pagoda.optimizer import PagedOptimizer
+from pagoda.errors import CheckpointError, StorageError
+from pagoda.integrations import seals
+from pagoda.memory.files import inside, storage_errors
+from pagoda.memory.identity import MANIFEST
+
+_NAME = "pagoda-"
 
 
-class States:
-    """Numbered checkpoints in a directory: `NAME-1` and so on. The new one is complete before the old one is
-    deleted."""
+class Saves:
+    """Numbered saves in a directory that a framework saves to: `pagoda-1` and so on.
 
-    def __init__(self, directory: Path, name: str = "pagoda") -> None:
+    Each has the framework's own files and Pagoda's checkpoints, under one seal. The new one is sealed before the old
+    one is deleted, so a process that ends at any instant leaves a complete save.
+    """
+
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._name = re.compile(rf"{name}-(\d+)")
-        self._new = f"{name}-{{}}"
 
-    def save(self, optimizer: PagedOptimizer, agree: Callable[[str], str] = lambda name: name) -> str:
-        """Save all state of an optimizer, and return the checkpoint's name. Every rank must call it. `agree` gives all
-        ranks the first rank's name. Raises the errors of `save_checkpoint`."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        name = agree(self._new.format(max(self._numbers(), default=0) + 1))
-        optimizer.save_checkpoint(self._directory / name)
-        return name
+    @contextmanager
+    def new(self, is_main: bool, agree: Callable[[str], str], wait: Callable[[], Any]) -> Iterator[Path]:
+        """The directory of a new save, to fill in the block. After it, the save is sealed and older ones are deleted.
+
+        Every rank must call it. `agree` gives all ranks the main rank's text, and `wait` waits for all ranks. If the
+        block fails, the new save is deleted. Raises StorageError.
+        """
+        older = self._all()
+        number = int(older[-1].name[len(_NAME) :]) if older else 0
+        name = f"{_NAME}{number + 1}"
+        if is_main:
+            seals.begin(self._directory / name)
+        save = self._directory / agree(name)
+        try:
+            yield save
+            wait()
+            if is_main:
+                seals.seal(save)
+        except BaseException:
+            if is_main:
+                with suppress(CheckpointError, StorageError):
+                    _delete(save)
+            raise
+        for path in older if is_main else ():
+            with _warned():
+                _delete(path)
+        wait()
 
     def newest(self) -> Path:
-        """The last checkpoint. Raises CheckpointError if there is none."""
-        numbers = self._numbers()
-        if not numbers:
-            raise CheckpointError(f"{self._directory} has no Pagoda checkpoint: it was saved without paging.")
-        return self._directory / self._new.format(max(numbers))
+        """The last complete save. Warns of later ones that are not complete or are damaged.
 
-    def keep_newest(self) -> None:
-        """Delete all checkpoints except the last one."""
-        for number in self._numbers()[:-1]:
-            remove(self._directory / self._new.format(number))
+        Raises CheckpointError if there is none.
+        """
+        for save in reversed(self._all()):
+            with _warned():
+                seals.check(save)
+                return save
+        raise CheckpointError(f"{self._directory} has no complete save of Pagoda's")
 
-    def _numbers(self) -> list[int]:
-        names = [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
-        return sorted(int(found[1]) for name in names if (found := self._name.fullmatch(name)))
+    def _all(self) -> list[Path]:
+        return numbered(self._directory, _NAME)
+
+    def complete(self) -> bool:
+        """Whether there is a complete save."""
+        with warnings.catch_warnings(action="ignore"), suppress(CheckpointError):
+            self.newest()
+            return True
+        return False
+
+
+def numbered(directory: Path, prefix: str) -> list[Path]:
+    """The paths in a directory whose name is a prefix and a number, in the order of these numbers."""
+    paths = directory.glob(f"{prefix}*") if directory.is_dir() else ()
+    found = {path: int(path.name[len(prefix) :]) for path in paths if path.name[len(prefix) :].isdecimal()}
+    return sorted(found, key=lambda path: found[path])
+
+
+def newest(directories: Sequence[Path]) -> Path:
+    """The last complete save in the last of these directories that has one. Warns of each that is passed over.
+
+    Raises CheckpointError if none has one.
+    """
+    for directory in reversed(directories):
+        with _warned():
+            return Saves(directory).newest()
+    raise CheckpointError(
+        f"There is no complete save in {', '.join(map(str, directories)) or 'the project directory'}."
+    )
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
+    """Turn a CheckpointError into a warning."""
+    try:
+        yield
+    except CheckpointError as error:
+        warnings.warn(f"{str(error).rstrip('.')}. It is passed over.", stacklevel=4)
+
+
+def _delete(save: Path) -> None:
+    """Delete a save, and free the pages of its checkpoints. Raises CheckpointError if it has to be kept, because
+    something in it is not Pagoda's, and StorageError."""
+    seals.check_removable(save)
+    seals.begin(save)
+    for manifest in save.glob(f"*/{MANIFEST}"):
+        remove(manifest.parent)
+    with storage_errors(f"{save} could not be deleted"):
+        with inside(save.parent, save.name) as descriptor:
+            empty(descriptor, last=seals.SEAL)
+        save.rmdir()
 
 
 @contextmanager

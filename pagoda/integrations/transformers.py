@@ -2,27 +2,31 @@
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from pagoda.checkpoint.directory import read_manifest, remove
 from pagoda.checkpoint.rng import restore_rng, rng_state
 from pagoda.checkpoint.state import is_paged
 from pagoda.errors import CheckpointError, ConfigError, UsageError
+from pagoda.integrations import seals
 from pagoda.integrations.accelerate import PRECISIONS, adopt
 from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import adapter_state, exported_into, has_adapters
+from pagoda.integrations.states import adapter_state, exported_into, has_adapters, numbered
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.activations.blocks import find_blocks
 
 STATE = "pagoda"
 """Directory inside a checkpoint: Pagoda's own checkpoint, from which a run resumes."""
-_SCHEDULER, _TRAINER_STATE = "scheduler.pt", "trainer_state.json"
+_SCHEDULER = "scheduler.pt"
 _REFUSED = {
     "auto_find_batch_size": "a step that ran out of memory cannot be repeated: choose the batch size",
     "fp16_full_eval": "evaluation uses the weights as training does: set fp16",
@@ -118,11 +122,21 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             PRECISIONS[args.mixed_precision],
             groups=None if self.paging.optimizer is None else self._groups(),
             clip_grad_norm=args.max_grad_norm or None,
-            accumulation_steps=args.gradient_accumulation_steps,
+            accumulation_steps=self._announced(),
         )
         if self.lr_scheduler is not None:
             hand_over(self.lr_scheduler, paged)
         return paged
+
+    def _announced(self) -> int | None:
+        """Backward passes in a step. None if a class that is not of transformers or TRL may run any number of them."""
+        passes = self.paging.backward_passes
+        if passes == "auto":
+            owners = {
+                getattr(type(self), name).__module__.partition(".")[0] for name in ("compute_loss", "training_step")
+            }
+            passes = 1 if owners <= {"transformers", "trl"} else None
+        return None if passes is None else passes * self.args.gradient_accumulation_steps
 
     def _groups(self) -> list[dict[str, Any]]:
         """The param groups of `Paging(optimizer=...)`: with its weight decay, and without."""
@@ -172,6 +186,27 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     # --- saving --------------------------------------------------------------------------------------------------
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint and seal it. Only then are older ones deleted."""
+        if self._paged is None:
+            super()._save_checkpoint(model, trial)
+            return
+        run = Path(self._get_output_dir(trial=trial))
+        directory = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            seals.begin(directory)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            torch.save(self.args, directory / TRAINING_ARGS_NAME)  # with its limit
+            seals.seal(directory)
+            rotate_checkpoints(str(run), limit, self.state.best_model_checkpoint, use_mtime=True)
+        self.accelerator.wait_for_everyone()
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model in pieces, or its adapters. The trainer writes the other files."""
         if self._paged is not None and state_dict is None and has_adapters(self.model):
@@ -199,26 +234,31 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     # --- resuming ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train. `resume_from_checkpoint=True` uses the last complete checkpoint."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(_last_checkpoint(Path(self.args.output_dir)))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        """Train. `resume_from_checkpoint=True` uses the last checkpoint that is complete and not damaged, and warns of
+        later ones."""
+        if resume_from_checkpoint is not True:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        for path in reversed(numbered(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-")):
+            try:
+                return super().train(str(path), *args, **kwargs)
+            except _ResumeError as error:
+                warnings.warn(f"{error} The run resumes from the checkpoint before it.", stacklevel=2)
+        raise CheckpointError(
+            f"{self.args.output_dir} has no checkpoint to resume from: leave out resume_from_checkpoint to begin."
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check that there is state to resume from. It is loaded after the model is wrapped."""
-        try:
+        with _can_resume(resume_from_checkpoint):
             read_manifest(Path(resume_from_checkpoint, STATE))
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{resume_from_checkpoint} cannot be resumed with paging: {error}. To start from the weights of "
-                "another trainer's checkpoint, load the model from it and leave out resume_from_checkpoint."
-            ) from error
+            seals.check(Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         assert self._paged is not None, "the model is wrapped before its state is loaded"
-        self._paged.load_checkpoint(Path(checkpoint, STATE))
+        with _can_resume(checkpoint):
+            self._paged.load_checkpoint(Path(checkpoint, STATE))
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -234,14 +274,19 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             super()._load_best_model()
 
 
-def _last_checkpoint(run: Path) -> Path:
-    """The last checkpoint from which a run can resume. Raises CheckpointError if there is none."""
-    found = sorted(run.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    for path in reversed(found):
-        if (path / _TRAINER_STATE).is_file() and (path / STATE).is_dir():
-            return path
-        warnings.warn(f"{path} is not complete: the run resumes from the checkpoint before it.", stacklevel=3)
-    raise CheckpointError(f"{run} has no checkpoint to resume from: leave out resume_from_checkpoint to begin.")
+class _ResumeError(CheckpointError):
+    """A checkpoint is damaged, not complete, or not of Pagoda's."""
+
+
+@contextmanager
+def _can_resume(checkpoint: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise _ResumeError(
+            f"{checkpoint} cannot be resumed with paging: {str(error).rstrip('.')}. Another trainer's checkpoint has "
+            "weights alone: load the model from it, and leave out resume_from_checkpoint."
+        ) from error
 
 
 class Trainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]

@@ -110,7 +110,8 @@ class Stepper:
         if announced is not None and record.arrivals[slot] > announced:
             raise UsageError(
                 f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
-                f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run."
+                f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run, or None if "
+                "their number varies. With a Trainer, that is Paging(backward_passes=...)."
             )
         self._note_begun()
         last = record.complete and record.arrivals[slot] == announced

@@ -33,6 +33,10 @@ class ShownParameter(nn.Parameter):
         if value.data_ptr() != self.data_ptr() or value.dtype is not self.dtype:
             raise UsageError(written_in_forward(name_of(self)))
 
+    def set_(self, *source: Any) -> torch.Tensor:
+        """As of a tensor. With itself, as torch's parametrizations call it, it does nothing."""
+        return self if len(source) == 1 and source[0] is self else super().set_(*source)
+
 
 def written_in_forward(name: str) -> str:
     """The error message for a parameter to which a forward has written."""

@@ -114,6 +114,17 @@ def test_what_keeps_the_weights_is_told_what_runs_and_what_gets_zeros() -> None:
     assert told == [([2, 5, 7], [0, 1, 3, 4, 6])]
 
 
+@pytest.mark.parametrize("routed", [[[5, 2], [2, 7]], [[0, 1], [6, 3]], [[7, 4], [4, 7]]])
+def test_gradients_come_in_one_order_whatever_routers_choose(routed: list[list[int]]) -> None:
+    """So ranks that choose other experts reduce each unit once."""
+    experts = tiled()
+    order: list[int] = []
+    for name, tile in experts.tiles.items():
+        tile.down_proj.register_hook(lambda _, number=int(name): order.append(number))
+    experts(torch.randn(2, HIDDEN), torch.tensor(routed), torch.ones(2, 2)).sum().backward()
+    assert order == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
 def test_the_zeros_of_experts_without_tokens_take_no_memory_before_they_are_accumulated() -> None:
     experts = tiled()
     out = experts(torch.randn(2, HIDDEN), torch.tensor([[0], [1]]), torch.ones(2, 1))

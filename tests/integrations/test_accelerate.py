@@ -1,5 +1,8 @@
 """Accelerate's own example loop, with its state in pages."""
 
+import os
+import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,13 +11,14 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
 import pagoda
 from integrations.tiny_text import memory, model, samples, warmed
-from pagoda.integrations import Paging
+from pagoda.integrations import Paging, seals, states
 from pagoda.integrations.accelerate import Accelerator
 from pagoda.integrations.paging import rule_of
 
@@ -108,9 +112,66 @@ def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, 
     again.skip(3)
     again.accelerator.load_state(str(tmp_path / "state"))
     assert again.steps(3) == rest
-    names = {path.name for path in (tmp_path / "state").iterdir()}
-    assert {name for name in names if "pagoda" in name} == {"pagoda-2"}
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["pagoda-2"]
+    names = {path.name for path in (tmp_path / "state" / "pagoda-2").iterdir()}
     assert not names & {"model.safetensors", "optimizer.bin"}, "state is written once"
+
+
+def test_a_process_that_ends_while_it_saves_leaves_one_whole_save(
+    paged: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory is copied before each file that is written or deleted, and each copy is loaded. Counters, random
+    states and weights are all of the first save, or all of the second one."""
+    run, state = Run(paged(gradient_accumulation_steps=2)), tmp_path / "state"
+    run.steps(1)
+    run.accelerator.save_state(str(state))
+    run.steps(3)
+    copies: list[Path] = []
+
+    def copied_before(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def copy(*args: Any, **kwargs: Any) -> Any:
+            copies.append(tmp_path / f"copy-{len(copies)}")
+            shutil.copytree(state, copies[-1])
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, copy)
+
+    for owner, name in ((torch, "save"), (seals, "seal"), (states, "remove"), (os, "unlink"), (os, "rmdir")):
+        copied_before(owner, name)
+    run.accelerator.save_state(str(state))
+    monkeypatch.undo()
+    assert len(copies) > 10
+    loaded = set()
+    for copy in [state, *copies]:
+        again = Run(paged(gradient_accumulation_steps=2))
+        with warnings.catch_warnings(action="ignore"):
+            again.accelerator.load_state(str(copy))
+        weight = next(iter(again.model.state_dict().values())).sum().item()
+        rng = torch.get_rng_state().sum().item()
+        loaded.add((weight, rng, again.accelerator.step, again.scheduler.get_last_lr()[0]))
+    assert len(loaded) == 2
+    assert {step for _, _, step, _ in loaded} == {1, 4}
+
+
+def test_automatic_names_keep_the_limit_and_the_last_save_that_is_whole(paged: Make, tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    run = Run(paged(project_config=project))
+    for _ in range(3):
+        run.steps(1)
+        run.accelerator.save_state()
+    kept = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["checkpoint_1", "checkpoint_2"]
+    project.iteration = 2
+    with pytest.raises(pagoda.CheckpointError, match=r"checkpoint_2 exists already.*iteration"):
+        run.accelerator.save_state()
+    (scheduler,) = kept[1].glob("*/scheduler.bin")
+    scheduler.write_bytes(b"")
+    again = Run(paged(project_config=project))
+    with pytest.warns(UserWarning, match=r"scheduler\.bin has changed"):
+        again.accelerator.load_state()
+    assert again.scheduler.scheduler.last_epoch == 2
 
 
 def test_a_model_is_saved_as_by_the_stock_accelerator(paged: Make, tmp_path: Path) -> None:
@@ -151,7 +212,7 @@ def test_several_models_have_state_of_their_own(paged: Make, tmp_path: Path) -> 
     for optimizer in prepared[2:]:
         optimizer.step()
     accelerator.save_state(str(tmp_path / "state"))
-    assert {path.name for path in (tmp_path / "state").iterdir()} >= {"pagoda-1", "pagoda_1-1"}
+    assert {path.name for path in (tmp_path / "state" / "pagoda-1").iterdir()} >= {"state", "state_1"}
 
 
 def test_what_cannot_be_combined_is_refused_in_words(paged: Make) -> None:

@@ -53,7 +53,9 @@ class Module(lightning.LightningModule):
 
 
 def loader(count: int = 24) -> Any:
-    return DataLoader(samples(count), batch_size=2)
+    """Batches of two samples. Those of training are shuffled, except where a run resumes: Lightning does not save the
+    order."""
+    return DataLoader(samples(count), 2, shuffle=count == 24, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def pages(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             strategy._paged.close()
 
 
-def fitted(out: Path, module: Module, strategy: Any = "ddp", resume: Any = None, **settings: Any) -> list[float]:
+def fitted(out: Path, module: Module, strategy: Any = "auto", resume: Any = None, **settings: Any) -> list[float]:
     """The losses of a run, of twelve steps an epoch, or of two where checkpoints are made."""
     given = {"max_steps": 6, "default_root_dir": out, "num_sanity_val_steps": 0, **QUIET, **settings}
     trainer = lightning.Trainer(strategy=strategy, **{"enable_checkpointing": False, **given})
@@ -125,8 +127,14 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pages: Any, 
     resumed = fitted(tmp_path, make(), pages(), tmp_path / "ended" / "last.ckpt", **settings("ended", max_epochs=3))
     assert resumed == whole[4:]
     assert len(resumed) == 2
-    kept = sorted(path.name for path in (tmp_path / "ended" / "last.ckpt").iterdir())
-    assert kept == ["pagoda-3", "rest.ckpt"], "what was overwritten is deleted"
+    last = tmp_path / "ended" / "last.ckpt"
+    assert [path.name for path in last.iterdir()] == ["pagoda-3"], "what was overwritten is deleted"
+    (last / "pagoda-3" / "rest.ckpt").write_bytes(b"")  # a power loss, had it not been synced
+    with (
+        pytest.warns(UserWarning, match=r"rest\.ckpt has changed"),
+        pytest.raises(pagoda.CheckpointError, match="no complete save"),
+    ):
+        fitted(tmp_path, make(), pages(), last, **settings("ended", max_epochs=4))
 
 
 def test_a_model_is_made_in_pages_validated_before_and_after_it_fits_and_saved(pages: Any, tmp_path: Path) -> None:
@@ -187,7 +195,7 @@ def fabric_run(
 
 def test_fabric_has_the_bits_of_its_own_strategy(pages: Any) -> None:
     found = []
-    for strategy in ("ddp", pages(PagodaFabricStrategy)):
+    for strategy in ("auto", pages(PagodaFabricStrategy)):
         fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
         found.append(fabric_run(fabric, 4, kind=torch.optim.SGD))
     assert found[0] == found[1]
@@ -216,7 +224,7 @@ def test_fabric_trains_and_resumes(pages: Any, tmp_path: Path) -> None:
         return lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="16-mixed")
 
     whole = fabric_run(fabric(), 4, clip=0.1)
-    plain = fabric_run(lightning.Fabric(accelerator="cpu", devices=1, strategy="ddp"), 4, clip=0.1)
+    plain = fabric_run(lightning.Fabric(accelerator="cpu", devices=1), 4, clip=0.1)
     assert whole == pytest.approx(plain, rel=2e-2)
     begun = fabric_run(fabric(), 2, save=tmp_path / "state", clip=0.1)
     rest = fabric_run(fabric(), 2, resume=tmp_path / "state", clip=0.1)

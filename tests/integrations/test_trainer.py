@@ -1,5 +1,6 @@
 """transformers.Trainer in pages: the stock trainer's losses, and runs that go on where they ended."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
 import pagoda
 from integrations.tiny_text import arguments, logged, memory, model, samples, warmed
-from pagoda.integrations import Paging
+from pagoda.integrations import Paging, seals
 from pagoda.integrations.transformers import STATE, PagedTrainerMixin, Seq2SeqTrainer, Trainer
 
 Make = Callable[..., Any]
@@ -78,6 +80,34 @@ def test_losses_have_the_bits_of_the_stock_trainer(case: str, paged: Make, tmp_p
     assert any(value for value in trainer._paged.stats.bytes_moved.values()), "state was on the SSD"
 
 
+class Stock(transformers.Trainer):
+    """Runs the first half of a batch forward and backward in its loss, as cached contrastive losses do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        halves = zip(*(value.chunk(2) for value in inputs.values()), strict=True)
+        first, second = (dict(zip(inputs, half, strict=True)) for half in halves)
+        (model(**first).loss / 2).backward()
+        return model(**second).loss / 2
+
+
+class Halves(PagedTrainerMixin, Stock):
+    """The same in pages."""
+
+
+def test_a_loss_may_run_any_number_of_backward_passes(paged: Make, tmp_path: Path) -> None:
+    settings = {"optim": "sgd", "gradient_accumulation_steps": 2, "max_steps": 3}
+    trainer = paged(kind=Halves, **settings)
+    trainer.train()
+    expected = Stock(model(), arguments(tmp_path / "stock", **settings), train_dataset=samples())
+    expected.train()
+    assert logged(trainer, "loss") == logged(expected, "loss")
+    announced = paged(kind=Halves, paging={"backward_passes": 2}, **settings)
+    announced.train()
+    assert logged(announced, "loss") == logged(expected, "loss")
+    with pytest.raises(pagoda.UsageError, match=r"announced 2\..*Paging\(backward_passes="):
+        paged(kind=Halves, paging={"backward_passes": 1}, max_grad_norm=0.5, **settings).train()
+
+
 @pytest.mark.parametrize(
     ("settings", "near"),
     [({"bf16": True}, 3e-2), ({"fp16": True, "max_grad_norm": 0.5}, 3e-2)],
@@ -114,11 +144,53 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(paged: Make,
         ended.train()
     (tmp_path / "ended" / "checkpoint-5").mkdir()  # a crash while it was written
     resumed = paged("ended", given={"model": model(**dropout)}, **settings)
-    with pytest.warns(UserWarning, match="checkpoint-5 is not complete"):
+    with pytest.warns(UserWarning, match="checkpoint-5 cannot be resumed"):
         resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss", "grad_norm", "learning_rate") == logged(whole, "loss", "grad_norm", "learning_rate")
     last = [out / "checkpoint-6" / STATE / "weight.safetensors" for out in (tmp_path / "whole", tmp_path / "ended")]
     assert last[0].read_bytes() == last[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["trainer_state.json", "scheduler.pt", "rng_state.pth", f"{STATE}/weight.safetensors", seals.SEAL]
+)
+def test_a_run_resumes_from_the_last_checkpoint_that_is_not_damaged(name: str, paged: Make, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
+    whole = paged(**settings)
+    whole.train()
+    args = torch.load(tmp_path / "paged" / "checkpoint-6" / "training_args.bin", weights_only=False)
+    assert args.save_total_limit == 3
+    damaged = tmp_path / "paged" / "checkpoint-6" / name
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content if "safetensors" in name else b"")
+    with pytest.raises(pagoda.CheckpointError, match=r"checkpoint-6 cannot be resumed"):
+        paged(**settings).train(resume_from_checkpoint=str(tmp_path / "paged" / "checkpoint-6"))
+    resumed = paged(**settings)
+    with pytest.warns(UserWarning, match=r"checkpoint-6 cannot be resumed.*from the checkpoint before it"):
+        resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_older_checkpoints_are_deleted_once_the_new_one_is_on_the_disk(
+    paged: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[Path] = set()
+    fsync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def rotate(run: str, *args: Any, **kwargs: Any) -> None:
+        newest = max(Path(run).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        assert {path for path in newest.iterdir() if path.name != seals.SEAL} <= synced
+        rotate_checkpoints(run, *args, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr("pagoda.integrations.transformers.rotate_checkpoints", rotate)
+    paged(save_strategy="steps", save_steps=2, save_total_limit=1).train()
+    assert [path.name for path in (tmp_path / "paged").iterdir()] == ["checkpoint-6"]
 
 
 def test_the_best_model_comes_back(paged: Make, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def assert_same_everywhere(recipe: Recipe, placement: str, directory: Path, **se
 @pytest.mark.usefixtures("_poison", "_deterministic")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
 @pytest.mark.parametrize("placement", [FEW, SSD, PASSING, BOTH, HOME])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", sorted(MODELS.keys() - {"mixtral"}))  # the stand-in has no grouped products
 def test_placement_does_not_change_a_bit(model: str, placement: str, checkpointing: bool, tmp_path: Path) -> None:
     outcome = assert_same_everywhere(Recipe(model, checkpointing=checkpointing, accumulation=2), placement, tmp_path)
     if placement == PASSING:

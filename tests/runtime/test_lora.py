@@ -10,6 +10,7 @@ from integrations.tiny_text import VOCABULARY, model as llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import InMemory
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 from zoo import PAGE, assert_equal, least_host, losses_of
 
 import pagoda
@@ -126,3 +127,22 @@ def test_adapters_that_start_from_base_weights_need_these_in_memory(tmp_path: Pa
     model = get_peft_model(pagoda.load(tmp_path / "base"), LoraConfig(r=4, target_modules=TARGETS, use_dora=True))
     with pytest.raises(pagoda.ConfigError, match=r"lora_magnitude_vector.*outside pagoda\.init"):
         pagoda.wrap(model, RULE, memory=pagoda.Memory(host="64MiB"))
+
+
+@pytest.mark.parametrize("unit_limit", ["1KiB", "64MiB"])
+def test_adapters_of_fused_experts_have_the_bits_of_peft_in_memory(unit_limit: str) -> None:
+    """peft parametrizes the experts in each forward. They are shown then, or hidden, by the size of units."""
+
+    def adapted_experts() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        lora = LoraConfig(r=2, target_modules=[], target_parameters=both)
+        return get_peft_model(MixtralForCausalLM(config), lora).train()
+
+    expected = train_in_memory(adapted_experts())
+    memory = pagoda.Memory(host="8MiB", unit_limit=unit_limit, page_size=PAGE)
+    model, optimizer = pagoda.wrap(adapted_experts(), RULE, memory=memory, precision="fp32", clip_grad_norm=1.0)
+    assert losses_of(partial(loss_of, model), optimizer, STEPS) == expected
+    optimizer.close()

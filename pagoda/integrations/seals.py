@@ -1,0 +1,119 @@
+"""Seals: they bind a framework's own files to the state in pages that was saved with them.
+
+A framework writes some of its files itself: counters, schedulers, random states. It neither syncs nor checks them, and
+a process may be killed between two of them. So the last file of a directory is a seal, with the size and the hash of
+each file. A directory without a valid seal is not complete, and nothing resumes from it.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from pagoda.errors import CheckpointError
+from pagoda.memory.files import open_regular, read_regular, storage_errors, sync_directory, write_durably
+from pagoda.memory.identity import MANIFEST
+
+SEAL = "pagoda-seal.json"
+_FORMAT = "pagoda-seal"
+_MOST_HASHED_BYTES = 256 << 20
+"""A larger file, such as exported weights, is bound by its size alone, because nothing resumes from it."""
+_PIECE_BYTES = 1 << 20
+
+
+class _UnsealedError(CheckpointError):
+    """A save was begun in the directory, and not completed."""
+
+
+def begin(directory: Path) -> None:
+    """Make a directory, if it is not there, and mark it as not complete. Raises StorageError."""
+    with storage_errors(f"{directory} could not be written"):
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(directory, None)
+
+
+def seal(directory: Path) -> None:
+    """Sync all files in a directory, then write its seal. Raises StorageError."""
+    with storage_errors(f"{directory} could not be written"):
+        files = {}
+        for path in _files(directory):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            files[str(path.relative_to(directory))] = _print(path)
+        for folder, _, _ in os.walk(directory, topdown=False):
+            sync_directory(Path(folder))
+        sync_directory(directory.parent)
+        _write(directory, files)
+
+
+def check(directory: Path) -> None:
+    """Raises CheckpointError if a directory has no valid seal, or if a file differs from what was sealed."""
+    for name, expected in _read(directory).items():
+        try:
+            now = _print(directory / name)
+        except OSError as error:
+            raise CheckpointError(f"{directory / name} cannot be read: {error.strerror}") from error
+        if now != expected:
+            raise CheckpointError(f"{directory / name} has changed since it was saved, or is damaged")
+
+
+def check_removable(directory: Path) -> None:
+    """Raises CheckpointError unless all in a directory is part of a save: what its seal names, or if it was not sealed
+    yet, whatever is there."""
+    if directory.is_symlink() or not (directory / SEAL).is_file():
+        raise CheckpointError(f"{directory} has no {SEAL}")
+    with suppress(_UnsealedError):
+        sealed = _read(directory)
+        for path in _files(directory):
+            if (name := str(path.relative_to(directory))) not in sealed:
+                raise CheckpointError(f"{name} in {directory} is not part of the save")
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """The files to seal. Of a checkpoint of Pagoda it is the manifest alone, which has the hashes of the others."""
+    for folder, folders, names in os.walk(directory):
+        folders.sort()
+        for name in [MANIFEST] if MANIFEST in names else sorted(names):
+            if name != SEAL and (path := Path(folder, name)).is_file() and not path.is_symlink():
+                yield path
+
+
+def _print(path: Path) -> list[Any]:
+    """The size of a file, and its hash or None."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_HASHED_BYTES:
+            return [size, None]
+        content = xxhash.xxh3_64()
+        while piece := file.read(_PIECE_BYTES):
+            content.update(piece)
+        return [size, content.hexdigest()]
+
+
+def _write(directory: Path, files: dict[str, list[Any]] | None) -> None:
+    content = {"format": _FORMAT, "files": files, "hash": _hash(files)}
+    write_durably(directory / SEAL, json.dumps(content).encode())
+
+
+def _read(directory: Path) -> dict[str, list[Any]]:
+    """The files in a seal. Raises CheckpointError if the directory is not complete or its seal is damaged."""
+    try:
+        content = json.loads(read_regular(directory / SEAL).decode())
+    except OSError as error:
+        raise CheckpointError(f"{directory} is not complete: {SEAL} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{directory / SEAL} is damaged: {error}") from error
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("hash") != _hash(files):
+        raise CheckpointError(f"{directory / SEAL} is damaged")
+    if not isinstance(files, dict):
+        raise _UnsealedError(f"{directory} is not complete: the process ended while it was written")
+    return files
+
+
+def _hash(files: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(files, sort_keys=True).encode())
