@@ -37,7 +37,8 @@ class WeightStateDicts:
         for module in model.modules():
             if any(id(param) in paged for param in module.parameters(recurse=False)):
                 filling = module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
-                module._state_dict_hooks.move_to_end(filling.id, last=False)  # the user's see real weights
+                hooks: Any = module._state_dict_hooks
+                hooks.move_to_end(filling.id, last=False)  # the user's see real weights
                 module.register_load_state_dict_pre_hook(self._take)  # type: ignore[no-untyped-call]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

@@ -92,7 +92,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
         seen.add(id(tensor))
         space, start = (str(tensor.device), 0), tensor.data_ptr()
         if tensor.is_meta:
-            space, start = ("meta", tensor.untyped_storage()._cdata), tensor.storage_offset() * tensor.itemsize
+            space, start = ("meta", tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in _dims(tensor))
         yield _Place(space, start, start + (last + 1) * tensor.itemsize, name, kind, tensor)
 
