@@ -56,6 +56,7 @@ class RecordedRates(Rates):
 
     def __init__(self, plan: Plan, recorded: Timeline) -> None:
         self.task_switch_s = self.parameter_s = 0.0  # recorded with compute
+        self.python_ahead, self.update_threads = False, 1
         lanes = {span.lane for span in recorded.spans}
         busy_s = {lane: _covered_s(span for span in recorded.spans if span.lane == lane) for lane in lanes}
         moved = recorded.bytes_moved
@@ -81,8 +82,11 @@ class RecordedRates(Rates):
     def update_seconds(self, parameters: int) -> float:
         return parameters * self._s_per_parameter[UPDATE]
 
-    def device_update_seconds(self, parameters: int) -> float:
+    def device_update_seconds(self, parameters: int, blocks: int) -> float:
         return parameters * self._s_per_parameter[DEVICE_UPDATE]
+
+    def adding_seconds(self, touched: int) -> float:
+        return 0.0  # recorded with the bytes that arrive
 
     def shared(self, lanes: frozenset[str]) -> dict[str, float]:
         return dict.fromkeys(lanes, 1.0)

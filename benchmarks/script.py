@@ -26,4 +26,6 @@ def write(out: Path | None, figures: object) -> None:
     """Write figures as JSON, if a file is named."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(figures, indent=1) + "\n")
+        whole = out.with_name(f"{out.name}.new")
+        whole.write_text(json.dumps(figures, indent=1) + "\n")
+        whole.replace(out)  # a process that is killed would leave half of it

@@ -1,4 +1,4 @@
-"""Settings of this process that help when the CPU computes, and the detection of forks.
+"""Settings of this process that help when the CPU computes, threads, and the detection of forks.
 
 The settings last as long as the process. So a library must not change them; only programs do.
 """
@@ -6,6 +6,8 @@ The settings last as long as the process. So a library must not change them; onl
 import ctypes
 import os
 import sys
+import threading
+from collections.abc import Callable
 
 from pagoda.errors import UsageError
 
@@ -50,6 +52,30 @@ def restart_spinning_briefly() -> None:
     setting."""
     if any(name not in os.environ for name in _SPINS) and not spin_briefly():
         os.execv(sys.executable, sys.orig_argv)
+
+
+def callers_gpu() -> Callable[[], None]:
+    """A function that gives the thread that calls it this thread's current GPU, if the process uses GPUs.
+
+    A new thread's current GPU is GPU 0. Even waiting for an event there takes hundreds of MB of GPU 0's memory, from
+    every rank.
+    """
+    cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
+    gpu = cuda.current_device() if cuda is not None and cuda.is_initialized() else None
+    return lambda: None if cuda is None or gpu is None else cuda.set_device(gpu)
+
+
+def start_thread(work: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
+    """Start a daemon thread that runs `work(*arguments)`, with the caller's current GPU."""
+    use_gpu = callers_gpu()
+
+    def run() -> None:
+        use_gpu()
+        work(*arguments)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 _forks = 0

@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ["PAGODA_POISON"] = "1"
 os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"pagoda-tests-cache-{os.getuid()}")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS has other bits in each run
 
 from pagoda.process import keep_freed_memory, spin_briefly
 

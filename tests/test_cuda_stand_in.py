@@ -38,8 +38,10 @@ def gpu_tests(chosen: str, timeout: float = 300) -> str:
 def test_placements_on_a_gpu_give_the_same_bits_without_a_race_and_a_step_waits_for_no_copy() -> None:
     placements = "(users and llama and checkpoint and test_placement or during) and (ssd or home)"
     others = "sees or one_without_a_race and 3 or refused or first_did_not and both or peak_memory or waits_for_no_copy"
-    rules = "asynchronous and home and 2 or gradients and home or muon and not fp32 or adafactor and both"
-    assert "passed" in gpu_tests(f"{placements} or {others} or {rules}")
+    rules = (
+        "share_buffers or asynchronous and home and 2 or gradients and home or muon and not fp32 or adafactor and both"
+    )
+    assert "passed" in gpu_tests(f"{placements} or {others} or {rules} or share_buffers")
 
 
 BENCHMARK = """
@@ -55,7 +57,7 @@ gpu.REAL = common.SMOKE
 common._ACTIVATIONS = native.DEVICE_BYTES - (40 << 20)
 calibrate._TOKENS, calibrate._WIDTH = 32, 64
 sections = [name for name in gpu.SECTIONS if name not in ("copies", "baselines")]  # which need a profiler, and NCCL
-gpu.main(tuple(sections), host="256MiB", ssd=Path(sys.argv[1]), out=Path(sys.argv[1]) / "gpu.json")
+gpu.main(tuple(sections), host="256MiB", ssd=Path(sys.argv[1]), out=Path(sys.argv[1]) / "gpu.json", here=True)
 print(native.take_races())
 """
 
@@ -67,6 +69,7 @@ def test_the_benchmark_of_a_gpu_runs_on_it(tmp_path: Path) -> None:
     assert found["largest"]["falling"]
     assert found["largest_8bit"]["within_plan"]
     assert found["bits"]["AdamW, bf16"] == 0
+    assert found["same"]["same"]
 
 
 TRAIN = """

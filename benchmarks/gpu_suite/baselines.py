@@ -5,31 +5,31 @@ import os
 import socket
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from gpu_suite.common import Figures, Machine, drawn_quickly, paged_figures, release, throughput, timed
+from gpu_suite.common import Figures, Machine, Named, drawn_quickly, paged_figures, release, throughput, timed
 from training import LR, Workload
 
 Step = Callable[[torch.Tensor], None]
 
 
-def baselines(machine: Machine) -> Figures:
-    """Throughput of each that can be had here, and Pagoda's over it; or why it could not be had."""
-    load = machine.workload
-    found: dict[str, object] = {"pagoda": paged_figures(machine, load, machine.memory(machine.sizes.few))}
-    ours = found["pagoda"]
-    assert isinstance(ours, dict)
+def baselines(machine: Machine) -> Named:
+    """Throughput of each that can be had here, and Pagoda's over it; or why it could not be had. As large as their fp32
+    states fit RAM."""
+    load = replace(machine.workload, layers=machine.sizes.few_layers)
+    ours = paged_figures(machine, load, machine.memory(machine.sizes.few))
+    yield "pagoda", ours
     for name, (module, build) in {"deepspeed": ("deepspeed", _deepspeed), "fsdp2": ("torch", _fsdp2)}.items():
         if not machine.gpu:
-            found[name] = {"missing": "needs a GPU"}
+            yield name, {"missing": "needs a GPU"}
         elif importlib.util.find_spec(module) is None:
-            found[name] = {"missing": f"{module} is not installed"}
+            yield name, {"missing": f"{module} is not installed"}
         else:
-            found[name] = _measured(machine, load, build, float(ours["step_s"]))
+            yield name, _measured(machine, load, build, float(ours["step_s"]))  # type: ignore[arg-type]
         release(machine)
-    return found
 
 
 def _measured(machine: Machine, load: Workload, build: Callable[[Machine, Workload], Step], ours_s: float) -> Figures:

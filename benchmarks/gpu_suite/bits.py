@@ -1,14 +1,23 @@
-"""Bits: the same update by the CPU's kernel and by the device's."""
+"""Bits: the same update by the CPU's kernel and by the device's, and the same training with states elsewhere; and how
+fast the device's kernel is."""
+
+import hashlib
+import os
+import time
+from dataclasses import replace
+from itertools import islice
 
 import torch
 
-from gpu_suite.common import Figures, Machine
+from gpu_suite.common import Machine, Named, drawn_quickly, release
+from pagoda import Split
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, flat
 from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule
 from pagoda.runtime.device import Device, open_device
+from training import Paged
 
 _PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 _RULES = {
@@ -21,14 +30,65 @@ _RULES = {
 }
 
 
-def bits(machine: Machine) -> Figures:
+_STEPS = 3
+_UPDATES = 20
+
+
+def bits(machine: Machine) -> Named:
     """Elements in which the CPU's states and the device's differ after an update of random vectors, by kernel."""
     device = open_device(machine.device)
-    return {
-        f"{name}, {precision}": _different(machine, device, rule, precision)
-        for name, rule in _RULES.items()
-        for precision in _PRECISIONS
+    for name, rule in _RULES.items():
+        for precision in _PRECISIONS:
+            yield f"{name}, {precision}", _different(machine, device, rule, precision)
+
+
+def kernels(machine: Machine) -> Named:
+    """Parameters per second of the device's update, and the time in which Python launches one."""
+    rule = AdamW()
+    update = open_device(machine.device).update_kernel(rule, "bf16")
+    for count in machine.sizes.updated_elements:
+        states = [torch.ones(count, dtype=state.dtype, device=machine.device) for state in rule.states("bf16")]
+        gradient = torch.ones(count, dtype=torch.bfloat16, device=machine.device)
+        update(states, gradient, rule.scalars(1))
+        start = machine.now()
+        for _ in range(_UPDATES):
+            update(states, gradient, rule.scalars(1))
+        launched_s = (time.perf_counter() - start) / _UPDATES
+        params_per_s = count * _UPDATES / (machine.now() - start)
+        yield f"{count} parameters", {"params_per_s": params_per_s, "launch_s": launched_s}
+
+
+def same(machine: Machine) -> Named:
+    """A hash of the weights after a few steps, with torch's deterministic kernels, by where states live and are
+    updated; and whether all are the same."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
+    torch.use_deterministic_algorithms(True)
+    sizes, hashes = machine.sizes, set()
+    load = replace(machine.workload, batch_size=2, layers=2)
+    memories = {
+        "all weights on the device": machine.memory(sizes.ample),
+        "few of them": machine.memory(sizes.same_few),
+        "half of the updates there": machine.memory(sizes.same_few, split=Split(device_update_share=0.5)),
+        "some at home there": machine.memory(sizes.same_homes, split=Split(device_home_share=1.0)),
     }
+    try:
+        for name, memory in memories.items():
+            with drawn_quickly():
+                paged = Paged(load, memory)
+            for ids in islice(load.batches(machine.device), _STEPS):
+                paged.step(ids)
+            paged.drain()
+            digest = hashlib.sha256()
+            for value in paged.model.state_dict().values():
+                digest.update(value.contiguous().view(torch.uint8).cpu().numpy().data)
+            paged.close()
+            del paged
+            release(machine)
+            hashes.add(digest.hexdigest())
+            yield name, digest.hexdigest()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    yield "same", len(hashes) == 1
 
 
 def _different(machine: Machine, device: Device, rule: ElementwiseRule, precision: Precision) -> int:

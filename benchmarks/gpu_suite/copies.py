@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_suite.common import WARM_UP, Figures, Machine, release
+from gpu_suite.common import WARM_UP, Machine, Named, drawn_quickly, release
 from pagoda.runtime.device import PAST, Event, open_device
 from training import Paged
 
@@ -19,17 +20,15 @@ _REPEATS = 20
 _WAYS = {"h2d": "HtoD", "d2h": "DtoH"}
 
 
-def copies(machine: Machine) -> Figures:
+def copies(machine: Machine) -> Named:
     """Bytes per second of page-locked copies each way, what a step's copies reach of it, and the GPU's idle share."""
-    alone, busy = bandwidth(machine, busy=False), bandwidth(machine, busy=True)
+    alone = bandwidth(machine, busy=False)
+    yield "bytes_per_s", alone
+    yield "busy_bytes_per_s", bandwidth(machine, busy=True)
     reached, idle = step_profile(machine)
-    return {
-        "bytes_per_s": alone,
-        "busy_bytes_per_s": busy,
-        "step_bytes_per_s": reached,
-        "step_share": {way: reached[way] / alone[way] for way in reached},
-        "gpu_idle_share": idle,
-    }
+    yield "step_bytes_per_s", reached
+    yield "step_share", {way: reached[way] / alone[way] for way in reached}
+    yield "gpu_idle_share", idle
 
 
 def bandwidth(machine: Machine, busy: bool) -> dict[str, float]:
@@ -63,9 +62,11 @@ def bandwidth(machine: Machine, busy: bool) -> dict[str, float]:
 
 def step_profile(machine: Machine) -> tuple[dict[str, float], float | None]:
     """Bytes per second of each way's copies in a training step, while one is under way, and the GPU's idle share."""
-    paged = Paged(machine.workload, machine.memory(machine.sizes.few))
+    load = replace(machine.workload, layers=machine.sizes.few_layers)
+    with drawn_quickly():
+        paged = Paged(load, machine.memory(machine.sizes.few))
     try:
-        batches = machine.workload.batches(machine.device)
+        batches = load.batches(machine.device)
         for ids in islice(batches, WARM_UP):
             paged.step(ids)
         if machine.gpu:

@@ -15,6 +15,7 @@ from pagoda.calibrate.drive import check_directory, measure_drive
 from pagoda.calibrate.gpu import measure_gpu, measure_link
 from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name, now
 from pagoda.distributed.world import World, joined, launched
+from pagoda.plan.tiers import update_threads
 from pagoda.simulate.hardware import Figure, Hardware
 
 _GATHERS = 5
@@ -67,7 +68,7 @@ def _alone(host: Meter, compute: Meter, name: str, ssd: Path | None, world: Worl
     with _threads(cpu_cores() if world.size > 1 else torch.get_num_threads()):
         return Hardware(
             name=name,
-            cpu=measure_cpu(host, torch.get_num_threads()),
+            cpu=measure_cpu(host, update_threads(torch.get_num_threads())),
             device=measure_gpu(compute) if gpu else None,
             link=measure_link(compute) if gpu else None,
             ssd=None if ssd is None else measure_drive(host, ssd),

@@ -83,9 +83,10 @@ class LazyTensor:
         read = partial(_read_part_of_rows, self, self.shape[axis] * inner, start * inner, length * inner)
         return LazyTensor(self.dtype, _with(self.shape, axis, length), read)
 
-    def squeeze(self, dim: int) -> "LazyTensor":
-        axis = dim % self.ndim
-        return self if self.shape[axis] != 1 else self.with_shape((*self.shape[:axis], *self.shape[axis + 1 :]))
+    def squeeze(self, dim: int | Sequence[int] | None = None) -> "LazyTensor":
+        dims = range(self.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+        axes = {each % self.ndim for each in dims}
+        return self.with_shape([size for axis, size in enumerate(self.shape) if size != 1 or axis not in axes])
 
     def unsqueeze(self, dim: int) -> "LazyTensor":
         axis = dim % (self.ndim + 1)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pagoda.checkpoint.pretrained import forget_values, values_by_name, values_of
 from pagoda.checkpoint.state import ParameterState
 from pagoda.construction.loaded_values import KeepCopiedValues, keep_loaded_values, remember_versions
+from pagoda.construction.writers import Writers
 from pagoda.distributed.tensors import as_dtensor, shard_of
 from pagoda.errors import ConfigError
 from pagoda.experts.modules import RoutedExperts
@@ -173,7 +174,8 @@ _CHECKED_AT_ONCE = 1 << 24
 class Builder:
     """Brings a model's parameters into pages: real ones, those still in files, and those to initialise.
 
-    Values in files are read in pieces. Other parameters are in RAM one at a time.
+    Values in files are read in pieces. Others are written on all cores, and take at most the RAM of the largest
+    parameter.
 
     Random initialisation is seeded for each parameter and initialiser, by their names and one draw from torch's default
     generator. Every initialiser runs with one real parameter and all others on meta, which it neither changes nor draws
@@ -211,9 +213,11 @@ class Builder:
             self._seed = int(self._from_first(torch.randint(2**62, (1,))).item())
             for whole in {id(whole): whole for of_unit in wholes for whole in of_unit}.values():
                 self._install(whole, _on_meta(whole))
-        for unit in units:
-            for slot, param in enumerate(unit.params):
-                unit.params[slot] = self._build(unit, slot, param)
+        largest = max((slot.param.numel for unit in units for slot in unit.spec.slots), default=0)
+        with Writers(4 * largest) as self._writers:
+            for unit in units:
+                for slot, param in enumerate(unit.params):
+                    unit.params[slot] = self._build(unit, slot, param)
         for param, of_param in zip((param for unit in units for param in unit.params), holders, strict=True):
             for module, short in of_param:
                 module._parameters[short] = param
@@ -236,7 +240,7 @@ class Builder:
         mine = source.detach().reshape(-1)[first : first + spec.numel]
         if not whole.is_meta:
             mine = self._from_first(mine.cpu(), self._engine.store.shards.having(unit.spec, slot))
-        state.write_master(mine)
+        self._writers.submit(mine.nbytes, partial(state.write_master, mine))
         if param.is_meta or as_dtensor(param) is not None:
             return unit.new_param(slot, unit.placeholders[slot])
         unit.set_part(slot, unit.placeholders[slot])

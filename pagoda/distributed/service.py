@@ -1,6 +1,5 @@
 """The service: answers requests from other ranks, outside the order of collectives."""
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from pagoda.distributed.transport import Transport, new_groups
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import PagodaError, RankError
+from pagoda.process import start_thread
 
 _EVER = timedelta(days=365)
 _REQUEST, _ANSWER = range(2)
@@ -34,8 +34,7 @@ class Service:
         self._transport = transport
         self._answer = answer
         (self._group,) = new_groups(transport.world, [range(transport.size)], backend="gloo", timeout=_EVER)
-        self._thread = threading.Thread(target=self._run, name="pagoda-service", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "pagoda-service")
 
     def ask(self, unit: int, version: int, targets: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
         """Get other ranks' slices of a unit after `version` updates. `targets` are the ranks and the tensors that

@@ -39,9 +39,13 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
 
     ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
     training = model.training
-    decoder = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+    others: dict[str, Any] = {}
+    if getattr(model.config, "is_encoder_decoder", False):
+        others["decoder_input_ids"] = ids
+    if getattr(model.config, "output_router_logits", False):
+        others["output_router_logits"] = False  # the losses of routing need values
     with FlopCounterMode(display=False) as counter, torch.no_grad(), _even_experts(model) as of_experts:
-        model.eval()(input_ids=ids, use_cache=False, **decoder)
+        model.eval()(input_ids=ids, use_cache=False, **others)
     model.train(training)
     counts: dict[str, dict[Any, int]] = counter.get_flop_counts()
     root = type(model).__name__

@@ -196,7 +196,7 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     on_device = max(
         rates.seconds("h2d", passing + n * plan.layout.itemsize(GRAD)),
         rates.seconds("d2h", passing),
-        rates.device_update_seconds(n),
+        rates.device_update_seconds(n, -(-n // plan.layout.block_elements)),
     )
     on_cpu = rates.update_seconds(n)
     even = on_cpu / (on_cpu + on_device)

@@ -1,10 +1,18 @@
 """CUDA memory: an arena on a GPU, and host RAM from and to which a GPU can copy by itself."""
 
+import ctypes
+import weakref
+from itertools import pairwise
+
 import torch
 
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
 from pagoda.memory.sizes import format_bytes
+from pagoda.process import forks
+
+REGISTERED_BYTES = 64 << 30
+"""The most bytes that CUDA page-locks at once. Drivers of the 580 series fail from 512 GiB on."""
 
 
 class CudaArena(Arena):
@@ -55,19 +63,58 @@ class PinnedArena(Arena):
     def __init__(self, nbytes: int) -> None:
         """Raises like `Arena`, and BudgetError if the system refuses to lock that much."""
         super().__init__(nbytes)
-        error = torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)  # type: ignore[no-untyped-call]
-        self._pinned = int(error) == 0
-        if not self._pinned:
-            raise BudgetError(
-                f"CUDA could not page-lock {format_bytes(nbytes)} of RAM (error {int(error)}). Lower memory.host, or "
-                "raise the limit on locked memory (ulimit -l).",
-                tier="host",
-                needed_bytes=nbytes,
-            )
+        self.populate()
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        locked: list[int] = []
+        self._unlock = weakref.finalize(self, _unlock, cudart, locked, forks())
+        """CUDA must let go of memory before it is unmapped, also if nobody closes the arena after an error."""
+        self._unlock.atexit = False
+        for start in range(0, nbytes, REGISTERED_BYTES):
+            address = self.address + start
+            error = int(cudart.cudaHostRegister(address, min(REGISTERED_BYTES, nbytes - start), 0))
+            if error:
+                # torch does not name this function, but loads CUDA's symbols for the whole process. Without the call,
+                # the next launch of any kernel would raise the error.
+                ctypes.CDLL(None).cudaGetLastError()
+                self.close()
+                raise BudgetError(
+                    f"CUDA could not page-lock {format_bytes(nbytes)} of RAM (error {error}). Lower memory.host, or "
+                    "raise the limit on locked memory (ulimit -l).",
+                    tier="host",
+                    needed_bytes=nbytes,
+                )
+            locked.append(address)
+            if start:
+                _seams.add(address)
 
     def close(self) -> None:
         """Unlock the memory, and free it as soon as no tensor or view of it is alive. Idempotent."""
-        if self._pinned:
-            self._pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+        self._unlock()
         super().close()
+
+
+_seams: set[int] = set()
+"""Addresses at which one registration ends and the next one of the same arena begins."""
+
+
+def _unlock(cudart: object, locked: list[int], since: int) -> None:
+    """Undo registrations. Not in a forked child, which has neither the memory nor CUDA."""
+    if since == forks():
+        for address in locked:
+            _seams.discard(address)
+            cudart.cudaHostUnregister(address)  # type: ignore[attr-defined]
+
+
+def copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Start a copy between contiguous tensors on the current stream.
+
+    CUDA refuses a copy of which two parts were page-locked one by one, so there it becomes two copies.
+    """
+    if not _seams:
+        target.copy_(source, non_blocking=True)
+        return
+    host = source if target.is_cuda else target
+    first, end = host.data_ptr(), host.data_ptr() + host.nbytes
+    cuts = sorted((seam - first) // host.itemsize for seam in tuple(_seams) if first < seam < end)
+    for start, stop in pairwise((0, *cuts, host.numel())):
+        target.view(-1)[start:stop].copy_(source.view(-1)[start:stop], non_blocking=True)

@@ -34,6 +34,16 @@ PIECE_ELEMENTS = 1 << 20
 BLOCK_ELEMENTS = 1 << 20
 """Number of elements that an update kernel takes at a time. Its streams then take a few MiB, and two threads share a
 unit."""
+BOUNCE_ELEMENTS = 1 << 20
+"""Elements of a gradient whose squares are summed together."""
+_MOST_BOUNCED, _MOST_BUFFERS = 4, 8
+"""Most such parts of a gradient that leave a separate device together, to be added, and most buffers for them."""
+_MOST_AT_HOME = 4 << 20
+"""Most elements of a block whose states are all in RAM. Each block costs Python about a tenth of a millisecond."""
+_BLOCKS_OF_A_THREAD = 4
+"""Least number of such blocks of a large unit for each thread, so that no thread waits long for the others."""
+_MOST_LAUNCHED = 1 << 30
+"""Most elements of one launch of a GPU's kernel, whose indices have 32 bits."""
 _ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES = 16, 4 << 20
 """Largest buffer between activations and SSD."""
 
@@ -336,6 +346,25 @@ class Layout:
         # So that the ring holds at most one unit.
         quarter = max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
         return -(-min(self.block_limit, quarter + 1) // per_page) * per_page
+
+    def block_at_home(self, unit: UnitSpec, on_device: bool, threads: int) -> int:
+        """Elements of a block of an update that passes no ring. On a device, one launch takes all. In RAM, `threads`
+        threads share a large unit."""
+        if on_device:
+            return _MOST_LAUNCHED
+        share = -(-self.updated_elements(unit) // (_BLOCKS_OF_A_THREAD * threads))
+        return max(self.block_elements, min(align(share), _MOST_AT_HOME))
+
+    @cached_property
+    def bounce(self) -> tuple[int, int]:
+        """Number of buffers in which gradients from a separate device are added, and the elements of one. As many as
+        keep several threads busy, but two small ones if the budget is tight."""
+        widest = max(unit.trainable_numel for unit in self.units)
+        parts = -(-widest // BOUNCE_ELEMENTS)
+        if self.block_limit < BLOCK_ELEMENTS or parts <= 2:
+            return 2, min(BOUNCE_ELEMENTS, widest)
+        each = min(_MOST_BOUNCED, -(-parts // _MOST_BUFFERS))
+        return min(_MOST_BUFFERS, -(-parts // each)), each * BOUNCE_ELEMENTS
 
     def block_pages(self, state: str) -> int:
         """Pages of a block's share of a state, wherever it begins in a page."""

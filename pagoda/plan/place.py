@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product, takewhile
+from itertools import product
 from typing import NoReturn
 
 from pagoda.errors import BudgetError
@@ -16,7 +16,6 @@ from pagoda.plan.placement import (
     ACTIVATION_BUFFERS,
     ACTIVATIONS,
     BOUNCE,
-    BOUNCE_ELEMENTS,
     CHECKPOINT,
     COLLECTIVE_BUFFERS,
     FETCH_RING,
@@ -254,8 +253,8 @@ class _Placer:
             grads = sum(self._by_unit(GRAD).values())
             lines |= {GRAD: grads, GRAD_QUEUE: self.options.max_staleness * grads}
         if self.device is not None:
-            widest = min(BOUNCE_ELEMENTS, max(unit.trainable_numel for unit in layout.units))
-            lines[BOUNCE] = 2 * pages_for(widest * layout.offloaded_itemsize, layout.page_bytes)
+            buffers, elements = layout.bounce
+            lines[BOUNCE] = buffers * pages_for(elements * layout.offloaded_itemsize, layout.page_bytes)
         else:
             lines[COLLECTIVE_BUFFERS] = reduce_buffers(layout).pages
         if self.ssd is not None:
@@ -459,9 +458,14 @@ class _Placer:
 
 
 def first_that_fit(pages: Mapping[int, int], room: int) -> frozenset[int]:
-    """The first units, in the order of `pages`, that fit together. Units after one that does not fit are left out."""
-    taken = takewhile(lambda pages: pages <= room, accumulate(pages.values()))
-    return frozenset(unit for unit, _ in zip(pages, taken, strict=False))
+    """The units, in the order of `pages`, that fit together. One for which too little is left is passed over, because
+    smaller ones may follow."""
+    chosen = set()
+    for unit, needed in pages.items():
+        if needed <= room:
+            chosen.add(unit)
+            room -= needed
+    return frozenset(chosen)
 
 
 def last_that_fit(pages: Mapping[int, tuple[int, int]], ram: int, ssd: int) -> tuple[frozenset[int], int, int]:

@@ -25,8 +25,6 @@ ACTIVATION_BUFFERS = 4
 """Number of buffers between activations and SSD: two on their way out, two on their way back."""
 FETCH_SLOTS = 4
 """Number of pieces of weights between SSD and a separate device at once."""
-BOUNCE_ELEMENTS = 1 << 20
-"""Elements of a gradient that leave a separate device at a time. Two pieces are on their way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Placement:
     - STAGING: gradients on their way to the update or to SSD.
     - RING: blocks of weights and moments that stream through RAM.
     - FETCH_RING: pieces of weights on their way from SSD to a separate device.
-    - BOUNCE: pieces of gradients on their way back from it.
+    - BOUNCE: pieces of gradients from it that are added in RAM.
     - COLLECTIVE_BUFFERS: whole gradients that several ranks add up, and their sums.
     - SERVING: weights on SSD that ranks send each other: a message, or the largest unit if every rank has all weights.
     - CHECKPOINT: states that a checkpoint has not written when their next update comes.

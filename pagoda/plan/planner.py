@@ -142,6 +142,13 @@ class Plan:
         pages = {name: self.layout.pages(unit, name) for name in names if self.placement.home(unit.index, name) != SSD}
         return {name: count for name, count in pages.items() if count}
 
+    def update_block(self, unit: UnitSpec, threads: int) -> int:
+        """Elements of a block of a unit's update by an element-wise rule. `threads` update units in RAM."""
+        layout, placement = self.layout, self.placement
+        if unit.index in placement.passing or placement.streamed(unit.index, layout.states):
+            return layout.block_elements
+        return layout.block_at_home(unit, unit.index in placement.on_device, threads)
+
     @property
     def lease_slab(self) -> int:
         """Frames of a slab of the leases: the widest lease, or all frames if all leases fit at once."""

@@ -16,12 +16,12 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.memory.arena import Arena, copy_bytes
-from pagoda.memory.cuda import CudaArena, PinnedArena
+from pagoda.memory.cuda import CudaArena, PinnedArena, copy_async
 from pagoda.optim.gradient_kernels import LANES
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
-from pagoda.plan.placement import BOUNCE_ELEMENTS
+from pagoda.plan.layout import BOUNCE_ELEMENTS
 
 _ARRIVING = 4
 """Number of gradients whose squares a GPU sums at the same time."""
@@ -78,6 +78,15 @@ class Arrival:
             return self._square_sum
 
 
+def taken(kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor) -> list[float]:
+    """Store or add a flat gradient in RAM. Returns one sum of squares per BOUNCE_ELEMENTS elements."""
+    n = gradient.numel()
+    return [
+        kernel(target[start:].data_ptr(), gradient[start:].data_ptr(), min(BOUNCE_ELEMENTS, n - start))
+        for start in range(0, n, BOUNCE_ELEMENTS)
+    ]
+
+
 class Device:
     """The CPU. Every call has done its work when it returns, so nothing waits for an event."""
 
@@ -128,11 +137,7 @@ class Device:
     ) -> Arrival:
         """Copy a flat gradient to its home, on the device or in RAM, once compute has passed `after`. In RAM it keeps
         its dtype. The sum of squares has the bits of the CPU's `kernel`. Called by one thread only."""
-        n = gradient.numel()
-        sums = [
-            kernel(target[start:].data_ptr(), gradient[start:].data_ptr(), min(BOUNCE_ELEMENTS, n - start))
-            for start in range(0, n, BOUNCE_ELEMENTS)
-        ]
+        sums = taken(kernel, target, gradient)
         return Arrival((), lambda: sums)
 
     def update_kernel(
@@ -281,12 +286,12 @@ class CudaDevice(Device):
             return self._event(stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        copy_async(target, source)
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         with torch.cuda.stream(stream):
             self._behind(stream, after)
-            target.copy_(source, non_blocking=True)
+            copy_async(target, source)
             return self._event(stream)
 
     def _behind(self, stream: torch.cuda.Stream, after: Event) -> None:

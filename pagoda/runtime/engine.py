@@ -22,7 +22,7 @@ from pagoda.optim.kernels import warm_up
 from pagoda.optim.rule import Rule
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD
+from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD, update_threads
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.graph_memory import GraphMemory
@@ -97,8 +97,8 @@ class Engine:
         self.store = Store(plan, directories, poison, device, shards)
         side_by_side = not plan.layout.weight.copied  # else updates share a work area
         on_cpu = device.torch_device.type == "cpu"
-        update_threads = torch.get_num_threads() if side_by_side else 1
-        self._lanes = open_lanes(len(directories), update_threads, on_cpu, on_cpu and side_by_side)
+        threads = update_threads(torch.get_num_threads()) if side_by_side else 1
+        self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
         self.rule = rule
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)

@@ -13,13 +13,14 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.rule import Hyper
-from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, STAGING
-from pagoda.plan.tiers import HOST
-from pagoda.runtime.device import PAST, Arrival, Device, Event
+from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD, WEIGHT
+from pagoda.plan.placement import BOUNCE, STAGING
+from pagoda.plan.tiers import HOST, update_threads
+from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, taken
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.meter import InFlight, Meter
 from pagoda.runtime.next_update import Segment
+from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Kind, Operation
@@ -131,6 +132,15 @@ class _Taken(NamedTuple):
             self.record.square_sums[slot] = arrival.square_sum()
 
 
+class _Added(NamedTuple):
+    """The event of the end of additions on other threads."""
+
+    additions: Sequence[Handle]
+
+    def synchronize(self) -> None:
+        wait_all(self.additions)
+
+
 @dataclass(eq=False, repr=False)
 class Gradients:
     """All gradients of a process.
@@ -150,10 +160,12 @@ class Gradients:
         """The dtype of a gradient on its way to its extent."""
         self._kernels = gradient_kernels(store.dtype(GRAD), self.arriving)
         self._staging = store.host.take(store.plan.placement.pages(HOST, STAGING))
-        pages = store.plan.placement.pages(HOST, BOUNCE) // 2
-        self._bounce = [store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
-        """Two buffers of shape [BOUNCE_ELEMENTS] at most, in which gradients from a separate device land before they
-        are added."""
+        pages, (buffers, self._bounced) = store.plan.placement.pages(HOST, BOUNCE), store.plan.layout.bounce
+        landings = [store.host.take(pages // buffers) for _ in range(buffers if pages else 0)]
+        self._bounce = Ring(landing.tensor(self.arriving, self._bounced) for landing in landings)
+        """Buffers of shape [`_bounced`], in which gradients from a separate device land before they are added."""
+        self._adders = Lane("add", update_threads(torch.get_num_threads())) if pages else None
+        """Adds them."""
         self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step that no update has taken."""
@@ -286,7 +298,9 @@ class Gradients:
         self._records.clear()
         self.taken.clear()
         self._all.clear()
-        self._bounce.clear()
+        self._bounce = Ring(())
+        if self._adders is not None:
+            self._adders.close()
 
     def exhausted(self, unit: LiveUnit) -> str:
         """The error message for a gradient without a buffer."""
@@ -323,40 +337,42 @@ class Gradients:
             return PAST
 
         moved = 0 if self._store.lives_on_device(unit.index, GRAD) else sum(each.values.nbytes for each in made)
-        # A store follows earlier stores in the device's queue. An addition needs the earlier gradient to have arrived.
-        after = record.pending[-1:] if any(each.accumulate for each in made) else ()
+        # A store follows earlier stores in the device's queue. An addition needs the earlier gradients to have arrived.
+        after = record.pending if any(each.accumulate for each in made) else ()
         return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
 
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
-        """Store or add a flat gradient of shape [n]. The sum of squares is that of the result.
-
-        Runs on the d2h lane. Gradients that are added or widened in RAM move in pieces. From a separate device, each
-        piece moves while the previous one is added.
-        """
+        """Store or add a flat gradient of shape [n]. The sum of squares is that of the result. Runs on the d2h lane."""
         lives_there = self._store.lives_on_device(unit.index, GRAD)
         if accumulate and lives_there:
             return self._device.add_gradient(self._kernels.add_gradient, into, grad, issued)
         if not accumulate and (lives_there or into.dtype is grad.dtype):
             return self._device.store_gradient(self._kernels.store_gradient, into, grad, issued)
         kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
-        starts = range(0, grad.numel(), BOUNCE_ELEMENTS)
-
-        def fetch(start: int) -> tuple[torch.Tensor, Event]:
-            piece = grad[start : start + BOUNCE_ELEMENTS]
-            if not self._bounce:
-                return piece, PAST
-            landing = self._bounce[start // BOUNCE_ELEMENTS % 2][: piece.numel()]
-            return landing, self._device.copy_out(landing, piece, issued)
-
-        sums = []
-        upcoming = fetch(0) if starts else None
-        for start in starts:
-            assert upcoming is not None
-            piece, arrived = upcoming
-            upcoming = fetch(start + BOUNCE_ELEMENTS) if start + BOUNCE_ELEMENTS < grad.numel() else None
-            arrived.synchronize()
-            sums.append(kernel(into[start:].data_ptr(), piece.data_ptr(), piece.numel()))
+        if self._adders is not None:
+            return self._take_bounced(into, kernel, grad, issued, self._adders)
+        sums = taken(kernel, into, grad)
         return Arrival((), lambda: sums)
+
+    def _take_bounced(
+        self, into: torch.Tensor, kernel: StoreGradient, grad: torch.Tensor, issued: Event, adders: Lane
+    ) -> Arrival:
+        """Add a gradient from a separate device, or widen it. Several threads do so, each with another piece. For a
+        small gradient, waking them would take longer."""
+        sums: list[float] = []
+
+        def take(at: int) -> None:
+            piece = grad[at : at + self._bounced]
+            with self._bounce.one() as buffer:
+                landing = buffer[: piece.numel()]
+                self._device.copy_out(landing, piece, issued).synchronize()
+                sums.extend(taken(kernel, into[at:], landing))
+
+        if grad.numel() <= BOUNCE_ELEMENTS:
+            take(0)
+            return Arrival((), lambda: sums)
+        starts = range(0, grad.numel(), self._bounced)
+        return Arrival([_Added([adders.submit(partial(take, at)) for at in starts])], lambda: sums)
 
 
 def non_finite_error(name: str) -> NonFiniteGradientError:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch.autograd import profiler
 
-from pagoda.process import check_not_forked, forks
+from pagoda.process import check_not_forked, forks, start_thread
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 
@@ -189,6 +189,7 @@ class Lane:
 
     def __init__(self, name: str, threads: int = 1, inline_bytes: int = 0) -> None:
         self.name = name
+        self.threads = threads
         self.inline_bytes = inline_bytes
         self._open = 0
         """Number of pieces of work that were queued and have not ended. Read without the lock, as a hint."""
@@ -203,11 +204,7 @@ class Lane:
         self._forks = forks()
         self._busy_s = 0.0
         self._bytes = 0
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{THREAD_NAMES}{name}-{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [start_thread(self._run, f"{THREAD_NAMES}{name}-{i}") for i in range(threads)]
 
     def submit(self, work: Work, after: Iterable[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
         """Do `work`, which moves `nbytes`, once `after` have ended. If one of them failed, the work fails with that
@@ -294,10 +291,7 @@ class Lane:
         reads and writes."""
         ticket.handle.issue(event)
         if self._finisher is None:  # lanes whose work is put in a device's queue have one thread that does so
-            self._finisher = threading.Thread(
-                target=self._finish, name=f"{THREAD_NAMES}{self.name}-finisher", daemon=True
-            )
-            self._finisher.start()
+            self._finisher = start_thread(self._finish, f"{THREAD_NAMES}{self.name}-finisher")
         self._queued.put((work, ticket, event, start))
 
     def _finish(self) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from pagoda.errors import UsageError
-from pagoda.process import forks
+from pagoda.process import forks, start_thread
 from pagoda.runtime.capture import Saver
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import THREAD_NAMES, Lane
@@ -60,8 +60,7 @@ def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) 
     """
     if since != forks():
         return
-    closer = threading.Thread(target=_end, args=(threads, executor, store), name=f"{THREAD_NAMES}closer", daemon=True)
-    closer.start()
+    closer = start_thread(_end, f"{THREAD_NAMES}closer", threads, executor, store)
     # Ranks end when all of them have dropped their engines. A thread of an engine must not wait for itself.
     if threads.rank_group is None and not threading.current_thread().name.startswith(THREAD_NAMES):
         closer.join(_CLOSE_S)

@@ -1,5 +1,6 @@
 """The store: the home of every extent, and slow access to its elements."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,8 @@ class Store:
         """Frames for states that a checkpoint has not written when their next update comes."""
         self.writes = 0
         """Number of calls of `write`."""
+        self._writing = threading.Lock()
+        """Held while elements on SSD are written: threads may write to different parts of one page."""
         self._replacing = False
         """Whether every state is being replaced."""
         self.host_bytes = page * sum(n for line, n in lines[HOST].items() if line not in (LEASES, STAGING))
@@ -192,9 +195,13 @@ class Store:
         """Overwrite elements of an extent from `start` on."""
         home = self.tensor(unit, state)
         if home is not None:
-            home[start : start + values.numel()] = values
+            target = home[start : start + values.numel()]
+            if target.is_cpu and values.is_cpu and values.is_contiguous() and values.dtype is target.dtype:
+                copy_bytes(target, values)  # several threads may write, and torch's copies would start more
+            else:
+                target.copy_(values)
             return
-        with self.ring.one() as slot:
+        with self._writing, self.ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, state, start, values.numel()):
                 if elements.nbytes != window.nbytes:
                     self._load_around(unit, state, offset, window)

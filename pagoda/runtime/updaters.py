@@ -155,7 +155,7 @@ class DeviceUpdater(Updater):
         self._lanes["d2h"].count(moved)
         # Compute may still read weights that live there.
         read = PAST if WEIGHT in moving else update.pieces[-1][0].issued
-        pipe = start // self._block % DEVICE_SLOTS if there is None else there.number
+        pipe = unit.index % DEVICE_SLOTS if there is None else there.number
         label, touched = f"update {unit.spec.name}", 2 * nbytes + gradients
         queued = partial(device.pipe, pipe, work, read)
         handle = self._lanes["device_update"].submit(queued, after, touched, label)

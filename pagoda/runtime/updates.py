@@ -98,7 +98,8 @@ class Updater:
         self._store = store
         self._lanes = lanes
         self._states = layout.states
-        self._block = layout.block_elements
+        self._blocks = [store.plan.update_block(unit, lanes["update"].threads) for unit in units]
+        """Elements of a block of each unit."""
         self._streamed = [[s.name for s in self._states if store.run(unit.index, s.name) is not None] for unit in units]
         """The states on SSD of each unit."""
         self._ring = store.ring
@@ -320,7 +321,8 @@ class Updater:
     def _cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """First and last element of every block of a unit's update."""
         total = len(self._store.shards.updated(unit))
-        return [(start, min(start + self._block, total)) for start in range(0, total, self._block)]
+        block = self._blocks[unit.index]
+        return [(start, min(start + block, total)) for start in range(0, total, block)]
 
     def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """The blocks of `_cuts` that can be read before earlier blocks are written."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from itertools import pairwise
 
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import traffic_of
@@ -47,6 +47,8 @@ class Execution:
         alike."""
         self._spills = 0
         """Number of SPILL operations under way."""
+        self._stored: dict[int, int] = {}
+        """unit -> the step of its latest OFFLOAD. Further gradients of that step are added to the first."""
         self._reading: dict[int, None] = {}
         """Units whose UPDATE is reading its gradient, the first one at the front."""
         self.offloads: deque[tuple[Task, int]] = deque()
@@ -91,7 +93,7 @@ class Execution:
             self._early.setdefault(unit, []).append(operation)
         elif kind is Kind.SHARE:
             self._lanes.when_ended(self._updates[unit].share(unit, ()), partial(self._ended, operation))
-        elif chains := self._chains(kind, unit):
+        elif chains := self._chains(kind, unit, self._adds(operation)):
             self._give(operation, chains)
         elif kind is not Kind.PUBLISH:
             self._scheduler.ended(operation)
@@ -108,6 +110,14 @@ class Execution:
             self.offloads.append((task, made))
         elif operation.kind is Kind.SPILL:
             self._spills += 1
+
+    def _adds(self, operation: Operation) -> bool:
+        """Whether an operation adds a gradient to an earlier one of its step."""
+        if operation.kind is not Kind.OFFLOAD:
+            return False
+        (step,) = operation.steps
+        before, self._stored[operation.unit] = self._stored.get(operation.unit), step
+        return before == step
 
     def _gradient_used(self, update: Operation) -> None:
         del self._reading[update.unit]
@@ -126,7 +136,7 @@ class Execution:
         self._scheduler.ended(operation)
         self.pump()
 
-    def _chains_of(self, kind: Kind, index: int) -> Sequence[Chain]:
+    def _chains_of(self, kind: Kind, index: int, adds: bool) -> Sequence[Chain]:
         """The work of an operation. There is none for PUBLISH, for the OFFLOAD of a gradient that stays where it is
         made, and for the FETCH of weights that are already in RAM."""
         unit, traffic = self._plan.units[index], self._traffic[index]
@@ -145,7 +155,12 @@ class Execution:
         if sent := traffic.merged:
             chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, self._rates.merge_seconds(sent)))
         if traffic.offloaded:  # handing gradients over is part of what a parameter costs
-            chain.append(self._lanes.move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0))
+            move = self._lanes.move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0)
+            layout = self._plan.layout
+            kept = traffic.offloaded * layout.itemsize(GRAD) // layout.offloaded_itemsize
+            if adds or kept > traffic.offloaded:  # while one piece is added, the next ones come
+                move.seconds = max(move.seconds, self._rates.adding_seconds(traffic.offloaded + (1 + adds) * kept))
+            chain.append(move)
         return [chain] if chain else []
 
     def _fetch(self, index: int) -> Sequence[Chain]:

@@ -21,6 +21,8 @@ class Work:
     """Seconds at the lane's full rate."""
     pieces: int = 1
     """How often the runtime hands something over to the lane for it."""
+    python_s: float = 0.0
+    """Seconds of Python on compute's thread, in addition to the model's own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,12 +58,14 @@ class SimulatedLanes:
         self._active: dict[str, Task] = {}
         self._handed_over = 0
         """Number of pieces of work handed to lanes since compute last began something."""
+        self._queued_s = 0.0
+        """The time at which Python has queued all work of a GPU so far. It may be long past."""
 
     def submit(self, work: Work, after: Iterable[Task] = (), times: float = 1.0) -> Task:
         """Submit work that takes `times` times its seconds."""
         seconds = work.seconds * times
         if work.lane == COMPUTE:
-            seconds += self._handed_over * self._rates.task_switch_s
+            seconds += self._late(work.python_s + self._handed_over * self._rates.task_switch_s)
             self._handed_over = 0
         else:
             self._handed_over += work.pieces
@@ -73,6 +77,17 @@ class SimulatedLanes:
         if not task.waiting:
             self._ready[work.lane].append(task)
         return task
+
+    def _late(self, python_s: float) -> float:
+        """Seconds by which Python delays compute's next work, on which it spends `python_s`."""
+        if not self._rates.python_ahead:
+            return python_s
+        self._queued_s += python_s
+        return max(0.0, self._queued_s - self.now)
+
+    def python_waits(self) -> None:
+        """Python has waited for the work that it has queued, so it is no longer ahead of it."""
+        self._queued_s = max(self._queued_s, self.now)
 
     def in_turn(self, works: Sequence[Work], after: Sequence[Task] = ()) -> list[Task]:
         """Submit work, one piece after another, behind `after`. Returns the tasks."""

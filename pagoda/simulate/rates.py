@@ -1,11 +1,12 @@
 """The speed of each lane of one rank on given hardware, alone and while other lanes work."""
 
 from dataclasses import replace
+from math import inf
 
 from pagoda.errors import ConfigError
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ranks import ALONE, Ranks
-from pagoda.plan.tiers import COLLECTIVE, LARGE_TRANSFER_BYTES
+from pagoda.plan.tiers import COLLECTIVE, LARGE_TRANSFER_BYTES, update_threads
 from pagoda.simulate.hardware import Figure, Hardware
 from pagoda.simulate.timeline import COMPUTE
 
@@ -36,6 +37,7 @@ class Rates:
             )
         cpu, ssd, link = hardware.cpu, hardware.ssd, hardware.link
         ranks = hardware.gpus_per_node
+        self.update_threads = update_threads(max(1, cpu.cores // ranks))
         self._params_per_s = cpu.update_params_per_s.value / ranks
         # The CPU updates states in an arena that stands in for a device.
         self._device_params_per_s = (
@@ -57,6 +59,11 @@ class Rates:
             self._bytes_per_s[READ] = ssd.read_bytes_per_s.value / ranks
             self._bytes_per_s[WRITE] = ssd.write_bytes_per_s.value / ranks
             both[READ, WRITE] = ssd.both_bytes_per_s.value / ranks
+        # A store reads and writes every byte.
+        of_thread = 2 * cpu.gradient_bytes_per_s.value if cpu.gradient_bytes_per_s is not None else inf
+        self._added_bytes_per_s = (
+            of_thread if link is None else min(cpu.memory_bytes_per_s.value / ranks, self.update_threads * of_thread)
+        )
         self._pair_shares = {pair: self._halves(pair, total) for pair, total in both.items()}
         """The two lanes of a resource, one for each direction -> the share of its own rate that each has while both
         work."""
@@ -67,11 +74,12 @@ class Rates:
         self._yielding = frozenset(self._demand) - (frozenset() if hardware.device else {READ, WRITE})
         """Lanes that only get what the others leave. Transfer threads sleep most of the time, so a computing CPU runs
         them first."""
-        computes = hardware.device is None
-        self.task_switch_s = cpu.task_switch_s.value if computes and cpu.task_switch_s is not None else 0.0
-        """If the CPU computes: seconds that compute loses to each piece of work of a lane."""
-        self.parameter_s = cpu.parameter_s.value if computes and cpu.parameter_s is not None else 0.0
-        """If the CPU computes: seconds per step that compute loses to the bookkeeping of each trainable parameter."""
+        self.python_ahead = hardware.device is not None
+        """Whether Python runs ahead of compute, as it does ahead of a GPU."""
+        self.task_switch_s = cpu.task_switch_s.value if cpu.task_switch_s is not None else 0.0
+        """Seconds that compute's thread loses to each piece of work of a lane."""
+        self.parameter_s = cpu.parameter_s.value if cpu.parameter_s is not None else 0.0
+        """Seconds per step that compute's thread loses to the bookkeeping of each trainable parameter."""
 
     def seconds(self, lane: str, nbytes: int) -> float:
         """Seconds that a lane takes to move `nbytes` if it works alone. Raises ConfigError if there is no such lane."""
@@ -124,9 +132,15 @@ class Rates:
         """Seconds of the update of this many parameters while nothing else runs."""
         return parameters / self._params_per_s
 
-    def device_update_seconds(self, parameters: int) -> float:
-        """The same on the device, for states in its memory."""
-        return parameters / self._device_params_per_s
+    def device_update_seconds(self, parameters: int, blocks: int) -> float:
+        """The same on the device, for states in its memory, with the time in which Python queues the blocks."""
+        queued = blocks * self.task_switch_s if self.python_ahead else 0.0
+        return parameters / self._device_params_per_s + queued
+
+    def adding_seconds(self, touched: int) -> float:
+        """Seconds in which the CPU adds or widens gradients and reads and writes `touched` bytes. One thread does that,
+        or several for gradients from a GPU."""
+        return touched / self._added_bytes_per_s
 
     def shared(self, lanes: frozenset[str]) -> dict[str, float]:
         """lane -> share of its own rate while `lanes` are busy."""

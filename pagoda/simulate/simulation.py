@@ -165,6 +165,7 @@ class Simulation:
             self._compute(work)
         self._release()
         self._let_offloads_end(most=0)
+        self._lanes.python_waits()
         self._scheduler.end_step()
         self._execution.pump()
 
@@ -191,11 +192,12 @@ class Simulation:
         self._execution.pump()
 
     def _computing(self, access: Access, seconds: float) -> Work:
-        """The compute of an access, and the runtime's own work on the same thread, most of it when gradients arrive."""
+        """The compute of an access, and the runtime's own work on its thread, most of it when gradients arrive."""
         unit, backward = self._plan.units[access.unit], access.phase is Phase.BACKWARD
         share = _IN_BACKWARD if backward else 1 - _IN_BACKWARD
         bookkeeping = share * sum(slot.param.trainable for slot in unit.slots) * self._rates.parameter_s
-        return Work(COMPUTE, f"{'backward' if backward else 'forward'} {unit.name}", 0, seconds + bookkeeping)
+        name = f"{'backward' if backward else 'forward'} {unit.name}"
+        return Work(COMPUTE, name, 0, seconds, python_s=bookkeeping)
 
     def _make(self, gradient: Gradient) -> None:
         """Autograd has made a gradient. Compute continues once it has a buffer and not too many bytes are on their
@@ -210,7 +212,10 @@ class Simulation:
         """Wait until at most `most` bytes of gradients are on their way."""
         offloads = self._execution.offloads
         while offloads and (offloads[0][0].done or sum(nbytes for _, nbytes in offloads) > most):
-            self._wait_for(offloads.popleft()[0])
+            task, _ = offloads.popleft()
+            if not task.done:
+                self._wait_for(task)
+                self._lanes.python_waits()
 
     def _exchange(self, unit: int, exchange: Exchange) -> Task:
         seconds = self._rates.exchange_seconds(exchange)

@@ -70,11 +70,13 @@ class SimulatedUpdates:
         layout = plan.layout
         self._elements = [layout.updated_elements(unit) for unit in plan.units]
         """Parameters of each unit that this rank updates."""
-        self._block = layout.block_elements
-        self._chunk = self._block * max(1, ceil(sum(self._elements) / self._block / _MOST_CHUNKS))
+        self._blocks = [plan.update_block(unit, self._rates.update_threads) for unit in plan.units]
+        """Elements of a block of each unit."""
+        block = layout.block_elements
+        self._chunk = block * max(1, ceil(sum(self._elements) / block / _MOST_CHUNKS))
         self._chunks = cache(self._cut)
         slots = DEVICE_SLOTS if on_device else plan.placement.ring_slots
-        self._slots = max(3, slots * self._block // self._chunk) if slots else 0
+        self._slots = max(3, slots * block // self._chunk) if slots else 0
         self._queue: deque[_Feeding] = deque()
         self._ahead_unit = -1
         """The unit that is read ahead."""
@@ -184,7 +186,6 @@ class SimulatedUpdates:
         time is that of one step. Each part of an update computes all states."""
         traffic, name = self._traffic[unit], self._plan.units[unit].name
         layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
-        rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
         moving = placement.streamed(unit, layout.states)
         on_ssd = sum(placement.home(unit, state.name) == SSD for state in moving)
         moments, passed = traffic.streamed - traffic.streamed_master, traffic.passed
@@ -193,9 +194,11 @@ class SimulatedUpdates:
         coming = [("ssd_read", read, on_ssd), ("h2d", passed + steps * traffic.brought, len(moving))]
         going = [("d2h", passed, len(moving)), ("ssd_write", write, on_ssd)]
         chunks = []
+        rates, block = self._rates, self._blocks[unit]
         for start in range(0, max(1, total), self._chunk):
             stop = min(start + self._chunk, total)
-            blocks, seconds = ceil((stop - start) / self._block), rate(stop - start)
+            count, blocks = stop - start, ceil(stop / block) - ceil(start / block)
+            seconds = rates.device_update_seconds(count, blocks) if self._on_device else rates.update_seconds(count)
             come, back = (
                 [
                     self._lanes.move(lane, f"{verb} {name}", _part(nbytes, start, stop, total), states * blocks)

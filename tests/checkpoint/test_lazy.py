@@ -23,6 +23,8 @@ JOINS_AND_CUTS: dict[str, Apply] = {
     "chunk-last": lambda t: torch.chunk(t[0], 2, dim=-1)[1],
     "split": lambda t: torch.split(t[1], [1, 3, 2], dim=1)[1],
     "squeezed": lambda t: [c.squeeze(0) for c in torch.chunk(t[2], 4, dim=0)][3],
+    "squeezed everywhere": lambda t: [c.unsqueeze(-1).squeeze() for c in torch.chunk(t[2], 4, dim=0)][3],
+    "squeezed in two places": lambda t: torch.squeeze(t[2].unsqueeze(-1).unsqueeze(0), (0, -1)),
     "experts": lambda t: torch.cat([torch.stack(t), torch.stack(t[::-1])], dim=1),
     "experts-back": lambda t: torch.chunk(torch.chunk(torch.cat([torch.stack(t), torch.stack(t)], 1), 2, 1)[1], 3, 0)[
         2

@@ -4,6 +4,7 @@ The first tests fork, which torch does not survive once it has run backward on a
 """
 
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from zoo import VOCABULARY, Recipe, batch, loss_of
 import pagoda
 from cuda_stand_in.collectives import install_collectives
 from cuda_stand_in.plugin import native
+from pagoda.memory import cuda
+from pagoda.runtime.store import Store
 
 pytestmark = pytest.mark.gpu
 
@@ -136,6 +139,27 @@ def be_rank(rank: int, port: int, stage: int, out: Path) -> None:
     (out / str(rank)).write_text(json.dumps([alone, llama, trained(*mixture(), rank=rank, size=RANKS)]))
 
 
+def test_threads_that_add_a_gradient_share_buffers_without_a_race() -> None:
+    """The same bits as from RAM."""
+    weights = []
+    for at in ("64MiB", "cpu:64MiB"):
+        torch.manual_seed(0)
+        linear = nn.Linear(2048, 1300, bias=False)
+        model, optimizer = pagoda.wrap(
+            linear, pagoda.AdamW(), memory=pagoda.Memory(device=at, host="256MiB"), accumulation_steps=3
+        )
+        x = torch.randn(3, 2048, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+        x = x if at.startswith("cpu") else x.cuda()
+        for _ in range(2):
+            for _ in range(3):
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.state_dict()["weight"])
+        optimizer.close()
+    assert torch.equal(*(weight.cpu() for weight in weights))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_send_from_gpu_to_gpu_give_the_bits_of_one_without_a_race(stage: int, tmp_path: Path) -> None:
     """And experts on the GPUs of two ranks get their tokens."""
@@ -171,3 +195,38 @@ def test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(placement: str,
     with pytest.raises(pagoda.UsageError, match=r"outside the forward.*gathered"):
         torch.nn.init.zeros_(next(model.parameters()))
     optimizer.close()
+
+
+def test_no_copy_crosses_from_one_page_locked_piece_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "REGISTERED_BYTES", 10 * 4096)
+    test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(BOTH, tmp_path)
+
+
+def test_ram_that_cannot_be_page_locked_is_refused_and_the_next_launch_works(tmp_path: Path) -> None:
+    recipe = Recipe("llama")
+    gc.collect()
+    before, usual = native.pinned(), native.most_pinned(1 << 20)
+    try:
+        with pytest.raises(pagoda.BudgetError, match="page-lock"):
+            pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(FEW, tmp_path, recipe))
+    finally:
+        native.most_pinned(usual)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    gc.collect()
+    assert native.pinned() == before
+
+
+def test_ram_is_unlocked_when_wrap_fails_after_it_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise pagoda.StorageError("the drive is gone")
+
+    recipe = Recipe("llama")
+    gc.collect()
+    before = native.pinned()
+    monkeypatch.setattr(Store, "_open", fail)
+    with pytest.raises(pagoda.StorageError, match="gone"):
+        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(FEW, tmp_path, recipe))
+    gc.collect()
+    assert native.pinned() == before

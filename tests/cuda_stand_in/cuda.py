@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
@@ -31,6 +32,7 @@ def install() -> ModuleType:
     spec.loader.exec_module(native)
     for name, value in _torch_cuda(native).items():
         setattr(torch.cuda, name, value)
+    torch._C._cuda_clearCublasWorkspaces = lambda: None
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU's attention is what the stand-in's is
     _use_kernels_of_the_cpu(native)
     return native
@@ -39,6 +41,8 @@ def install() -> ModuleType:
 def _torch_cuda(native: ModuleType) -> dict[str, Any]:
     """What `torch.cuda` has, by name, as far as Pagoda and its tests use it."""
     import torch
+
+    chosen = threading.local()
 
     class Stream:
         def __init__(self, device: object = None, *, number: int | None = None) -> None:
@@ -60,6 +64,8 @@ def _torch_cuda(native: ModuleType) -> dict[str, Any]:
             self.recorded_s = time.perf_counter()
 
         def synchronize(self) -> None:
+            own = threading.current_thread().name.startswith("pagoda-")
+            assert not own or hasattr(chosen, "gpu"), "this thread would make a context on GPU 0"
             native.host_waits(self.number)
 
         def elapsed_time(self, later: "Event") -> float:
@@ -80,8 +86,7 @@ def _torch_cuda(native: ModuleType) -> dict[str, Any]:
             native.set_current_stream(before)
 
     def register(address: int, nbytes: int, flags: int) -> int:
-        native.pin(address, nbytes)
-        return 0
+        return int(native.pin(address, nbytes))
 
     def reserved() -> int:
         return -(-int(native.handed_out()) // SEGMENT_BYTES)
@@ -103,7 +108,7 @@ def _torch_cuda(native: ModuleType) -> dict[str, Any]:
         "is_available": lambda: True,
         "device_count": lambda: MOST_PROCESSES,
         "current_device": lambda: 0,
-        "set_device": nothing(),
+        "set_device": lambda gpu: setattr(chosen, "gpu", gpu),
         "get_device_name": of_device("stand-in"),
         "get_device_properties": of_device(SimpleNamespace(name="stand-in", total_memory=native.DEVICE_BYTES)),
         "mem_get_info": of_device(lambda: (native.DEVICE_BYTES - native.allocated(), native.DEVICE_BYTES)),

@@ -82,7 +82,10 @@ void learn(Clock& of, const Clock& from) {
   std::transform(of.begin(), of.end(), from.begin(), of.begin(), [](auto a, auto b) { return std::max(a, b); });
 }
 
+int last_error = 0;  // of a call to CUDA's runtime that failed: the next launch raises it
+
 Clock& issue() {  // whatever is issued follows all that the host has waited for
+  TORCH_CHECK(std::exchange(last_error, 0) == 0, "CUDA error: left by an earlier call");
   learn(clocks[current], host);
   ++clocks[current][current];
   return clocks[current];
@@ -213,12 +216,21 @@ struct Allocator final : c10::Allocator {
 // --- pinned RAM, and what callers wait for -----------------------------------------------------------------------------
 
 std::map<uintptr_t, size_t> pinned;
+size_t most_pinned = SIZE_MAX;  // at once
 std::map<std::string, int64_t> counts;
 
-bool is_pinned(const void* at) {
+bool is_pinned(const void* at, size_t nbytes = 1) {  // all of it, at once
   Locked locked(mutex);
   auto next = pinned.upper_bound(reinterpret_cast<uintptr_t>(at));
-  return next != pinned.begin() && reinterpret_cast<uintptr_t>(at) < std::prev(next)->first + std::prev(next)->second;
+  if (next == pinned.begin()) return false;
+  return reinterpret_cast<uintptr_t>(at) + nbytes <= std::prev(next)->first + std::prev(next)->second;
+}
+
+int pin(uintptr_t at, size_t nbytes) {
+  Locked locked(mutex);
+  if (nbytes > most_pinned) return last_error = 2;
+  pinned[at] = nbytes;
+  return 0;
 }
 
 void unpin(void* at) {
@@ -439,7 +451,8 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     access(to, true, "copy_");
     if (to.device() != from.device()) {
       std::string kind = to.is_cuda() ? "h2d" : "d2h";
-      bool by_itself = is_pinned((to.is_cuda() ? from : to).const_data_ptr());
+      const Tensor& ram = to.is_cuda() ? from : to;
+      bool by_itself = is_pinned(ram.const_data_ptr(), ram.nbytes());
       ++counts[kind + (!non_blocking ? " that waits" : by_itself ? "" : " of RAM that is not pinned")];
       if (!non_blocking) learn(host, clocks[current]);
     }
@@ -552,7 +565,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define("stream_waits", [](int stream, int64_t event) { Locked locked(mutex); learn(clocks[stream], events[event]); });
   define("host_waits", [](int64_t event) { Locked locked(mutex); learn(host, events[event]); });
   define("forget", [](int64_t event) { Locked locked(mutex); events.erase(event); });
-  define("pin", [](uintptr_t at, size_t nbytes) { Locked locked(mutex); pinned[at] = nbytes; });
+  define("pin", &pin);
+  define("most_pinned", [](size_t nbytes) { Locked locked(mutex); return std::exchange(most_pinned, nbytes); });
+  define("pinned", [] { Locked locked(mutex); return pinned.size(); });
   define("unpin", [](uintptr_t at) { Locked locked(mutex); pinned.erase(at); });
   define("allocated", [] { Locked locked(mutex); return allocated; });
   define("handed_out", [] { Locked locked(mutex); return handed_out; });
@@ -561,3 +576,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define("take_races", taking(races));
   define("take_counts", taking(counts));
 }
+
+extern "C" int cudaGetLastError() { return std::exchange(last_error, 0); }

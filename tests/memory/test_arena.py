@@ -1,6 +1,8 @@
 """An arena is exactly as large as asked, its regions show no other bytes, and each tensor tells who holds it."""
 
+import errno
 import gc
+import mmap
 import re
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.memory import arena as module
 from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
 from pagoda.memory.page import PAGE_ALIGN, Run
 from pagoda.memory.region import Region
@@ -147,6 +150,53 @@ def test_bytes_that_the_arena_has_not_are_refused(offset: int, nbytes: int, why:
 def test_more_or_less_memory_than_the_system_maps_is_refused(nbytes: int, error: type[Exception], why: str) -> None:
     with pytest.raises(error, match=why):
         Arena(nbytes)
+
+
+@linux_only
+@pytest.mark.parametrize("advice", [module._POPULATE_WRITE, 999], ids=["as it is", "an old kernel"])
+def test_populating_takes_all_the_memory_at_once_and_leaves_it_zero(
+    advice: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_POPULATE_WRITE", advice)
+    monkeypatch.setattr(module, "_PIECE_BYTES", 4 * MIB)
+    arena = Arena(33 * MIB + 123)
+    before = all_arenas("Rss")
+    arena.populate()
+    assert all_arenas("Rss") - before >= 33 * MIB
+    assert not arena.tensor(0, arena.nbytes, torch.uint8).any()
+
+
+@pytest.fixture
+def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that refuses every mapping for which it would have to reserve RAM."""
+    mapped = mmap.mmap
+
+    def map_unreserved(fileno: int, length: int, flags: int) -> mmap.mmap:
+        if not flags & module._MAP_NORESERVE:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return mapped(fileno, length, flags=flags)
+
+    monkeypatch.setattr(mmap, "mmap", map_unreserved)
+    monkeypatch.setattr(module, "_PIECE_BYTES", MIB)
+
+
+@linux_only
+@pytest.mark.usefixtures("_small_machine")
+def test_an_arena_larger_than_ram_is_taken_as_the_machine_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([0, 0, *[2**40] * 100])
+    monkeypatch.setattr(module, "free_ram", lambda: next(free))
+    before = all_arenas("Rss")
+    arena = Arena(33 * MIB)
+    assert all_arenas("Rss") - before >= arena.nbytes == 33 * MIB
+
+
+@pytest.mark.usefixtures("_small_machine")
+def test_an_arena_larger_than_ram_is_refused_where_the_machine_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([2**40, *[MIB // 2] * 100])
+    monkeypatch.setattr(module, "free_ram", lambda: next(free))
+    monkeypatch.setattr(module, "_GROWTH_S", 0.1)
+    with pytest.raises(BudgetError, match=r"33\.00 MiB .* more than this machine has.* 512\.00 KiB are free"):
+        Arena(33 * MIB)
 
 
 # --- regions ----------------------------------------------------------------------------------------------------

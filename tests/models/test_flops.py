@@ -37,6 +37,7 @@ def test_a_matrix_costs_two_flops_a_token_and_element_and_attention_is_the_full_
     assert len(outputs) == model.config.num_hidden_layers
     for output in outputs:
         expected[output] += 4.0 * TOKENS * LENGTH * hidden
+    flops.pop("model.rotary_emb", None)  # the positions of a Llama were a product of matrices until transformers 5.17
     assert flops == expected
     assert flops["lm_head"] == 2.0 * TOKENS * hidden * model.config.vocab_size
     assert model.training

@@ -13,7 +13,7 @@ from pairwise import each_once
 from pagoda.config.training import Precision
 from pagoda.optim import Adafactor, adafactor_kernels, gradient_dtype
 from pagoda.optim.adafactor import as_matrices
-from pagoda.plan.placement import BOUNCE_ELEMENTS
+from pagoda.plan.layout import BOUNCE_ELEMENTS
 
 from . import test_adafactor as adafactor
 from .blocks import (

@@ -19,6 +19,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.tiers import DEVICE, SSD
+from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.simulate.hardware import Link
 
 from .strategies import FAST, GPU, LARGE, STATES, figure, unit
@@ -136,3 +137,16 @@ def test_a_search_lets_units_live_on_a_device_that_has_room_and_else_what_takes_
     assert choice.best.plan.placement.passing
     weights, moments = (choice.best.plan.placement.units_with(DEVICE, [name]) for name in ("weight", "exp_avg"))
     assert len(weights) > len(moments)
+
+
+def test_a_unit_too_large_for_the_device_does_not_keep_smaller_ones_from_it() -> None:
+    """Such as an embedding, which is the first unit."""
+    small = tower(8, 128)
+    embedding = ModuleSpec("embedding", (ParamSpec("embedding.weight", (1 << 21,)),))
+    root = replace(small, children=(embedding, *small.children))
+    limit = 1 << 22  # what the embedding's weights take; all of its states take seven times as much
+    options = Options(page_bytes=4096, unit_limit=limit, split=Split(device_home_share=1.0))
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, 4 * limit), options)
+    by_name = {unit.name: unit.index for unit in plan.units}
+    assert by_name["embedding"] not in plan.placement.resident
+    assert len(plan.placement.resident) >= 5

@@ -8,10 +8,10 @@ from hypothesis import given, strategies as st
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD
-from pagoda.plan.options import Options
+from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import LEASES, STAGING, Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.tiers import DEVICE, HOST, SSD
+from pagoda.plan.tiers import DEVICE, HOST, SSD, update_threads
 from pagoda.plan.traffic import bytes_written_to_ssd, traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
@@ -48,6 +48,29 @@ def test_a_second_gradient_buffer_goes_before_blocks_get_smaller() -> None:
     roomier = make_plan(root, states, Budgets(least + gradient - 1, None, LARGE), options)
     assert roomier.placement.pages(HOST, STAGING) * roomier.page_bytes == gradient
     assert roomier.layout.block_elements > BLOCK_ELEMENTS // 8
+
+
+def test_blocks_of_updates_in_ram_are_large_unless_threads_would_wait_or_they_pass_a_ring() -> None:
+    root, states = tower(2, 8192), STATES["bf16"]
+    in_ram = make_plan(root, states, Budgets(LARGE), Options())
+    (elements,) = {unit.trainable_numel for unit in in_ram.units}
+    for threads in (2, 14):
+        block = in_ram.update_block(in_ram.units[0], threads)
+        assert 2 * BLOCK_ELEMENTS <= block <= min(4 * BLOCK_ELEMENTS, elements // (2 * threads))
+    small = make_plan(tower(2, 256), states, Budgets(LARGE), Options())
+    assert small.update_block(small.units[0], 14) == small.layout.block_elements
+    device = Budgets(LARGE, LARGE)
+    streaming = make_plan(root, states, replace(device, host=in_ram.peak_bytes[HOST] // 3, ssd=LARGE), Options())
+    passing = make_plan(root, states, device, Options(split=Split(device_update_share=1.0)))
+    for plan in (streaming, passing):
+        assert {plan.update_block(unit, 14) for unit in plan.units} == {plan.layout.block_elements}
+    at_home = make_plan(root, states, device, Options(split=Split(device_home_share=1.0)))
+    assert at_home.update_block(at_home.units[0], 14) >= elements
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (7, 7), (8, 6), (16, 14), (64, 62)])
+def test_updates_leave_two_of_many_cores_to_python(cores: int, threads: int) -> None:
+    assert update_threads(cores) == threads
 
 
 @given(st.integers(1, 6), st.integers(16, 900))

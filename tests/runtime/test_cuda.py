@@ -1,6 +1,7 @@
 """On an NVIDIA GPU: the same promises as with an arena in RAM that stands in for one."""
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,23 @@ def on_gpu(inputs: Batch) -> Batch:
     return {name: value.cuda() for name, value in inputs.items()}
 
 
+def settled() -> int:
+    """Bytes of the GPU that tensors hold, once threads of lanes have dropped what they copied."""
+    before = -1
+    while (now := torch.cuda.memory_allocated()) != before:
+        before = now
+        time.sleep(0.01)
+    return now
+
+
+def allocated_at_rest() -> int:
+    """Bytes of the GPU that tensors hold when nothing runs. cuBLAS would keep its workspaces for ever."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return settled()
+
+
 @pytest.fixture(params=["1", ""], ids=["poison", "as users run it"])
 def _poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_POISON", request.param)
@@ -75,7 +93,8 @@ def _poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Strict: with `warn_only`, torch's fused attention stays as it is, and its gradients differ from run to run."""
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -132,7 +151,10 @@ def test_nor_do_asynchronous_updates(placement: str, bound: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("model", ["llama", "conv"])
-def test_training_agrees_with_the_cpu_within_rounding(model: str, tmp_path: Path) -> None:
+def test_training_agrees_with_the_cpu_within_rounding(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions have it by default
     recipe = Recipe(model, precision="fp32")
 
     def on_cpu(wrapped: nn.Module, optimizer: Any, outcome: Outcome) -> None:
@@ -156,8 +178,7 @@ def test_a_gpu_without_room_is_refused() -> None:
 
 def test_a_device_budget_that_is_too_small_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
     recipe = Recipe("llama")
-    gc.collect()  # what earlier tests have left
-    before = torch.cuda.memory_allocated()
+    before = allocated_at_rest()  # what earlier tests have left
     small = pagoda.Memory(device=str(PAGE), host="64MiB", page_size=PAGE, unit_limit=UNIT_LIMIT)
     with pytest.raises(pagoda.BudgetError) as refused:
         pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=small)
@@ -168,9 +189,8 @@ def test_a_device_budget_that_is_too_small_is_refused_before_anything_is_taken(t
 @pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
 def test_fifty_steps_take_no_memory_that_the_first_did_not(placement: str, tmp_path: Path) -> None:
     """Pages come from one arena: in steady state torch asks CUDA for nothing, and nothing is left when all is over."""
-    gc.collect()
+    at_first = allocated_at_rest()
     torch.cuda.empty_cache()
-    at_first = torch.cuda.memory_allocated()
     recipe = Recipe("llama")
     model = recipe.build()
     model, optimizer = pagoda.wrap(
@@ -184,23 +204,20 @@ def test_fifty_steps_take_no_memory_that_the_first_did_not(placement: str, tmp_p
         optimizer.zero_grad()
         optimizer.drain()
         torch.cuda.synchronize()
+        allocated.append(settled())
         stats = torch.cuda.memory_stats()
-        allocated.append(stats["allocated_bytes.all.current"])
         asked.append((stats["num_device_alloc"], stats["num_alloc_retries"], stats["reserved_bytes.all.peak"]))
-    assert asked[3] == asked[-1]
+    assert asked[24] == asked[-1]  # a gradient is freed when its copy has ended, so the peak varies a little at first
     assert allocated[3] == allocated[-1]
     optimizer.close()
     del model, optimizer, inputs
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= at_first
+    assert allocated_at_rest() <= at_first
 
 
 def test_peak_memory_of_the_device_is_the_plans_pages_and_activations(tmp_path: Path) -> None:
     """The arena is all that Pagoda takes, but for sums of squares."""
     recipe = Recipe("llama")
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = allocated_at_rest()
     model = recipe.build()
     model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory(BOTH, tmp_path, recipe))
     taken = torch.cuda.memory_allocated() - before

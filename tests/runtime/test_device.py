@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.traffic import traffic_of
+from pagoda.runtime.device import Device
 
 
 @cache
@@ -182,6 +184,17 @@ def test_the_device_is_home_to_weights_then_gradients_then_moments(homes: str, s
     moved = sum(step["d2h"] for step in outcome.moved)
     # An update may run on into the next step, and gradients have no padding, so only sums over steps are bounded.
     assert (steps - 1) * passed <= moved <= steps * (passed + offloaded)
+
+
+def test_a_unit_at_home_is_updated_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, launches, pipe = Recipe("llama"), count(), Device.pipe
+    monkeypatch.setattr(Device, "pipe", lambda *args: (next(launches), pipe(*args))[1])
+    outcome = train(recipe, memory(recipe, 0.0, homes=2.0))
+    outcome.assert_same_bits(resident(recipe))
+    plan = outcome.plan
+    assert plan.placement.resident >= {unit.index for unit in plan.units[:-1]}
+    assert next(launches) == len(outcome.moved) * len(plan.placement.resident)
+    assert max(unit.trainable_numel for unit in plan.units) > plan.layout.block_elements
 
 
 def test_a_model_that_ram_alone_cannot_hold_fits_ram_and_the_device() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.plan.layout import GRAD
+from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import STAGING, Budgets
 from pagoda.runtime import gradients
@@ -59,6 +60,31 @@ def test_without_ssd_the_units_that_hold_the_buffers_are_named(wrap: Wrap, monke
         model(torch.ones(2, 64, dtype=torch.bfloat16)).backward()
     for text in ("'layers.1'", "'layers.4'", "unit 'layers.0'", "memory.ssd", "accumulation_steps"):
         assert text in str(refused.value)
+
+
+def test_several_threads_add_a_gradient_from_a_device_at_the_same_time(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two pieces wait for each other."""
+    add, pieces, met = gradients.taken, count(), Barrier(2)
+
+    def added(*piece: Any) -> list[float]:
+        if next(pieces) < 2:
+            met.wait(timeout=30)
+        return add(*piece)
+
+    monkeypatch.setattr(gradients, "taken", added)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        linear = nn.Linear(BOUNCE_ELEMENTS // 512, 1300, bias=False)
+        model, optimizer = wrap(linear, Memory(device="cpu:32MiB", host="128MiB"), accumulation_steps=2)
+    finally:
+        torch.set_num_threads(threads)
+    for _ in range(2):
+        model(torch.ones(2, BOUNCE_ELEMENTS // 512, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert next(pieces) == 3
 
 
 def runs_of_gradients(model: nn.Module, optimizer: Any) -> set[Run]:

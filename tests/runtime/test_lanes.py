@@ -215,6 +215,29 @@ def test_a_lane_goes_on_while_a_device_works_and_ends_what_has_ended(lane: Lane,
     assert [handle.wait_until_issued() for handle in (*handles, after)] == [PAST] * 3
 
 
+def test_every_thread_of_a_lane_uses_the_gpu_of_the_thread_that_made_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the thread that waits for the device: a new thread would make a context on GPU 0."""
+    chosen = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(chosen, "gpu", gpu))
+    chosen.gpu = 3
+    seen: list[int] = []
+
+    class Waited:
+        def synchronize(self) -> None:
+            seen.append(chosen.gpu)
+
+    def work() -> Waited:
+        seen.append(chosen.gpu)
+        return Waited()
+
+    lane = Lane("h2d")
+    lane.submit(work).wait()
+    lane.close()
+    assert seen == [3, 3]
+
+
 def test_an_error_of_a_devices_work_reaches_whoever_waits_for_it(lane: Lane) -> None:
     event = Queued(WorkError())
     handle = lane.submit(lambda: event)

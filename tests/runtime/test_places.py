@@ -1,5 +1,6 @@
 """Places for offloaded activations: never more than there is room for, and what was written comes back."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, strategies as st
 from pagoda.errors import CorruptPageError
 from pagoda.memory.arena import Arena
 from pagoda.runtime.activations.places import Piece, RamPlace, SsdPlace
-from pagoda.runtime.device import PAST, Device
+from pagoda.runtime.device import PAST, Device, Event
 
 PAGE = 4096
 
@@ -62,6 +63,30 @@ def test_pieces_of_ram_do_not_overlap_and_are_poisoned_when_nobody_has_them() ->
     place.free(first)
     assert content(first, 3) == [255]
     assert content(second, 5) == [2]
+
+
+def test_the_time_that_compute_still_works_does_not_count_as_a_copy() -> None:
+    """Copies are queued behind compute, which may have much to do between two micro-batches."""
+
+    class Busy(Device):
+        """Compute takes 0.2 s more, from the first time that somebody waits for it."""
+
+        idle = False
+
+        def synchronize(self) -> None:
+            time.sleep(0 if self.idle else 0.2)
+            self.idle = True
+
+        def fence(self) -> Event:
+            return self
+
+        def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+            after.synchronize()
+            return super().copy_out(target, source, after)
+
+    place = RamPlace(PAGE, PAGE, Busy())
+    assert min(place.rates()) > PAGE / 0.1
+    place.close()
 
 
 @pytest.mark.parametrize("drives", [1, 2])

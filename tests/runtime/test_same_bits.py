@@ -5,7 +5,7 @@ Parameters are fp32 here. `test_experts.py` has the same of bf16 weights with th
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from zoo import (
 
 import pagoda
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.plan.placement import BOUNCE_ELEMENTS
+from pagoda.plan.layout import BOUNCE_ELEMENTS
 from pagoda.plan.trace import Phase
 
 from .loops import CASES, WIDTH, Nested, assert_trained_alike, built, in_memory
@@ -127,8 +127,12 @@ def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: 
     assert faults[4] < faults[2]
 
 
-def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_device() -> None:
-    """Its pieces take turns in two buffers; the norm is summed piece by piece wherever it comes from."""
+@pytest.mark.parametrize("gradients", [None, "fp32"])
+def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_device(
+    gradients: Literal["fp32"] | None,
+) -> None:
+    """Several threads add or widen its pieces; the norm is summed piece by piece wherever it comes from."""
+    precision = pagoda.MixedPrecision("bf16", gradients)
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -142,8 +146,8 @@ def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_de
             take_step(optimizer, outcome)
 
     arena = pagoda.Memory(device="cpu:64MiB", host="256MiB")
-    outcome = run(build(), arena, loop, clip_grad_norm=0.5)
-    outcome.assert_same_bits(run(build(), pagoda.Memory(host="256MiB"), loop, clip_grad_norm=0.5))
+    outcome = run(build(), arena, loop, precision=precision, clip_grad_norm=0.5)
+    outcome.assert_same_bits(run(build(), pagoda.Memory(host="256MiB"), loop, precision=precision, clip_grad_norm=0.5))
 
 
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA])

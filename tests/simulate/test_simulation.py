@@ -17,7 +17,7 @@ from pagoda.forecast.search import search
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
-from pagoda.plan.options import Options
+from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
@@ -130,6 +130,46 @@ def test_compute_pays_for_work_that_it_hands_over_and_for_each_parameter(figure_
     assert more >= {"task_switch_s": updates, "parameter_s": parameters}[figure_name] * 1e-3 * 0.99
 
 
+@pytest.mark.parametrize("figure_name", ["task_switch_s", "parameter_s"])
+def test_python_delays_a_gpu_only_if_it_takes_longer_than_compute(figure_name: str) -> None:
+    paying = replace(GPU, cpu=replace(GPU.cpu, **{figure_name: figure(1e-3)}))
+    plan = make_plan(tower(8, 256), STATES["bf16"], Budgets(LARGE, LARGE), Options(accumulation_steps=1))
+    ticks = len(plan.trace.accesses) - 1
+    parameters = sum(slot.param.trainable for unit in plan.units for slot in unit.slots)
+    least = {"task_switch_s": len(plan.units), "parameter_s": parameters}[figure_name] * 1e-3
+    short, long = ([seconds] * ticks for seconds in (1e-6, 1.0))
+    assert simulate(plan, paying, short).step_s >= least > 10 * simulate(plan, GPU, short).step_s
+    assert simulate(plan, paying, long).step_s == pytest.approx(simulate(plan, GPU, long).step_s, rel=0.01)
+
+
+def test_a_gpu_waits_for_python_to_queue_each_block_of_an_update_and_one_block_is_all_of_a_unit_at_home() -> None:
+    paying = replace(GPU, cpu=replace(GPU.cpu, task_switch_s=figure(1e-3)))
+    for home, update in ((1.0, 0.0), (0.0, 1.0)):
+        split = Split(device_home_share=home, device_update_share=update)
+        plan = make_plan(tower(8, 256), STATES["bf16"], Budgets(LARGE, LARGE), Options(page_bytes=4096, split=split))
+        units = [plan.units[index] for index in plan.placement.on_device]
+        streamed = sum(-(-unit.trainable_numel // plan.layout.block_elements) for unit in units)
+        blocks = len(units) if home else streamed
+        assert streamed >= 2 * len(units) > 10
+        spans = [span for span in step_of(plan, paying).spans if span.lane == DEVICE_UPDATE]
+        assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(blocks * 1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_gradients_that_are_added_take_the_time_in_which_ram_and_threads_read_and_write_them(passes: int) -> None:
+    link = Link(*[figure(1e6)] * 3)
+    slow = replace(GPU, link=link, cpu=replace(GPU.cpu, memory_bytes_per_s=figure(1e6)))
+    threads = replace(GPU, link=link, cpu=replace(GPU.cpu, cores=4, gradient_bytes_per_s=figure(1e6 / 8)))
+    options = Options(accumulation_steps=passes, clipping=True)
+    plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE, LARGE), options)
+    added = (passes - 1) * sum(traffic.offloaded for traffic in traffic_of(plan))
+    for machine in (slow, threads):
+        spans = [span for span in step_of(plan, machine).spans if span.kind == "offload"]
+        adding = sorted(span.end_s - span.start_s for span in spans)[len(plan.units) :]
+        assert sum(adding) == pytest.approx(3 * added / 1e6, rel=0.2)
+        assert bool(adding) == (passes > 1)
+
+
 @given(simulated())
 def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_bytes_of_each_lane(case: Case) -> None:
     plan, machine, ticks, timeline = case
@@ -143,7 +183,7 @@ def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_byt
     least = {
         COMPUTE: sum(ticks),
         UPDATE: rates.update_seconds(on_cpu),
-        DEVICE_UPDATE: rates.device_update_seconds(on_device),
+        DEVICE_UPDATE: rates.device_update_seconds(on_device, 0),
     }
     for lane, nbytes in least_bytes(plan).items():
         least[lane] = rates.seconds(lane, nbytes)

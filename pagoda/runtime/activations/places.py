@@ -103,12 +103,14 @@ class Place(ABC):
             self.in_use_bytes -= piece.run.count * self.page_bytes
 
     def rates(self) -> tuple[float, float]:
-        """Rates out and back in bytes per second, measured now, before anything is offloaded. 0 if there is no room."""
+        """Rates out and back in bytes per second, measured now, before anything is offloaded, while compute waits. 0 if
+        there is no room."""
         sample = torch.zeros(min(_SAMPLE_BYTES, self.room_bytes), dtype=torch.uint8).to(self._device.torch_device)
         pieces = self.alloc(sample.nbytes) if sample.nbytes else None
         if pieces is None:
             return 0.0, 0.0
         issued = self._device.fence()
+        issued.synchronize()  # or the time would include what compute has queued
         start = time.perf_counter()
         hashes = self.write(pieces, sample, issued)
         middle = time.perf_counter()
