@@ -2,8 +2,6 @@
 
 import os
 import warnings
-import weakref
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -296,7 +294,8 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     """Load a transformers model from a local Hugging Face directory or a checkpoint, for `wrap` to place.
 
     It works like `from_pretrained`, with the same rules for the names in the files. But the weights stay in their files
-    until `wrap` copies them to their tier in pieces. Until then the model cannot be used, and the files must stay.
+    until `wrap` copies them to their tier in pieces, so the files must stay. Until then the model may be changed like
+    any other: copies and parts of weights stay in the files, other operations read what they need.
     Values in fp32, fp16 and bf16 become the fp32 master unchanged. From a checkpoint, it loads the weights that
     `export` would write, with adapters merged, but no optimizer state. The model is in training mode. Nothing is
     downloaded, and no code from the directory runs.
@@ -321,12 +320,10 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
 def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
     if model_class is not None:
         raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
-    with ExitStack() as opened:
-        tensors, record = exported_by_reference(opened.enter_context(Checkpoint(directory)))
-        with init():
-            model: nn.Module = model_of(record)
-        attach_tensors(model, directory, tensors)
-        weakref.finalize(model, opened.pop_all().close)
+    tensors, record = exported_by_reference(Checkpoint(directory))
+    with init():
+        model: nn.Module = model_of(record)
+    attach_tensors(model, directory, tensors)
     return model
 
 

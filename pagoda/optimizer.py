@@ -255,6 +255,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         *,
         wait: bool = True,
         replaces: Iterable[str | Path] = (),
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
 
@@ -265,23 +266,35 @@ class PagedOptimizer(torch.optim.Optimizer):
         and without clipping), because some units have this step's update and others do not.
 
         With `wait=False` it returns at once. Training continues while the current state is written, and the next
-        `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()` raises an error of the write. One checkpoint
-        is written at a time: the next waits for it. Another thread may save, also while this one trains. It saves the
+        `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()` raises an error of the write. With
+        `on_error`, that function gets the error instead, on the thread that writes. One checkpoint is written at a
+        time: the next waits for it. Another thread may save, also while this one trains. It saves the
         state after the last `step()`.
 
         State on SSD is not copied while at most `Memory(ssd_checkpoints=...)` checkpoints keep their pages: it stays in
         place, and later updates go to other pages. Otherwise it is copied. `replaces` lists checkpoints to delete after
-        this one is complete. A checkpoint that is a symbolic link, cannot be read or contains other files is kept, with
-        a warning.
+        this one is complete. A checkpoint that was moved, is a symbolic link, cannot be read or contains other files is
+        kept, with a warning.
         """
         # Absolute, because the working directory may change before the thread that writes uses them.
         path, old = Path(directory).absolute(), [Path(each).absolute() for each in replaces]
         with self._saving:
             self.wait_for_checkpoint()
             with self._engine.accesses.turn:
-                self._snapshot.save(path, named(self.param_groups), extra or {}, old)
+                self._snapshot.save(path, named(self.param_groups), extra or {}, old, on_error)
             if wait:
                 self.wait_for_checkpoint()
+
+    def checkpoint_bytes(self, copied: bool = False) -> int:
+        """Bytes that the tensors of the next checkpoint take in its directory. Without `copied`, state on SSD that can
+        stay in its pages does not count. All ranks call this at the same point."""
+        with self._engine.accesses.turn.lock:
+            return self._snapshot.nbytes(named(self.param_groups), copied)
+
+    def restart_clock(self) -> None:
+        """Count the next step's time and waits from now, as after an evaluation, whose waits are not those of a
+        step."""
+        self._engine.restart_clock()
 
     @property
     def checkpoint_pending(self) -> bool:

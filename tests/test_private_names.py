@@ -26,7 +26,8 @@ NAMES = {
     "torch._C.DisableTorchFunctionSubclass": "hidden parameters and gradient markers cannot be read by Pagoda itself",
     "torch._C._storage_Use_Count": "a lease cannot be told from a free one: nothing is ever evicted",
     "torch._C._construct_storage_from_data_pointer": "a GPU's leases have no storage of their own",
-    "torch.Tensor._make_wrapper_subclass": "tensors of files cannot stay in their files while transformers maps them",
+    "torch.Tensor._make_wrapper_subclass": "parameters cannot wait for their values",
+    "torch._has_compatible_shallow_copy_type": "Module.to unties tied parameters that wait",
     "torch.optim._muon.muon": "Muon has no math: its update is torch's own",
     "torch.optim._muon.DEFAULT_A": "Muon has not the coefficients of torch's",
     "torch.optim._muon.DEFAULT_B": "Muon has not the coefficients of torch's",
@@ -41,6 +42,7 @@ NAMES = {
     "torch.utils._pytree.tree_unflatten": "arguments and outputs of blocks cannot be put together",
     "torch.utils._pytree.tree_leaves": "hidden parameters among arguments are not found",
     "torch.utils._pytree.tree_map": "hidden parameters among arguments are not found",
+    "torch.utils._pytree.tree_iter": "tensors among the arguments of an operation that is recorded are not found",
     "torch.utils._pytree.tree_map_only": "state dicts are not streamed to torch's files",
 }
 """Name -> what breaks without it. They are in modules that the package names in full, or imports from."""
@@ -58,6 +60,7 @@ OF_OBJECTS = {
     "transformers.Trainer._load_from_checkpoint": "a checkpoint without state of Pagoda is not refused",
     "transformers.Trainer._load_optimizer_and_scheduler": "a run resumes without its state",
     "transformers.Trainer._load_best_model": "all weights are in RAM when the best model comes back",
+    "transformers.PreTrainedModel._get_dtype_plan": "parameters that should stay in fp32 are cast without a warning",
     "transformers.PreTrainedConfig._decode_special_floats": "models with an infinite setting cannot be exported",
     "transformers.PreTrainedModel._init_weights": "weights that are made in pages are not initialised",
     "transformers.PreTrainedModel._keys_to_ignore_on_save": "exports have keys that transformers leaves out",

@@ -240,10 +240,10 @@ def zero() -> Experiment:
     text = """\
 arXiv 1910.02054, DGX-2 nodes of 16 V100-32G, 800 Gb/s between them. The paper uses GPU memory alone, and so do these
 plans: every unit has its home there (`device_home_share`), stage 3, at 14 bytes a parameter with clipping; RAM has up
-to 8 GiB a rank of buffers. The paper divides layers over 16 GPUs too (model parallelism), which `pagoda plan` cannot
-plan for these shapes: here all ranks are data parallel, with as many sequences a GPU as the paper's batches come to
-(64, 384, 768 and 1,600 sequences; 800 for 100B, 300 for 170B, rounded up to one a GPU: from memory, unverified; 4 a GPU
-for 13B is assumed). Its superlinear scaling comes from memory: with more GPUs, each has room for more sequences.
+to 8 GiB a rank of buffers. The paper divides layers over 16 GPUs too (model parallelism); here all ranks are data
+parallel, with as many sequences a GPU as the paper's batches come to (64, 384, 768 and 1,600 sequences; 800 for 100B,
+300 for 170B, rounded up to one a GPU: from memory, unverified; 4 a GPU for 13B is assumed). Its superlinear scaling
+comes from memory: with more GPUs, each has room for more sequences.
 Stage 3 on 64 GPUs reaches nearly all of a GPU's rate with one sequence, so there is less to gain."""
     plot = Plot(
         "papers_zero",
@@ -299,8 +299,8 @@ def infinity() -> Experiment:
     text = """\
 arXiv 2104.07857, DGX-2 nodes with NVMe. Shapes and sequences a GPU are those of its table 1, from memory, unverified;
 sequences of 1,024. It keeps optimizer states, and of the largest models weights too, on NVMe; a plan fills GPU memory
-and RAM first and puts the rest on the drives. It also divides each layer over 4 or 8 GPUs, which `pagoda plan` cannot
-plan for these shapes: here large matrices are cut in tiles, and all ranks are data parallel."""
+and RAM first and puts the rest on the drives. It also divides each layer over 4 or 8 GPUs; here large matrices are cut
+in tiles, and all ranks are data parallel."""
     plot = Plot(
         "papers_infinity",
         "parameters, trillions",

@@ -131,6 +131,7 @@ def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Pro
         activations=mode,
         tile_limit=_tile_bytes(shape),
         memory=Memory(host=host, split=split),
+        checkpoint_minutes=0.0,  # as the papers count
     )
     part = _part(shape, setup.experts)
     times = shape.layers / part.layers

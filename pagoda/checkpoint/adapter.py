@@ -54,14 +54,15 @@ class AdaptedModel:
         return {name: self._read(name) for name in self._adapter}
 
     def write(self, folder: Path, values: dict[str, torch.Tensor]) -> list[str]:
-        """Write and sync the adapter. Returns the names of the files."""
+        """Write and sync the adapter. Returns the names of its files."""
+        others = {*folder.iterdir()}  # a tokenizer, and the mark of a directory that is not complete
         try:
             self._model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
         except Exception as error:  # peft computes prompts from the model, which is on meta
             raise CheckpointError(
                 f"peft cannot write this adapter without its model ({error}): call save_pretrained of a wrapped model."
             ) from error
-        files = sorted(path for path in folder.iterdir() if path.is_file())
+        files = sorted(path for path in {*folder.iterdir()} - others if path.is_file())
         for path in files:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)

@@ -162,7 +162,10 @@ class Removable:
         if not isinstance(checkpoint_id, str) or not CHECKPOINT_ID.fullmatch(checkpoint_id):
             raise CheckpointError(f"{directory} is kept: its manifest has no id")
         own = {MANIFEST, PARTIAL_MARK, *(f"{file}.safetensors" for file in hashes or ())}
-        others = sorted({*os.listdir(directory)} - own)
+        try:
+            others = sorted({*os.listdir(directory)} - own)
+        except OSError as error:
+            raise CheckpointError(f"{directory} is kept: it cannot be read ({error.strerror})") from error
         if others:
             raise CheckpointError(f"{directory} is kept: {', '.join(others[:3])} in it is not part of the checkpoint")
         return Removable(directory, checkpoint_id, _references(manifest))

@@ -92,6 +92,10 @@ class LazyTensor:
         axis = dim % (self.ndim + 1)
         return self.with_shape((*self.shape[:axis], 1, *self.shape[axis:]))
 
+    def cast(self, dtype: torch.dtype) -> "LazyTensor":
+        """The same elements, rounded to another dtype."""
+        return LazyTensor(dtype, self.shape, lambda start, count: self._read(start, count).to(dtype))
+
     def contiguous(self) -> "LazyTensor":
         return self
 
@@ -103,10 +107,10 @@ class LazyTensor:
         method = getattr(torch.Tensor, name, None)
         if name.startswith("__") or not callable(method):
             raise AttributeError(f"a lazy tensor has no {name!r}")
-        return lambda *args, **kwargs: _put_off(method, (self, *args), kwargs)
+        return lambda *args, **kwargs: put_off(method, (self, *args), kwargs)
 
     def __getitem__(self, index: Any) -> Any:
-        return _put_off(torch.Tensor.__getitem__, (self, index), {})
+        return put_off(torch.Tensor.__getitem__, (self, index), {})
 
     @classmethod
     def __torch_function__(
@@ -114,7 +118,17 @@ class LazyTensor:
     ) -> Any:
         kwargs = dict(kwargs or {})
         own = _OWN.get(function)
-        return own(*args, **kwargs) if own is not None else _put_off(function, args, kwargs)
+        return own(*args, **kwargs) if own is not None else put_off(function, args, kwargs)
+
+
+def constant(tensor: torch.Tensor) -> LazyTensor:
+    """The values of a tensor in RAM."""
+
+    def read(start: int, count: int) -> torch.Tensor:
+        return flat[start : start + count].to("cpu", copy=True)
+
+    flat = tensor.reshape(-1)
+    return LazyTensor(tensor.dtype, tensor.shape, read)
 
 
 def tensors_of(file: TensorFile) -> dict[str, LazyTensor]:
@@ -172,7 +186,8 @@ def _rows(width: int, start: int, count: int) -> Iterator[tuple[int, int, int]]:
         yield row, max(start - row * width, 0), min(start + count - row * width, width)
 
 
-def _stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+def stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    """Like `torch.stack`. Raises CheckpointError like `cat`."""
     return cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
@@ -189,7 +204,7 @@ def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, .
 
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.cat: cat,
-    torch.stack: _stack,
+    torch.stack: stack,
     torch.split: _split,
     torch.chunk: _chunk,
     torch.squeeze: LazyTensor.squeeze,
@@ -197,10 +212,11 @@ _OWN: dict[Any, Callable[..., Any]] = {
 }
 
 
-class _Deferred:
-    """An operation that runs when one of its results is read. The results of the latest one stay in RAM."""
+class Deferred:
+    """An operation that runs when one of its results is read. The results of the latest one of which only a part was
+    read stay in RAM."""
 
-    latest: "tuple[_Deferred | None, list[torch.Tensor]]" = (None, [])
+    latest: "tuple[Deferred | None, list[torch.Tensor]]" = (None, [])
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = (function, args, kwargs)
@@ -213,16 +229,26 @@ class _Deferred:
 
     def read(self, result: int, start: int, count: int) -> torch.Tensor:
         """Elements of one of the results, flat."""
-        if _Deferred.latest[0] is not self:
-            _Deferred.latest = None, []
+        if Deferred.latest[0] is not self:
+            Deferred.latest = None, []
             done = self.on(LazyTensor.whole)
-            _Deferred.latest = self, [r.reshape(-1) for r in (done if isinstance(done, tuple | list) else (done,))]
-        return _Deferred.latest[1][result][start : start + count].clone()
+            results: list[torch.Tensor] = [
+                each.reshape(-1) for each in (done if isinstance(done, tuple | list) else (done,))
+            ]
+            if len(results) == 1 and count == results[0].numel():
+                return results[0]
+            Deferred.latest = self, results
+        return Deferred.latest[1][result][start : start + count].clone()
+
+    @classmethod
+    def forget(cls) -> None:
+        """Free the results that stay in RAM."""
+        Deferred.latest = None, []
 
 
-def _put_off(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def put_off(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The lazy result of an operation, which runs when the result is read. A run on the meta device gives the shape."""
-    deferred = _Deferred(function, args, kwargs)
+    deferred = Deferred(function, args, kwargs)
     shown = deferred.on(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
     several = isinstance(shown, tuple | list)
     if not all(isinstance(one, torch.Tensor) for one in (shown if several else [shown])):

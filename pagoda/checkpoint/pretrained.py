@@ -12,12 +12,12 @@ from torch import nn
 
 from pagoda.checkpoint.lazy import LazyTensor, tensors_of
 from pagoda.checkpoint.tensors import TensorFile, chunks
+from pagoda.checkpoint.waiting import WaitingTensor, set_source
 from pagoda.errors import CheckpointError, ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_VALUES = "_pagoda_values"
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def weight_files(directory: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             files = [directory / name for name in sorted(names)]
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index} cannot be read: {error!r}") from error
-        outside = [file for file in files if file.parent != directory]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{index} cannot be read: {error!r}. Download or copy it again") from error
+        outside = [file for file in files if file.parent != directory or "\0" in file.name]
         if outside or not files:
             raise ConfigError(f"{index} names {outside[0] if outside else 'no file'}; files must be in its directory")
         return files
@@ -71,8 +71,8 @@ def weight_files(directory: Path) -> list[Path]:
 def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     """Give a transformers model, built in `pagoda.init()`, the weights of a directory.
 
-    Real parameters and buffers get their values now. Parameters on the meta device keep a reference to their values,
-    which `wrap` reads piece by piece, directly into their tier. Values are exact, because fp32, fp16 and bf16 all fit
+    Real parameters and buffers get their values now. Parameters that wait get a reference to their values, which `wrap`
+    reads piece by piece, directly into their tier. Values are exact, because fp32, fp16 and bf16 all fit
     the fp32 master.
 
     Raises ConfigError if the directory has no weights, quantized weights or the files of another model, if shapes
@@ -100,20 +100,19 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
     for name, tensor in held.items():
         names.setdefault(id(tensor), []).append(name)
     _check_fit(directory, tensors, held)
-    by_name: dict[str, LazyTensor] = {}
+    given: set[str] = set()
     for same in names.values():
         present = [name for name in same if name in tensors]
         if not present:
             continue
         _check_tied(directory, present, tensors)
         _give(held[same[0]], tensors[present[0]])
-        by_name.update(dict.fromkeys(same, tensors[present[0]]))
-    if not by_name:
+        given.update(same)
+    if not given:
         raise ConfigError(
             f"{directory} has no weights for a {type(model).__name__}: its files have {_named(sorted(stored))}"
         )
-    setattr(model, _VALUES, by_name)
-    return [name for name in missing if name not in by_name], unexpected
+    return [name for name in missing if name not in given], unexpected
 
 
 def _from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
@@ -165,28 +164,12 @@ def _from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str
     return found, sorted(report.missing_keys), sorted(report.unexpected_keys)
 
 
-def values_of(param: nn.Parameter) -> LazyTensor | None:
-    """The values, still in files, of a parameter on the meta device. None if it has none."""
-    return getattr(param, _VALUES, None) if param.is_meta else None
-
-
-def forget_values(param: nn.Parameter) -> None:
-    """Remove a parameter's reference to its values in files."""
-    param.__dict__.pop(_VALUES, None)
-
-
-def values_by_name(model: nn.Module) -> dict[str, LazyTensor]:
-    """The values in files of a model's parameters, by name. The model's own reference to them is removed.
-
-    They are for parameters that torch's `parallelize_module` has put in place of those with a reference.
-    """
-    found: dict[str, LazyTensor] = model.__dict__.pop(_VALUES, {})
-    return found
-
-
 def _give(tensor: torch.Tensor, values: LazyTensor) -> None:
-    if tensor.is_meta:
-        setattr(tensor, _VALUES, values)
+    tensor.__dict__.update(
+        _is_hf_initialized=True
+    )  # as from_pretrained does, so that transformers does not initialise it
+    if isinstance(tensor, WaitingTensor):
+        set_source(tensor, values)
         return
     with torch.no_grad():
         flat = tensor.view(-1)
@@ -225,9 +208,12 @@ def _read_generation_config(model: nn.Module, directory: Path) -> None:
 
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         try:
-            model.generation_config = GenerationConfig.from_pretrained(directory)
+            model.generation_config = found = GenerationConfig.from_pretrained(directory)
+            found.to_json_string()  # as checkpoints and exports write it
         except Exception as error:  # transformers validates with many exception types
-            raise ConfigError(f"{directory / 'generation_config.json'} cannot be read: {error}") from error
+            raise ConfigError(
+                f"{directory / 'generation_config.json'} cannot be read: {error}. Correct it, or move it away"
+            ) from error
 
 
 def _named(names: list[str]) -> str:

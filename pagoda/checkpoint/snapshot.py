@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,18 @@ class Snapshot:
         self._states = engine.plan.layout.states
 
     def save(
-        self, directory: Path, groups: list[dict[str, Any]], extra: dict[str, Any], replaces: Sequence[Path] = ()
+        self,
+        directory: Path,
+        groups: list[dict[str, Any]],
+        extra: dict[str, Any],
+        replaces: Sequence[Path] = (),
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         """Start writing a checkpoint of the state after the last `step()`. The saver's thread finishes it.
 
         Only one is written at a time: the previous one has ended. No other thread computes meanwhile. `replaces`:
-        checkpoints to delete once this one is complete. Raises UsageError if updates during backward have already
-        changed the state since `step()`.
+        checkpoints to delete once this one is complete. `on_error`: see `Saver.start`. Raises UsageError if updates
+        during backward have already changed the state since `step()`.
         """
         self._engine.check_between_steps()
         check_absent(directory)
@@ -89,11 +95,23 @@ class Snapshot:
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
-        specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
-        specs[BUFFERS] = buffer_specs
+        specs = self._specs(contents, kept, buffer_specs)
         extents = {unit: {state: Run(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept), extents)
-        self._engine.saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
+        write = partial(self._write, directory, capture, kept, specs, copies, content, replaces)
+        self._engine.saver.start(write, on_error)
+
+    def nbytes(self, groups: list[NamedGroup], copied: bool) -> int:
+        """Bytes of the tensors in the files of a checkpoint. Without `copied`, what would stay in its pages does not
+        count. All ranks call this at the same point."""
+        kept = KeptPages({}, {}) if copied else KeptPages.of(self._engine, ())
+        specs = self._specs(Contents.of(self._engine, groups), kept, self._buffer_specs(dict(unpaged(self._model))))
+        return sum(spec.nbytes for of_file in specs.values() for spec in of_file)
+
+    def _specs(self, contents: Contents, kept: KeptPages, buffers: list[TensorSpec]) -> dict[str, list[TensorSpec]]:
+        """The tensors of each file."""
+        specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
+        return {**specs, BUFFERS: buffers}
 
     def _write(
         self,
@@ -132,25 +150,28 @@ class Snapshot:
                 capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
-        """Delete checkpoints. Each rank frees the slots that they occupy in its own store."""
+        """Delete checkpoints. Each rank frees the slots that they occupy in its own store. The new checkpoint is
+        complete, so what cannot be deleted, or was moved meanwhile, is a warning."""
         places = with_ranks(self._engine.ssd_directories)
-        removable: list[Removable] = []
-        with files.failing_on_all():
-            for path in replaced:
-                try:
-                    removable.append(Removable.of(path))
-                except CheckpointError as error:
-                    _log.warning("checkpoint %s was not deleted: %s", path, error)
-        with files.failing_on_all():
-            for old in removable if files.first else ():
+        retired: list[Removable] = []
+        for path in replaced if files.first else ():
+            with _warning_of(path):
+                old = Removable.of(path)
                 old.retire()
-        with files.failing_on_all():
-            for old in removable:
+                retired.append(old)
+        retired = files.of_all(retired)[0]
+        forgotten: set[Path] = set()
+        for old in retired:
+            with _warning_of(old.directory):
                 old.forget(places)
-        with files.failing_on_all():
-            for old in removable if files.first else ():
-                old.delete()
-            for parent in {path.parent for path in replaced} if files.first else ():
+                forgotten.add(old.directory)
+        forgotten.intersection_update(*files.of_all(forgotten))
+        for old in retired if files.first else ():
+            with _warning_of(old.directory):
+                if old.directory in forgotten:  # by all ranks; `remove_leftovers` tries again with the others
+                    old.delete()
+        for parent in {path.parent for path in replaced} if files.first else ():
+            with _warning_of(parent):
                 remove_leftovers(parent, places)
 
     def load(self, directory: Path, groups: list[NamedGroup]) -> tuple[list[NamedGroup], dict[str, Any]]:
@@ -282,6 +303,15 @@ class Snapshot:
                 check_rng(state)
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+@contextmanager
+def _warning_of(path: Path) -> Iterator[None]:
+    """Turn an error into a warning that something old was not deleted."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        _log.warning("checkpoint %s was not deleted: %s", path, error)
 
 
 def _write_pieces(capture: Capture, files: Files) -> None:

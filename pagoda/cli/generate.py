@@ -14,10 +14,11 @@ def run(config: GenerateConfig, console: Console) -> int:
     from pagoda.api import load, wrap
     from pagoda.optim import AdamW
     from pagoda.train.generate import continued
-    from pagoda.train.tokenizer import open_tokenizer
+    from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
 
-    weights, tokenizer_directory = _places(config)
-    tokenizer = open_tokenizer(tokenizer_directory if tokenizer_directory.is_dir() else None, None)
+    weights, directory = _places(config)
+    has_tokenizer = directory.is_dir() and tokenizer_files(directory)
+    tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
     model = load(weights).requires_grad_(False)
     model, optimizer = wrap(model, AdamW(), memory=config.memory)
     try:

@@ -4,21 +4,23 @@ Exit codes: 0: done. 1: a plan does not fit, damage was found, or `gc` left page
 traceback). 128 + signal: interrupted.
 """
 
-import os
+import io
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, Union
+from typing import IO, Annotated, Any, Union, cast
 
 import tyro
 from rich.console import Console
 
 from pagoda.cli.train import defaults_of
 from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, GenerateConfig, InspectConfig, ReportConfig
-from pagoda.errors import PagodaError
+from pagoda.errors import PagodaError, StorageError
 from pagoda.forecast.config import PlanConfig
 from pagoda.train.config import TrainConfig
+from pagoda.train.progress import discard
 
 USER_ERROR = 2
 _INTERRUPTED = 130
@@ -51,27 +53,80 @@ COMMANDS = (
 """All subcommands. To add one, write a module with a `run` next to `train.py`, and add a line here."""
 
 
+class _Output:
+    """Standard output, whose first error is a StorageError, or a BrokenPipeError if its reader went away. Later text is
+    dropped."""
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream = stream if stream is not None else io.StringIO()  # where the process has none
+        self._failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._do(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work() if not self._failed else None
+        except OSError as error:
+            self._failed = True
+            with suppress(OSError, ValueError):
+                discard(self._stream)  # else Python's exit writes there again
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise StorageError(f"the output cannot be written: {error.strerror}") from error
+
+
+class _Console(Console):
+    """A console that leaves a reader who went away to `main`."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises the BrokenPipeError, while which rich calls this."""
+        raise
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (by default the process's own). Returns its exit code.
 
     Raises SystemExit: 0 after --help, 2 for flags that cannot be parsed.
     """
-    args = sys.argv[1:] if args is None else list(args)
+    output = _Output(sys.stdout)
+    try:
+        with redirect_stdout(cast(IO[str], output)):
+            try:
+                return _run(sys.argv[1:] if args is None else list(args))
+            finally:
+                output.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `pagoda train --help | head`
+        return _UNREAD
+    except StorageError as error:
+        return _tell(str(error), USER_ERROR)
+
+
+def _run(args: Sequence[str]) -> int:
     interrupted = "interrupted"
     try:
         command, config = parse(args)
         interrupted = command.interrupted
-        code: int = import_module(f"pagoda.cli.{command.name}").run(config, Console())
+        code: int = import_module(f"pagoda.cli.{command.name}").run(config, _Console())
         return code
     except PagodaError as error:
-        print(f"pagoda: {error}", file=sys.stderr)
-        return USER_ERROR
+        return _tell(str(error), USER_ERROR)
     except KeyboardInterrupt:
-        print(f"pagoda: {interrupted}", file=sys.stderr)
-        return _INTERRUPTED
-    except BrokenPipeError:  # the reader has seen enough, as in `pagoda train --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's exit writes there again
-        return _UNREAD
+        return _tell(interrupted, _INTERRUPTED)
+
+
+def _tell(message: str, code: int) -> int:
+    """Print a message to stderr, if that can be written. Returns the exit code."""
+    with suppress(OSError):
+        print(f"pagoda: {message}", file=sys.stderr, flush=True)
+    return code
 
 
 def parse(args: Sequence[str]) -> tuple[Command, Any]:

@@ -1,11 +1,12 @@
 """The settings that `pagoda train` and `pagoda plan` have in common."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from pagoda.config.memory import Memory
-from pagoda.config.settings import Settings, require_count
+from pagoda.config.settings import Settings, require, require_count
 from pagoda.config.training import Training
 
 PlanMode = Literal["usual", "search"]
@@ -48,11 +49,16 @@ class Run(Training, Workload):
     tensor_parallel: int = 1
     """Number of consecutive ranks that divide every layer and get the same batches."""
     checkpoint_every: int = 0
-    """Steps from one checkpoint to the next. 0: save only at the end, and when the run is interrupted."""
+    """Steps from one checkpoint to the next. 0: by time, see --checkpoint-minutes. With --update async, 0 is a tenth of
+    the run, because a checkpoint waits for all updates and so changes later bits."""
+    checkpoint_minutes: float = 30.0
+    """Minutes of training from one checkpoint to the next, without --checkpoint-every. 0: save only at the end, and
+    when the run is interrupted."""
     keep_checkpoints: int = 2
     """Number of checkpoints to keep. Older ones are deleted after a new one is complete. With --checkpoint-every, a
-    checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more space there. 0:
-    delete no checkpoint, and copy the state on SSD into each."""
+    checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more space there.
+    Without it, one checkpoint keeps its pages, if there is room. 0: delete no checkpoint, and copy the state on SSD
+    into each."""
     accumulation_steps: int  # its default is inherited: a run always announces its passes
     optimizer: str = "adamw"
     """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other class.
@@ -79,8 +85,18 @@ class Run(Training, Workload):
             require_count(name, getattr(self, name), 1)
         for name in ("checkpoint_every", "keep_checkpoints"):
             require_count(name, getattr(self, name), 0)
+        minutes = self.checkpoint_minutes
+        require(0 <= minutes < math.inf, "checkpoint_minutes", minutes, "0 or more, and finite")
 
-    def kept_on_ssd(self, nodes: int) -> int:
-        """Number of checkpoints for which state on SSD has spare pages. None if a run saves only at its end, because
-        that checkpoint copies, and none on several nodes, because other nodes may not see this node's drives."""
-        return self.keep_checkpoints if self.checkpoint_every and nodes == 1 else 0
+    @property
+    def saves_by_time(self) -> bool:
+        """Whether checkpoints are due by time, not by steps."""
+        return self.checkpoint_minutes > 0 and not self.checkpoint_every
+
+    def kept_on_ssd(self, nodes: int) -> int | None:
+        """Number of checkpoints for which state on SSD has spare pages. None: one, if there is room for it, because
+        nobody has asked for checkpoints by time. 0 if a run saves only at its end, because that checkpoint copies, and
+        on several nodes, because other nodes may not see this node's drives."""
+        if nodes > 1 or not self.keep_checkpoints or not (self.checkpoint_every or self.saves_by_time):
+            return 0
+        return self.keep_checkpoints if self.checkpoint_every else None

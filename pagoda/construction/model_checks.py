@@ -1,7 +1,9 @@
 """Checks that `wrap` can train a model."""
 
+import re
 import warnings
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pagoda.checkpoint.state import is_paged
-from pagoda.construction.loaded_values import is_overwritten
+from pagoda.checkpoint.waiting import WaitingTensor
 from pagoda.distributed.tensors import as_dtensor
 from pagoda.errors import ConfigError, UsageError
 from pagoda.runtime.quantized import is_quantized
@@ -38,11 +40,11 @@ def check_model(model: object) -> None:
             raise ConfigError(f"{name!r} has no shape yet: run a forward of the model first, then wrap it.")
         if param.requires_grad and not param.is_floating_point():
             raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
-        if is_overwritten(param):
+        if param.is_meta and not is_quantized(param):
             raise ConfigError(
-                f"{name!r} was written to on the meta device, after pagoda.init(), so the values are lost. Write them "
-                "in _init_weights(module) or reset_parameters(), which wrap runs; use load_state_dict, which keeps the "
-                "values; or build the model outside pagoda.init()."
+                f"{name!r} is on the meta device, so it has no values. Build the model inside pagoda.init(), or load "
+                "it with pagoda.load, and not on torch.device('meta'); or give it memory and values with "
+                "model.to_empty(device='cpu') and load_state_dict."
             )
         if param.is_inference():
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
@@ -51,12 +53,8 @@ def check_model(model: object) -> None:
 def check_nodes_are_free(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ConfigError if autograd's node of a parameter that will get another dtype or device is in use."""
     for name, param in model.named_parameters():
-        if (
-            param.is_meta
-            or as_dtensor(param) is not None
-            or param.dtype is not dtype
-            or param.device.type != device.type
-        ):
+        is_made_anew = isinstance(param, WaitingTensor) or as_dtensor(param) is not None
+        if is_made_anew or param.dtype is not dtype or param.device.type != device.type:
             check_node_is_free(param, name)
 
 
@@ -65,7 +63,8 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     dtypes.
 
     Adapters in fp32 over frozen 16-bit weights are an exception, because trained parameters have an fp32 master anyway:
-    that everything computes in `dtype` is then only a warning. Any other mixture raises ConfigError.
+    that everything computes in `dtype` is then only a warning. Any other mixture raises ConfigError. If all have one
+    dtype, a warning names those that transformers would keep in fp32, wherever the model comes from.
     """
     names: dict[tuple[bool, torch.dtype], str] = {}
     for name, param in model.named_parameters():
@@ -73,6 +72,12 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             names.setdefault((param.requires_grad, param.dtype), name)
     dtypes = {of for _, of in names}
     if len(dtypes) <= 1:
+        if kept := _kept_in_fp32(model, dtype):
+            warnings.warn(
+                f"transformers keeps {_few(kept)} in fp32 in a model of this class, but wrap computes with all weights "
+                f"in {dtype}, which precision sets. Use precision='fp32' if results get worse.",
+                stacklevel=3,
+            )
         return
     examples = " and ".join(f"{name!r} in {of}" for (_, of), name in names.items())
     if {of for trained, of in names if trained} == {torch.float32} and len(names) == 2:
@@ -87,6 +92,25 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         "but a part in another dtype may need that dtype. To accept this, first give all parameters one dtype with "
         "model.float(). This loses nothing, because trained parameters have an fp32 master."
     )
+
+
+def _kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Names of the parameters that `from_pretrained(dtype=dtype)` leaves in fp32."""
+    found: list[str] = []
+    roots: list[str] = []
+    for prefix, module in model.named_modules():
+        plan: Any = getattr(module, "_get_dtype_plan", None)
+        if plan is None or any(prefix.startswith(root) for root in roots):  # an outer model's plan has the inner ones
+            continue
+        roots.append(f"{prefix}." if prefix else "")
+        if patterns := [pattern.replace("*", ".*") for pattern in plan(dtype)]:
+            kept = re.compile("|".join(patterns))
+            found += [roots[-1] + name for name, _ in module.named_parameters() if kept.search(name)]
+    return found
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str]) -> None:
@@ -120,11 +144,10 @@ def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
         p.requires_grad and not is_paged(p) for m in model.modules() for p in m._parameters.values() if p is not None
     ):
         unseen = [name for name, param in model.named_parameters() if param.requires_grad and not is_paged(param)]
-        names = ", ".join(map(repr, unseen[:3])) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
         raise UsageError(
-            f"{names} were added to the model after wrap(), so this optimizer does not train them, and they are not in "
-            "its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; or "
-            "freeze them with requires_grad_(False)."
+            f"{_few(unseen)} were added to the model after wrap(), so this optimizer does not train them, and they are "
+            "not in its checkpoints. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; "
+            "or freeze them with requires_grad_(False)."
         )
     if not any(param.requires_grad or param.grad is not None for param in stepped):
         raise UsageError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from pagoda.checkpoint.waiting import WaitingTensor, memory_span
 from pagoda.errors import ConfigError
 
 
@@ -14,7 +15,7 @@ class _Place(NamedTuple):
     """A tensor of a model, and where it lies."""
 
     space: tuple[str, int]
-    """Tensors in different spaces share nothing: a device, or a storage on meta, which has no addresses."""
+    """Tensors in different spaces share nothing: a device, and the memory of values that are not in RAM."""
     start: int
     """First byte in the space."""
     stop: int
@@ -86,13 +87,15 @@ def _dims(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
 def _places(model: nn.Module) -> Iterator[_Place]:
     seen: set[int] = set()
     for name, kind, tensor in _tensors(model):
-        dispatched = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # not one storage alone
-        if id(tensor) in seen or dispatched or tensor.layout is not torch.strided or not tensor.numel():
+        is_waiting = isinstance(tensor, WaitingTensor)
+        has_storage = is_waiting or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if id(tensor) in seen or not has_storage or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if tensor.is_meta and not is_waiting:
             continue
         seen.add(id(tensor))
-        space, start = (str(tensor.device), 0), tensor.data_ptr()
-        if tensor.is_meta:
-            space, start = ("meta", tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.itemsize
+        memory, start, _ = memory_span(tensor)
+        space = str(tensor.device), memory
         last = sum((size - 1) * stride for size, stride in _dims(tensor))
         yield _Place(space, start, start + (last + 1) * tensor.itemsize, name, kind, tensor)
 

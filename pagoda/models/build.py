@@ -27,7 +27,7 @@ def build_model(
 ) -> "nn.Module":
     """Build a language model of transformers, with fp32 parameters, in training mode.
 
-    Call it inside `pagoda.init()` to keep parameters on the meta device. Nothing is downloaded and no code from the
+    Call it inside `pagoda.init()` to keep parameters out of memory. Nothing is downloaded and no code from the
     directory runs. The key-value cache is off.
 
     Args:
@@ -83,8 +83,17 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
     config = _read_configuration(directory)
     if model_class is None:
         transformers = import_transformers()
-        model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    build = getattr(model_class, "from_config", None) or model_class._from_config
+        named = config.architectures or [""]
+        if not isinstance(named, list) or not isinstance(named[0], str):
+            raise ConfigError(
+                f"{directory / 'config.json'} has architectures {named!r:.80}: correct it to a list of names"
+            )
+        model_class = getattr(transformers, named[0], transformers.AutoModelForCausalLM)
+    build = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
+    if build is None:
+        raise ConfigError(
+            f"{directory}: {model_class!r:.80} is no class of models. Correct architectures in config.json"
+        )
     return _built(str(directory), build, config)
 
 
@@ -104,6 +113,14 @@ def positions_of(name_or_dir: str) -> int | None:
     if is_sized_gpt(name_or_dir):
         return None
     return getattr(_configuration(name_or_dir).get_text_config(), "max_position_embeddings", None)
+
+
+def vocabulary_of(name_or_dir: str) -> int | None:
+    """Number of token ids, or None if the configuration does not say.
+
+    Raises ConfigError like `build_model`.
+    """
+    return getattr(_configuration(name_or_dir).get_text_config(), "vocab_size", None)
 
 
 def layer_count(name_or_dir: str) -> int:

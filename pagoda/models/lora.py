@@ -45,7 +45,7 @@ class LoraConfig:
 
 
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
-    """Freeze a transformers model and add adapters, in training mode. Its weights may be on meta.
+    """Freeze a transformers model and add adapters, in training mode. Its weights may wait.
 
     Raises ConfigError if peft is not installed, if it finds none of the targets, or if it would adapt whole experts or
     routers.

@@ -66,7 +66,7 @@ def reasons_for_homes(layout: Layout, placement: Placement, options: Options) ->
     elif SSD in placement.lines:
         yield "Weights and moments fit in host RAM; SSD keeps room for gradients that cannot be used at once."
     else:
-        yield "Every state fits in host RAM; SSD is not used."
+        yield "Every state fits in host RAM."
     if placement.speculated:
         whole = placement.speculated - placement.units_with(SSD, [WEIGHT, *moments])
         of_them = f" ({len(whole)} of them with all their states in RAM)" if whole else ""
@@ -83,7 +83,8 @@ def reasons_for_homes(layout: Layout, placement: Placement, options: Options) ->
             "SSD is saved without copying it."
         )
     elif state:
-        yield "SSD has no room for the pages of a checkpoint: state on SSD is copied to save it."
+        why = "has no room" if options.keep_checkpoints is None else "sets no room aside"
+        yield f"SSD {why} for the pages of a checkpoint: state on SSD is copied to save it."
 
 
 def _state_bytes(layout: Layout) -> str:

@@ -210,10 +210,20 @@ class Saver:
         job = self._job
         return job is not None and not job.done
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Write a checkpoint in the background. The previous one must have ended."""
+    def start(self, work: Callable[[], None], on_error: Callable[[Exception], None] | None = None) -> None:
+        """Write a checkpoint in the background. The previous one must have ended. `on_error` gets the error of the
+        write, on its thread, in place of whoever waits."""
         assert self._job is None
-        self._job = self._lane.submit(work)
+
+        def write() -> None:
+            try:
+                work()
+            except Exception as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+
+        self._job = self._lane.submit(write)
 
     def divide(self, work: Callable[[], None]) -> None:
         """Do `work` on every writer thread and wait for all of them, as part of writing a checkpoint. Raises the first

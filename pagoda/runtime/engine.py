@@ -152,6 +152,10 @@ class Engine:
             self._step += 1
             self._take_stats(norms, scale, replanned)
 
+    def restart_clock(self) -> None:
+        """Count waits from now. Bytes that lanes have moved since the last step still count."""
+        self._meter.reset()
+
     def drain(self) -> None:
         """Wait until every state is in its home, as the last `step()` left it."""
         self.accesses.check_open()

@@ -41,7 +41,7 @@ class Found(StrEnum):
 
 @dataclass(frozen=True)
 class StepStats:
-    """Figures of one step, from the end of the previous `step()` to the end of this one.
+    """Figures of one step, from the end of the previous `step()`, or from `restart_clock()`, to the end of this one.
 
     Updates that run during the next forward count there: their bytes and stalls belong to the next step.
     """

@@ -193,6 +193,10 @@ class LiveUnit:
         """A new parameter that shows `part`, in place of the slot's parameter."""
         return successor(self.params[slot], self.as_param(slot, part), self.name(slot))
 
+    def replace(self, slot: int, param: nn.Parameter) -> None:
+        """Put a parameter in the place of one that was planned."""
+        self.params[slot], self._kinds[slot] = param, type(param)
+
     @property
     def expected(self) -> list[int]:
         """Slots that get a gradient from a backward that uses all parameters: those in a group that are not frozen."""

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
-    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "checkpoint_every", "keep_checkpoints"}
-    | {"steps", "out", "save_at_end", "resume", "checkpoint", "plan", "trace", "trace_step", "speculate"}
+    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "checkpoint_every", "checkpoint_minutes"}
+    | {"keep_checkpoints", "save_at_end", "steps", "out", "resume", "checkpoint", "plan", "trace", "trace_step"}
     | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
-    | {"sample_every", "prompt", "sample_tokens", "log", "tokens_per_step", "epochs", "config"}
+    | {"sample_every", "prompt", "sample_tokens", "log", "tokens_per_step", "epochs", "config", "speculate"}
 )
 """`data` and `tokenizer` may have moved, because a checkpoint identifies its tokens. Settings under `memory` are free
-too."""
+too. With asynchronous updates, those in `cadence` are not."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 _EVALUATIONS = 10
@@ -203,6 +203,16 @@ class TrainConfig(Run):
         """Steps from one evaluation to the next."""
         return self.eval_every or max(1, self.steps // _EVALUATIONS)
 
+    @property
+    def cadence(self) -> dict[str, float]:
+        """After how many steps the run does what waits for all updates, by setting. 0: never."""
+        return {
+            "checkpoint_every": self.checkpoint_every,
+            "checkpoint_minutes": self.checkpoint_minutes * self.saves_by_time,
+            "eval_every": self.evaluates_every if self.evaluates else 0,
+            "sample_every": self.sample_every,
+        }
+
     def _check_adapters(self) -> None:
         """Raises ConfigError for settings that do not work with adapters."""
         if self.plan == "search":
@@ -234,12 +244,20 @@ class TrainConfig(Run):
             )
 
     def differing(self, other: "TrainConfig", whose: str) -> list[str]:
-        """The settings that decide the bits of a run and differ from `other`, each with both values."""
+        """The settings that decide the bits of a run and differ from `other`, each with both values.
+
+        Asynchronous updates lag. What waits for them changes how far, and so later bits.
+        """
+        bound = self.cadence if self.staleness else {}
         mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))
+        if bound:
+            mine, theirs = {**mine, **bound}, {**theirs, **other.cadence}
         return [
             f"{flag(name)} {value} ({whose} has {theirs[name]})"
             for name, value in mine.items()
-            if value != theirs[name] and name not in _FREE_ON_RESUME and not name.startswith("memory.")
+            if value != theirs[name]
+            and (name in bound or name not in _FREE_ON_RESUME)
+            and not name.startswith("memory.")
         ]
 
 

@@ -42,19 +42,25 @@ class Rows:
     longest: int = 0
     """Tokens of the longest conversation."""
     dropped: int = 0
-    """Number of conversations that were left out because an assistant speaks only after the cut."""
+    """Number of conversations, or of sequences of a text, that were left out because the loss counts none of their
+    tokens. Of a conversation, these may all be after the cut."""
 
     @staticmethod
     def of(tokens: Tokens, length: int) -> "Rows":
-        """All rows of the tokens. Raises ConfigError if there are none."""
-        starts = np.arange(len(tokens) // length, dtype=np.int64) * length
-        rows = _whole_documents(tokens, length) if tokens.about.chats else Rows(tokens, length, starts, starts + length)
+        """All rows of the tokens in which the loss counts a token. Raises ConfigError if there are none."""
+        rows = _whole_documents(tokens, length) if tokens.about.chats else _windows(tokens, length)
         if not len(rows):
             about, unit = tokens.about, "tokens" if tokens.about.separates else "bytes"
             if about.chats:
                 raise ConfigError(
                     f"data {about.source!r} has no conversation in which an assistant speaks within --seq-len {length} "
                     f"tokens: use a larger --seq-len; the longest has {rows.longest}"
+                )
+            if rows.dropped:
+                raise ConfigError(
+                    f"data {about.source!r} has nothing to learn from: each of its texts is a single token, and the "
+                    "first token of a text is not predicted. Use longer texts, or a tokenizer with an end-of-sequence "
+                    "token"
                 )
             raise ConfigError(
                 f"data {about.source!r} holds {len(tokens)} {unit}, less than one sequence of {length}: use a longer "
@@ -104,6 +110,17 @@ class Rows:
         return np.array([0, *(inside - start), *padding], dtype=np.int64)
 
 
+def _windows(tokens: Tokens, length: int) -> Rows:
+    """Rows of consecutive tokens. Those in which every token begins a text are left out, as none is predicted."""
+    starts = np.arange(len(tokens) // length, dtype=np.int64) * length
+    kept = starts
+    if tokens.about.separates:
+        ends = tokens.ends
+        inside = np.searchsorted(ends, starts + length, "left") - np.searchsorted(ends, starts, "right")
+        kept = starts[inside < length - 1]
+    return Rows(tokens, length, kept, kept + length, dropped=len(starts) - len(kept))
+
+
 def _whole_documents(tokens: Tokens, length: int) -> Rows:
     """Rows of whole documents, as many in each as fit. A longer document has a row of its own and is cut."""
     starts: list[int] = []
@@ -115,10 +132,10 @@ def _whole_documents(tokens: Tokens, length: int) -> Rows:
         if end - begin > length:
             cut += 1
             stop = begin + length
-            # Nothing precedes the first token of a row, so it is not predicted.
-            if not (tokens.ids[begin + 1 : stop] >= 0).any():
-                dropped, begin = dropped + 1, end
-                continue
+        # Nothing precedes the first token of a conversation, so it is not predicted.
+        if not (tokens.ids[begin + 1 : stop] >= 0).any():
+            dropped, begin = dropped + 1, end
+            continue
         if starts and stops[-1] == begin and stop - starts[-1] <= length:
             stops[-1] = stop
         else:

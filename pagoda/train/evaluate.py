@@ -10,7 +10,7 @@ import numpy as np
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.train.data import IGNORED, Batches
-from pagoda.train.metrics import Entry, read_metrics
+from pagoda.train.metrics import EVALUATION_FORM, Entry, read_metrics
 from pagoda.train.ranks import from_all
 from pagoda.train.session import Session
 
@@ -78,18 +78,19 @@ class Evaluator:
 
 def read_losses(path: Path, until: int) -> list[tuple[int, float]]:
     """(step, loss) of each evaluation in a file, up to step `until`."""
-    known = [(line["step"], line["loss"]) for line in read_metrics(path) if line["step"] <= until]
+    known = [(line["step"], line["loss"]) for line in read_metrics(path, EVALUATION_FORM) if line["step"] <= until]
     return [(step, math.inf if loss is None else loss) for step, loss in known]
 
 
 def best_step(losses: Sequence[tuple[int, float]]) -> int | None:
-    """The number of steps before the evaluation with the lowest loss. The first one if several are equal, None if there
-    are none."""
-    trained = [entry for entry in losses if entry[0]]
-    return min(trained, key=lambda entry: entry[1])[0] if trained else None
+    """The number of steps before the evaluation with the lowest loss. The first one if several are equal, None if no
+    loss is a finite number."""
+    trained = [(loss, step) for step, loss in losses if step and math.isfinite(loss)]
+    return min(trained)[1] if trained else None
 
 
 def since_best(losses: Sequence[tuple[int, float]]) -> int:
-    """The number of evaluations since the one with the lowest loss. The evaluation before the first step counts too."""
-    found = [loss for _, loss in losses]
+    """The number of evaluations since the one with the lowest finite loss, or since the first one if no loss is finite.
+    The evaluation before the first step counts too."""
+    found = [loss if math.isfinite(loss) else math.inf for _, loss in losses]
     return len(found) - 1 - found.index(min(found)) if found else 0

@@ -1,7 +1,7 @@
 """Other destinations of metrics: TensorBoard, Weights & Biases, Trackio. Each is imported only if the user asks for
 it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ class Loggers:
     """Sends the metrics of a run to every destination in `names`. Opens them at the first step, when the run creates
     its directory.
 
-    Raises ConfigError if a name is unknown, or if its package is not installed.
+    A destination that fails later is left out from then on. Raises ConfigError if a name is unknown, if its package is
+    not installed, or if it cannot be opened.
     """
 
-    def __init__(self, names: str | None, out: Path) -> None:
-        """`out`: the run's directory."""
-        self._out = out
+    def __init__(self, names: str | None, out: Path, warn: Callable[[str], None]) -> None:
+        """`out`: the run's directory. `warn` gets a sentence when a destination fails."""
+        self._out, self._warn = out, warn
         self._modules: dict[str, Any] = {}
         self._opened: dict[str, Any] | None = None
         for name in filter(None, map(str.strip, (names or "").split(","))):
@@ -52,23 +53,38 @@ class Loggers:
 
     def close(self) -> None:
         """Returns once everything is written."""
-        for name, logger in (self._opened or {}).items():
-            logger.close() if name == "tensorboard" else logger.finish()
+        self._each(lambda name, logger: logger.close() if name == "tensorboard" else logger.finish())
 
     def _log(self, figures: Mapping[str, float], step: int) -> None:
         if self._opened is None:
             self._opened = {name: self._open(name, module) for name, module in self._modules.items()}
-        for name, logger in self._opened.items():
-            if name == "tensorboard":
-                for figure, value in figures.items():
-                    logger.add_scalar(figure, value, step)
-            else:
+
+        def log(name: str, logger: Any) -> None:
+            if name != "tensorboard":
                 logger.log(dict(figures), step=step)
+                return
+            for figure, value in figures.items():
+                logger.add_scalar(figure, value, step)
+
+        self._each(log)
+
+    def _each(self, work: Callable[[str, Any], None]) -> None:
+        """Do `work` with each destination. One that fails is left out from then on."""
+        opened = self._opened or {}
+        for name, logger in [*opened.items()]:
+            try:
+                work(name, logger)
+            except Exception as error:  # of another package, which may raise anything
+                del opened[name]
+                self._warn(f"--log {name} fails: {type(error).__name__}: {error}. The run goes on without it")
 
     def _open(self, name: str, module: Any) -> Any:
         """A destination for one run: TensorBoard's writer of event files in the run's directory, or a run of wandb or
         trackio."""
-        if name == "tensorboard":
-            return module.SummaryWriter(str(self._out / "tensorboard"))
-        module.init(project="pagoda", name=self._out.name)
+        try:
+            if name == "tensorboard":
+                return module.SummaryWriter(str(self._out / "tensorboard"))
+            module.init(project="pagoda", name=self._out.name)
+        except Exception as error:
+            raise ConfigError(f"--log {name} cannot be opened: {type(error).__name__}: {error}") from error
         return module

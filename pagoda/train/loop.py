@@ -25,8 +25,8 @@ from pagoda.optim.param_groups import no_decay_groups
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
-from pagoda.train.inputs import batches_of, opened_tokens
-from pagoda.train.progress import say
+from pagoda.train.inputs import batches_of, keep_apart, opened_tokens
+from pagoda.train.progress import lasting, say
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session, seed_all
@@ -49,10 +49,12 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     """
     mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel, config.tensor_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
-    config = completed(config, mesh, console)
-    assert config.out is not None, "it is chosen now"
-    run_dir = RunDir(config.out)
     with ExitStack() as held:
+        output = held.enter_context(lasting(console))
+        config = completed(config, mesh, console)
+        assert config.out is not None, "it is chosen now"
+        run_dir = RunDir(config.out)
+        output.instead = run_dir.output
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
         if beginning.done >= config.steps:
             finished = f"The run in {run_dir.path} has finished: {beginning.done} of {config.steps} steps are done."
@@ -108,6 +110,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         if checkpoint is not None:
             session.restore(checkpoint)
             say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")
+        evaluated = keep_apart(session, evaluated, mesh, console)
         return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()

@@ -1,18 +1,26 @@
 """metrics.jsonl: one line of JSON per optimizer step. No step appears twice, even if the run was interrupted."""
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pagoda.memory.files import read_regular, storage_errors, sync_directory, write_durably
+from pagoda.memory.forms import Form, FormError, check
 
 if TYPE_CHECKING:
     from pagoda.runtime.stats import StepStats
 
+_log = logging.getLogger("pagoda")
+LINE_BYTES = 1024
+"""About as many bytes as a line of a step has."""
+_LARGEST = 1e100
+"""Of a number that can still be drawn and added up."""
 DATA = "data"
 """Key in `stall_s`, in addition to the lanes: seconds in which the next sequences were read."""
 
@@ -86,12 +94,17 @@ class MetricsFile:
     The file is created if it is missing. Lines after `after_step` are dropped: steps that an interrupted run did after
     the checkpoint from which it resumes, and a line that a crash has cut short.
 
-    Raises StorageError, here and later, if the disk is full or fails.
+    Raises StorageError if the file cannot be created. Later, lines that cannot be written (a full disk) are kept and
+    tried again with the next ones.
     """
 
-    def __init__(self, path: Path, after_step: int = 0) -> None:
-        self._failing = f"{path} cannot be written (resume from the last checkpoint once it can)"
-        with storage_errors(self._failing):
+    def __init__(self, path: Path, after_step: int = 0, warn: Callable[[str], None] = _log.warning) -> None:
+        """`warn` gets a sentence when writing fails for the first time, and when it succeeds again."""
+        self._path, self._warn = path, warn
+        self._rest = bytearray()
+        """What could not be written yet."""
+        self._fails = False
+        with storage_errors(f"{path} cannot be written"):
             if path.exists():  # replaced, atomically, by what is kept
                 kept = (line + b"\n" for line, metrics in _lines(path) if metrics["step"] <= after_step)
                 write_durably(path, b"".join(kept))
@@ -99,25 +112,92 @@ class MetricsFile:
             sync_directory(path.parent)
 
     def write(self, metrics: Entry) -> None:
-        """Appends one entry."""
-        with storage_errors(self._failing):
-            rest = memoryview(metrics.to_json().encode() + b"\n")
-            while rest:  # a raw file may take a part and say so, as on a disk that is almost full
-                rest = rest[self._file.write(rest) :]
+        """Appends one entry, after those that could not be written before."""
+        self._rest += metrics.to_json().encode() + b"\n"
+        with self._going_on():
+            self._append()
 
     def sync(self) -> None:
         """Make every line survive a power loss. Called before a checkpoint of the same step."""
-        with storage_errors(self._failing):
+        with self._going_on():
+            self._append()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with self._going_on(), closing(self._file):
+            self._append()
+
+    def _append(self) -> None:
+        while self._rest:  # a raw file may take a part and say so, as on a disk that is almost full
+            del self._rest[: self._file.write(self._rest)]
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Go on if the block fails to write. Warns when that begins, and when it ends."""
+        why = ""
+        try:
+            yield
+        except OSError as error:
+            why = f"{self._path} cannot be written: {error.strerror}. The run goes on and tries again after each step"
+        if bool(why) != self._fails:
+            self._fails = bool(why)
+            self._warn(why or f"{self._path} can be written again, and lacks nothing")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl, in order. Leaves out lines that are damaged or cut short by a crash. Empty if there
-    is no file."""
-    return [metrics for _, metrics in _lines(path)] if path.exists() else []
+def number(value: object) -> bool:
+    """a number"""
+    return type(value) in (int, float) and abs(cast(float, value)) <= _LARGEST  # not NaN, which is not below it
+
+
+def number_or_null(value: object) -> bool:
+    """a number or null"""
+    return value is None or number(value)
+
+
+def seconds(value: object) -> bool:
+    """a positive number"""
+    return number(value) and cast(float, value) > 0
+
+
+_ANY: dict[str, Form] = {"step": int}
+STEP_FORM: dict[str, Form] = {
+    "step": int,
+    "loss": number_or_null,
+    "grad_norm": number_or_null,
+    "lr": number_or_null,
+    "step_s": seconds,
+    "tokens_per_s": number,
+    "stall_s": {str: number},
+    "bytes_moved": {str: int},
+    "peak_bytes": {str: int},
+}
+"""What readers need of the line of a step; see `memory.forms`."""
+EVALUATION_FORM: dict[str, Form] = {
+    "step": int,
+    "loss": number_or_null,
+    "perplexity": number_or_null,
+    "bits_per_byte": number_or_null,
+}
+"""What readers need of the line of an evaluation."""
+
+
+def read_metrics(path: Path, form: Mapping[str, Form] = _ANY) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl or evals.jsonl, in order. Leaves out lines that are damaged or cut short by a crash,
+    or lack what `form` needs. Empty if there is no file.
+
+    Raises StorageError if the file cannot be read.
+    """
+    with storage_errors(f"{path} cannot be read"):
+        return [metrics for _, metrics in _lines(path) if has_form(metrics, form)] if path.exists() else []
+
+
+def has_form(found: Mapping[str, Any], form: Mapping[str, Form]) -> bool:
+    """Whether the entries that `form` names are there and have their form."""
+    try:
+        check({key: found[key] for key in form if key in found}, dict(form))
+    except FormError:
+        return False
+    return True
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -69,6 +69,7 @@ def look() -> Iterator[None]:
         "legend.frameon": False,
         "path.simplify_threshold": 1.0,  # a curve of many steps has its extremes in each pixel, not each step
         "svg.fonttype": "none",
+        "text.parse_math": False,
         "svg.hashsalt": "pagoda",
     }
     with matplotlib.rc_context(settings):

@@ -1,6 +1,12 @@
 """Messages and progress of a run: a live bar on a terminal, elsewhere a plain line every few steps."""
 
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
@@ -15,6 +21,62 @@ def say(console: Console, *lines: str) -> None:
     """Print lines without wrapping them."""
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+class Lasting:
+    """A text stream that does not fail. From the first error of its target on (a reader that went away, a full disk, a
+    terminal that was closed), text goes to the end of a file instead, or nowhere if that fails, too."""
+
+    def __init__(self, target: IO[str]) -> None:
+        self._target = target
+        self.instead: Path | None = None
+        """The file."""
+        self._fails = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def write(self, text: str) -> int:
+        if not self._tried(lambda: self._target.write(text)) and self.instead is not None:
+            with suppress(OSError), self.instead.open("a") as file:
+                file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._tried(self._target.flush)
+
+    def _tried(self, work: Callable[[], object]) -> bool:
+        """Do `work` unless the target has failed. Returns whether it succeeded."""
+        if self._fails:
+            return False
+        try:
+            work()
+            return True
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            self._fails = True
+            with suppress(OSError, ValueError):
+                discard(self._target)
+            with suppress(OSError, ValueError):
+                message = f"pagoda: {error}: the run goes on, and writes what follows to output.txt in its directory"
+                print(message, file=sys.stderr, flush=True)
+            return False
+
+
+@contextmanager
+def lasting(console: Console) -> Iterator[Lasting]:
+    """Inside, errors of the console's stream do not end the run."""
+    before = console.file
+    output = Lasting(before)
+    console.file = cast(IO[str], output)
+    try:
+        yield output
+    finally:
+        console.file = before
+
+
+def discard(stream: IO[str]) -> None:
+    """Let what a stream has buffered, and all later text, go nowhere. Raises OSError if it is not one of the system."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Progress(Bar):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import PagodaError
+from pagoda.memory.files import storage_errors
 from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
 from pagoda.train.run_dir import RunDir
 
@@ -71,13 +72,15 @@ class MetricsFiles:
     """The files that a rank writes. With several ranks, each writes its own metrics, and the first one also writes the
     merged metrics and the evaluations."""
 
-    def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool = False) -> None:
-        run_dir.path.mkdir(parents=True, exist_ok=True)
+    def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool, warn: Callable[[str], None]) -> None:
+        """`warn`: see `MetricsFile`. Raises StorageError."""
+        with storage_errors(f"{run_dir.path} cannot be created"):
+            run_dir.path.mkdir(parents=True, exist_ok=True)
         first, several = mesh.rank == 0, mesh.size > 1
         own = run_dir.path / f"metrics-rank-{mesh.rank}.jsonl"
         paths = {"together": run_dir.metrics, "evals": run_dir.evals, "own": own}
         wanted = {"together": first, "evals": first and evals, "own": several}
-        self._files = {name: MetricsFile(path, after_step) for name, path in paths.items() if wanted[name]}
+        self._files = {name: MetricsFile(path, after_step, warn) for name, path in paths.items() if wanted[name]}
 
     def write(self, **entries: Entry) -> None:
         """Append an entry to each of the named files that this rank writes."""

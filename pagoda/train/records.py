@@ -1,15 +1,19 @@
 """Files of records. A record is a text or a conversation.
 
 A record is a JSON object, or a row of CSV, Parquet or Arrow. Its columns show which it is: a text, or a conversation
-(`messages`, ShareGPT's `conversations`, or Alpaca's `instruction`, `input` and `output`). Records that cannot be read
-are refused with file, line and reason.
+(`messages`, ShareGPT's `conversations`, or Alpaca's `instruction`, `input`, `output` and `history`). In JSON, a list of
+messages is a conversation too. Records that cannot be read are refused with file, line and reason.
 """
 
+import bz2
 import csv
+import gzip
 import io
 import json
+import lzma
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,8 +28,14 @@ _MOST_LISTED = 12
 _TEXTS = ("text", "content")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _ALPACA = frozenset({"instruction", "output"})
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""ShareGPT's names of roles -> the names in chat templates."""
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"},
+    **dict.fromkeys(("model", "bot", "chatbot", "ai"), "assistant"),
+}
+"""Names of roles in data sets, in lower case -> the names in chat templates."""
+_WEIGHTS = ("weight", "train", "training", "loss")
+"""Names under which messages say whether they are to be trained on: 0 and false, or 1 and true."""
 
 Message: TypeAlias = dict[str, Any]
 
@@ -38,6 +48,7 @@ class Document:
     """File and line or row, for error messages."""
     text: str = ""
     messages: tuple[Message, ...] = ()
+    """With role, content (a text), `train` (False if the loss is not to count it), and what else a template may use."""
     tools: tuple[Any, ...] = ()
     begins: bool = True
     """Whether a text begins here. False for later pieces of a long text."""
@@ -53,6 +64,8 @@ def read_records(path: Path, column: str | None, read: Callable[[int], None]) ->
     kind, size, done = (RECORDS | TABLES)[suffix(path)], path.stat().st_size, 0
     rows = _json_rows(path) if kind == "json" else _csv_rows(path) if kind == "csv" else _columnar_rows(path, kind)
     for where, row, position in rows:
+        if isinstance(row, list) and row and all(map(_is_message, row)):
+            row = {"messages": row}
         if not isinstance(row, Mapping):
             raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
         document = _document(row, where, column)
@@ -65,16 +78,21 @@ def read_records(path: Path, column: str | None, read: Callable[[int], None]) ->
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
-    """Each row with its place and the bytes read so far. The file has lines of JSON, or one array, which is read
-    whole."""
+    """Each row with its place and the bytes read so far. The file has lines of JSON, or one array, which is read whole.
+    An array of messages is one row."""
     with opened(path) as file:
-        first = next((line for line in file if line.strip()), b"")
-    if first.lstrip()[:1] == b"[":
+        lines = (line for line in file if line.strip())
+        first, second = next(lines, b"").strip(), next(lines, None)
+    # Lines may be arrays, too. The first line of an array over several lines does not end it.
+    if first[:1] == b"[" and (second is None or not _is_json(first)):
         try:
             with opened(path) as file:
                 entries = json.load(file)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not JSON: {error}") from error
+        if entries and all(map(_is_message, entries)):
+            yield str(path), entries, 0
+            return
         for number, entry in enumerate(entries, 1):
             yield f"{path}, entry {number}", entry, 0
         return
@@ -90,6 +108,21 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{where}: not JSON: {error}. Each line is to be a record of its own") from error
             yield where, row, position
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _is_message(entry: Any) -> bool:
+    """Whether an entry of a list is a message, and not a record."""
+    return isinstance(entry, Mapping) and any(
+        entry.keys() >= names for names in ({"role", "content"}, {"from", "value"})
+    )
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
@@ -130,6 +163,11 @@ def _document(row: Mapping[str, Any], where: str, column: str | None) -> Documen
         name, value = known[0], row[known[0]]
         if name in _CONVERSATIONS or (name == column and isinstance(value, list | tuple)):
             return _conversation(row, name, where)
+        if column is None and "role" in row:
+            raise ConfigError(
+                f"{where}: a single message, where a record or a list of messages should be: put the messages of a "
+                f"conversation into one record, or read {name} as texts with --column {name}"
+            )
         if not isinstance(value, str | None):
             raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not text. Name another with --column")
         return Document(where, value or "")
@@ -169,38 +207,117 @@ def _message(turn: Any, where: str) -> Message:
         raise ConfigError(f"{where} is a {type(turn).__name__}, not a message with role and content")
     message = {key: value for key, value in turn.items() if value is not None}
     if "from" in message and "value" in message:
-        message = {"role": message["from"], "content": message["value"]}
+        message = {"role": message.pop("from"), "content": message.pop("value"), **message}
     role = message.get("role")
     if not isinstance(role, str):
         raise ConfigError(f"{where} has no role: a message has role and content, or from and value")
-    if not isinstance(message.get("content", ""), str | list):
-        raise ConfigError(f"{where} has a {type(message['content']).__name__} as content")
-    message.setdefault("content", "")
-    return {**message, "role": _ROLES.get(role, role)}
+    if "function_call" in (role, *message):
+        raise ConfigError(f"{where} has a function_call: give an assistant's message with tool_calls")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list | tuple) or not all(isinstance(_function(call), Mapping) for call in calls):
+        raise ConfigError(f"{where} has tool_calls that are not a list of objects with a function")
+    message["role"] = _ROLES.get(role.lower(), role)
+    message["content"] = _content(message.get("content", ""), where)
+    if not _trained(message, where):
+        message["train"] = False
+    return message
+
+
+def _function(call: Any) -> Any:
+    """The function of a tool call, which may be the call itself."""
+    return call.get("function", call) if isinstance(call, Mapping) else None
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a message. Parts of text are joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ConfigError(f"{where} has a {type(content).__name__} as content")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ConfigError(
+                f"{where} has content of type {kind}: only text can be trained on. Leave such messages out"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _trained(message: Message, where: str) -> bool:
+    """Whether a message is to be trained on. Removes what says so."""
+    trained = True
+    for name in _WEIGHTS:
+        if name not in message:
+            continue
+        value = message.pop(name)
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ConfigError(f"{where} has the {name} {value!r}: a message is counted (1, true) or not (0, false)")
+        if value is True and message["role"] != "assistant":
+            raise ConfigError(
+                f"{where} has the {name} {value} and the role {message['role']!r}: the loss counts what assistants "
+                f"write. Leave {name} out"
+            )
+        trained &= bool(value)
+    return trained
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> Document:
+    history = row.get("history") or ()
+    if isinstance(history, str):  # tables have it as JSON
+        history = json.loads(history) if _is_json(history.encode()) else None
+    if not isinstance(history, list | tuple) or any(
+        not isinstance(turn, list | tuple) or len(turn) != 2 for turn in history
+    ):
+        raise ConfigError(f"{where}: history is to be a list of pairs, each of an instruction and an output")
     parts = [row.get("instruction"), row.get("input") or "", row["output"]]
-    if not all(isinstance(part, str) for part in parts):
-        raise ConfigError(f"{where}: instruction, input and output are to be text")
+    if not all(isinstance(part, str) for part in (*parts, *chain(*history))):
+        raise ConfigError(f"{where}: instruction, input, output and history are to be text")
     instruction, more, output = parts
     asked = f"{instruction}\n\n{more}" if more else instruction
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    return Document(
-        where, messages=(*system, {"role": "user", "content": asked}, {"role": "assistant", "content": output})
-    )
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for question, answer in (*history, (asked, output)):
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Document(where, messages=tuple(messages))
 
 
 def opened(path: Path) -> Any:
-    """Open a file to read bytes. Decompresses it if its name says that it is compressed."""
-    if path.suffix.lower() not in _COMPRESSED:
-        return path.open("rb")
-    import fsspec
+    """Open a file to read bytes. Decompresses it if its name says that it is compressed.
 
-    try:
-        return fsspec.open(str(path), "rb", compression="infer").open()
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{path} cannot be unpacked: {error}") from error
+    Reading raises OSError if the file is damaged or cut short.
+    """
+    kind = path.suffix.lower()
+    if kind not in _COMPRESSED:
+        return path.open("rb")
+    if kind not in (".zst", ".lz4"):
+        return io.BufferedReader(_Unpacked({".gz": gzip, ".bz2": bz2, ".xz": lzma}[kind].open(path)))
+    pyarrow = needed("pyarrow", f"{path} needs pyarrow to be unpacked: pip install 'pagoda-train[train]'")
+    packed = pyarrow.OSFile(str(path))
+    return io.BufferedReader(_Unpacked(pyarrow.CompressedInputStream(packed, {".zst": "zstd", ".lz4": "lz4"}[kind])))
+
+
+class _Unpacked(io.RawIOBase):
+    """A compressed file, whose every error is an OSError."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._file.read(len(buffer))
+        except Exception as error:  # each format has errors of its own
+            raise OSError(f"it cannot be unpacked, or is cut short: {error}") from error
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def suffix(path: Path) -> str:
@@ -214,9 +331,8 @@ def suffix(path: Path) -> str:
 def _check_unicode(document: Document) -> None:
     """Raises ConfigError if a text cannot be encoded. JSON may write one half of a surrogate pair."""
     try:
-        for text in (document.text, *(message["content"] for message in document.messages)):
-            if isinstance(text, str):
-                text.encode()
+        document.text.encode()
+        json.dumps([document.messages, document.tools], ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ConfigError(f"{document.where}: not Unicode text: {half!r} is half of a surrogate pair") from error

@@ -5,16 +5,17 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pagoda.errors import ConfigError
 from pagoda.forecast.draw import COLLECTIVE_KINDS, draw_bars
 from pagoda.forecast.report import format_seconds
 from pagoda.memory.files import read_regular
+from pagoda.memory.forms import Form, FormError, check
 from pagoda.memory.sizes import format_bytes
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
-from pagoda.train.metrics import read_metrics
+from pagoda.train.metrics import EVALUATION_FORM, STEP_FORM, has_form, number, read_metrics, seconds
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
@@ -32,6 +33,59 @@ _WORK = {
 _Record = Mapping[str, Any]
 
 
+_TIMELINE: dict[str, Form] = {
+    "step_s": seconds,
+    "busy_s": {str: number},
+    "stall_s": {str: number},
+    "spans": [(str, str, number, number)],
+}
+
+
+def _timeline(value: object) -> bool:
+    """a timeline"""
+    return isinstance(value, dict) and has_form(value, _TIMELINE)
+
+
+def _timeline_or_null(value: object) -> bool:
+    """a timeline or null"""
+    return value is None or _timeline(value)
+
+
+def _limit(value: object) -> bool:
+    """a number of bytes or null"""
+    return value is None or (type(value) is int and 0 < value < 1 << 63)
+
+
+_FACTS: dict[str, Form] = {
+    "bytes": {str: {str: int}},
+    "budgets": {str: _limit},
+    "units": [{"name": str, "parameters": int, "homes": {str: str}}],
+    "reasons": [str],
+}
+_PLAN: dict[str, Form] = {**_FACTS, "timeline": _timeline_or_null, "machine": {str: object}}
+"""The content of a run's plan.json; see `memory.forms`."""
+_FORECAST: dict[str, Form] = {
+    "fits": bool,
+    "model": str,
+    "hardware": str,
+    "params": int,
+    "activation_bytes": int,
+    "refusal": object,
+    "advice": [str],
+    "reasons": [str],
+}
+"""What `pagoda plan` writes."""
+_THAT_FITS: dict[str, Form] = {
+    **_FORECAST,
+    **_FACTS,
+    "timeline": _timeline,
+    "step_s": seconds,
+    "tokens_per_step": int,
+    "tokens_per_s": number,
+    "binding_lane": str,
+}
+
+
 def report(source: Path) -> str:
     """The HTML page of a run's directory, or of a file that `pagoda plan --json` wrote.
 
@@ -44,12 +98,12 @@ def report(source: Path) -> str:
 def _run_page(directory: Path) -> str:
     run = RunDir(directory)
     config = run.started_config().settings()
-    steps, evals = read_metrics(run.metrics), read_metrics(run.evals)
+    steps, evals = read_metrics(run.metrics, STEP_FORM), read_metrics(run.evals, EVALUATION_FORM)
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
-    plan = _read(run.plan) if run.plan.exists() else None
-    measured = _read(run.timeline) if run.timeline.exists() else None
-    predicted = plan.get("timeline") if plan else None
+    plan = _read(run.plan, _PLAN) if run.plan.exists() else None
+    measured = _read(run.timeline, {"step": int, **_TIMELINE}) if run.timeline.exists() else None
+    predicted = plan["timeline"] if plan else None
     sections = {
         "Summary": _summary(config, steps, evals),
         "Loss": _curves(steps, evals),
@@ -64,9 +118,9 @@ def _run_page(directory: Path) -> str:
 
 
 def _plan_page(file: Path) -> str:
-    plan = _read(file)
-    if "fits" not in plan:
-        raise ConfigError(f"{file} is not a plan: write one with pagoda plan ... --json > plan.json")
+    plan = _read(file, _FORECAST)
+    if plan["fits"]:
+        plan = _read(file, _THAT_FITS)
     found = [
         ("Model", plan["model"]),
         ("Parameters", f"{plan['params']:,}"),
@@ -89,15 +143,21 @@ def _plan_page(file: Path) -> str:
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """The content of a JSON file. Raises ConfigError if it cannot be read or is not JSON."""
+def _read(file: Path, form: Mapping[str, Form]) -> dict[str, Any]:
+    """The entries that `form` names of a JSON file. Raises ConfigError if it cannot be read, is not JSON, or lacks an
+    entry of this form."""
     try:
         found = json.loads(read_regular(file))
+        found = {key: found[key] for key in form if key in found} if isinstance(found, dict) else found
+        check(found, dict(form), "the content")
+        return cast(dict[str, Any], found)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except FormError as error:
+        what = "is not a plan: write one with pagoda plan ... --json > plan.json" if form is _FORECAST else "is damaged"
+        raise ConfigError(f"{file} {what} ({error})") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
@@ -111,7 +171,11 @@ def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
     group_of = {kind: group for group, kinds in _WORK.items() for kind in kinds}
     groups: set[str] = set()
     for axis, (title, timeline) in zip(axes, drawn, strict=True):
-        works = [(lane, group_of.get(kind, "other"), start, end) for lane, kind, start, end in timeline["spans"]]
+        works = [
+            (lane, group_of.get(kind, "other"), start, end)
+            for lane, kind, start, end in timeline["spans"]
+            if lane in lanes
+        ]
         groups |= draw_bars(axis, works, lanes, colours.__getitem__)
         axis.set_title(f"{title}: {format_seconds(timeline['step_s'])}")
     axes[-1].set_xlabel("seconds from the start of the step")
@@ -239,7 +303,7 @@ def _drawing(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> st
 def _bars(plan: _Record) -> str:
     """A bar for each tier: bytes of each state as a share of the tier's budget. The largest states have their own
     colours."""
-    tiers = [tier for tier, lines in plan["bytes"].items() if lines]
+    tiers = [tier for tier, lines in plan["bytes"].items() if any(lines.values())]
     figure, (axes,) = figure_of(1.0 + 0.5 * len(tiers))
     total: Counter[str] = Counter()
     for lines in plan["bytes"].values():

@@ -17,7 +17,7 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
-from pagoda.train.metrics import read_metrics
+from pagoda.train.metrics import EVALUATION_FORM, read_metrics
 from pagoda.train.settings_file import settings_as_yaml
 
 LOCK = ".pagoda-lock"
@@ -54,6 +54,8 @@ class RunDir:
         """What compute and every lane did in one step, for a report."""
         self.metrics = path / "metrics.jsonl"
         self.evals = path / "evals.jsonl"
+        self.output = path / "output.txt"
+        """What the run could not print, because its terminal was closed, its reader went away or a disk was full."""
         self.tokenizer = path / "tokenizer"
         """Copies of the tokenizer's files, for exports. Missing if text is read as bytes."""
         self.checkpoints = path / "checkpoints"
@@ -121,7 +123,9 @@ class RunDir:
 
     def all_checkpoints(self) -> list[RunCheckpoint]:
         """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""
-        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
+        names: list[str] = []
+        with suppress(FileNotFoundError, NotADirectoryError):
+            names = os.listdir(self.checkpoints)
         steps = sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))
         return [RunCheckpoint(step, self.checkpoint(step)) for step in steps if self.checkpoint(step).is_dir()]
 
@@ -141,7 +145,7 @@ class RunDir:
             return self.latest()
         found = self.all_checkpoints()
         if name == "best":
-            losses = {line["step"]: line["loss"] for line in read_metrics(self.evals)}
+            losses = {line["step"]: line["loss"] for line in read_metrics(self.evals, EVALUATION_FORM)}
             known = [c for c in found if losses.get(c.step) is not None]
             if not known:
                 raise CheckpointError(f"{self.path} has no checkpoint with an evaluation: give --checkpoint last")

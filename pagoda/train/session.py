@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ class Session:
         self._scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self._device = next(model.parameters()).device
         self._ran = False
-        """Whether the model has run a forward pass."""
+        """Whether the model has computed a loss."""
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
         # on it. Ranks with other batches drop other elements.
         seed_all(config.seed + batches.rank)
@@ -74,6 +75,7 @@ class Session:
     def step(self, step: int) -> StepMetrics:
         """Run step number `step`, counted from 0."""
         started = time.perf_counter()
+        self.optimizer.restart_clock()  # an evaluation, a sample or a checkpoint may have waited since the last step
         passes = self.config.accumulation_steps
         loss_sum = torch.zeros((), device=self._device)
         balance: torch.Tensor | None = None
@@ -126,18 +128,26 @@ class Session:
                 "its config.json"
             ) from error
         finally:
-            self._ran = True
+            self._ran |= "labels" in batch
 
     def loss(self, batch: dict[str, torch.Tensor]) -> float:
         """The loss of a batch in evaluation mode, without gradients and without a router's loss."""
+        loss: float = self._evaluated(batch, lambda output: output.loss.item())
+        return loss
+
+    def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The logits of a batch in evaluation mode, without gradients, fp32 on the CPU: [B, T, vocabulary]."""
+        logits: torch.Tensor = self._evaluated(batch, lambda output: (output.logits + 0).float().cpu())
+        return logits
+
+    def _evaluated(self, batch: dict[str, torch.Tensor], read: Callable[[Any], Any]) -> Any:
         asked = {"output_router_logits": False} if getattr(self.model.config, "output_router_logits", False) else {}
         self.model.eval()
         try:
             with torch.no_grad():
-                loss: float = self._forward(batch, **asked).loss.item()
+                return read(self._forward(batch, **asked))
         finally:
             self.model.train()
-        return loss
 
 
 def seed_all(seed: int) -> None:

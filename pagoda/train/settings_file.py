@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.memory.files import read_regular
 from pagoda.train.config import TrainConfig
 
 _NOT_SETTINGS = ("out", "resume", "checkpoint", "trace", "trace_step", "config")
 """Arguments that belong to one command. They are not copied to another run."""
+_MOST_BYTES = 1 << 20
 
 
 def read_settings(path: Path) -> TrainConfig:
@@ -18,9 +20,11 @@ def read_settings(path: Path) -> TrainConfig:
     Raises ConfigError if it cannot be read, or if a setting in it is unknown or has the wrong type.
     """
     try:
-        settings = _yaml(path.read_text())
+        settings = _yaml(read_regular(path, most_bytes=_MOST_BYTES).decode())
     except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"--config {path} cannot be read: {error.strerror or error}: name a file of settings"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"--config {path} is not YAML: {error}") from error
     if isinstance(settings, Mapping):
@@ -51,5 +55,5 @@ def _yaml(text: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader=Loader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except Exception as error:  # a value that does not fit its tag raises errors of many types
         raise ValueError(" ".join(str(error).split())) from error

@@ -1,12 +1,10 @@
 """The steps of a run, and what is due between them: metrics, evaluations, samples and checkpoints."""
 
-import signal
-import threading
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -16,18 +14,24 @@ from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.record import as_lines, machine_record, plan_record, timeline_record
-from pagoda.memory.files import make_directories, storage_errors, write_durably
+from pagoda.forecast.report import format_seconds
+from pagoda.memory.files import write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
 from pagoda.train.generate import continued, prompt_ids
 from pagoda.train.loggers import Loggers
+from pagoda.train.metrics import StepMetrics
 from pagoda.train.progress import Progress, say
 from pagoda.train.ranks import MetricsFiles, share_metrics
-from pagoda.train.resume import CONFIG, Beginning
+from pagoda.train.resume import Beginning
 from pagoda.train.run_dir import RunDir
+from pagoda.train.saving import Saving
 from pagoda.train.session import Session
+from pagoda.train.signals import first_signal
 from pagoda.train.tokenizer import Tokenizer
+
+_log = logging.getLogger("pagoda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +79,11 @@ class Steps:
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
-        self._loggers = Loggers(None if mesh.rank else session.config.log, run_dir.path)
-        self._saved: Path | None = None
+        self._loggers = Loggers(None if mesh.rank else session.config.log, run_dir.path, self._warn)
+        self._saving = Saving(session, run_dir, tokenizer.files, mesh, console)
+        self._done, self._step_s = 0, 0.0
+        """Number of steps done, and seconds of the last one."""
+        self._over = False
         if session.config.sample_every:
             chat = session.batches.rows.tokens.about.chats
             prompt_ids(session.model, tokenizer, session.config.prompt, chat)  # before hours of training
@@ -84,6 +91,8 @@ class Steps:
     def run(self, beginning: Beginning) -> TrainResult:
         """Run the remaining steps."""
         config, done = self._config, beginning.done
+        self._done = done
+        self._saving.check_room(config.steps - done)
         losses: list[float] = []
         seconds, step = 0.0, done
         stopped_by: int | None = None
@@ -96,9 +105,8 @@ class Steps:
             first = None if evaluated or done % config.evaluates_every else self._evaluate(done)
         with ExitStack() as opened:
             opened.callback(self._loggers.close)
-            with _first_signal() as received, Progress(self._console, config.steps, done) as progress:
-                over = False
-                while not over:
+            with first_signal(self._explain) as received, Progress(self._console, config.steps, done) as progress:
+                while not self._over:
                     traced = step == done + min(config.trace_step, config.steps - done) - 1
                     if traced:
                         self._session.optimizer.trace_next_step()
@@ -109,6 +117,8 @@ class Steps:
                             self._run_dir.put_aside(checkpoint, name)
                     metrics, stopped_by = share_metrics(self._mesh, mine, received[0] if received else None)
                     step += 1
+                    self._done, self._step_s = step, metrics.step_s
+                    self._over = step == config.steps or stopped_by is not None
                     losses.append(metrics.loss)
                     seconds += metrics.step_s
                     if files is None:  # after the first step has succeeded
@@ -118,10 +128,9 @@ class Steps:
                     if traced and self._mesh.rank == 0:
                         self._write_timeline(step)
                     progress.show(metrics)
-                    over = step == config.steps or stopped_by is not None
-                    over = self._between(step, files, over, stopped_by is not None)
+                    self._between(metrics, files, stopped_by is not None)
                 # The first signal must not end the process before the last checkpoint is complete.
-                self._session.optimizer.wait_for_checkpoint()
+                self._saving.finish()
                 if step == config.steps and stopped_by is not None:  # nothing is left for a resumed run
                     stopped_by = None
                     if self._evaluator is not None and files is not None:
@@ -134,7 +143,7 @@ class Steps:
             first_loss=losses[0],
             final_loss=losses[-1],
             tokens_per_s=len(losses) * self._session.batches.tokens_per_step / seconds,
-            checkpoint=self._saved,
+            checkpoint=self._saving.saved,
             stopped_by=stopped_by,
             best_step=best_step(self._losses),
         )
@@ -145,36 +154,36 @@ class Steps:
         """Create the files of the run. `first`: the evaluation before the first step of this call, if one was due."""
         if self._mesh.rank == 0:
             self._run_dir.create(self._config, self._tokenizer.files)
-            with storage_errors(f"{self._run_dir.plan} cannot be written"):
+            with self._warning_of(self._run_dir.plan):
                 plan = plan_of(self._session.model)
                 record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
                 write_durably(self._run_dir.plan, as_lines({**record, "machine": machine_record()}).encode())
-        files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
+        files = MetricsFiles(self._run_dir, self._mesh, done, self._evaluator is not None, self._warn)
         if first is not None:
             files.write(evals=first)
             self._loggers.evaluation(first)
         return files
 
-    def _between(self, step: int, files: MetricsFiles, over: bool, interrupted: bool) -> bool:
-        """Do what is due after a step. Returns whether the run is over."""
-        config = self._config
+    def _between(self, metrics: StepMetrics, files: MetricsFiles, interrupted: bool) -> None:
+        """Do what is due after a step."""
+        config, step = self._config, metrics.step
         improved = False
-        if self._evaluator is not None and not interrupted and (over or step % config.evaluates_every == 0):
+        if self._evaluator is not None and not interrupted and (self._over or step % config.evaluates_every == 0):
             self._record_evaluation(step, files)
             improved = config.keep_best and best_step(self._losses) == step
-            if config.patience and since_best(self._losses) >= config.patience and not over:
-                over = True
+            if config.patience and since_best(self._losses) >= config.patience and not self._over:
+                self._over = True
                 say(
                     self._console,
                     f"Stopped early: no evaluation was better than that after step {best_step(self._losses)} in "
                     f"{since_best(self._losses)} evaluations (--patience {config.patience})",
                 )
-        if config.sample_every and (over or step % config.sample_every == 0) and not interrupted:
+        if config.sample_every and (self._over or step % config.sample_every == 0) and not interrupted:
             self._show_samples(step)
-        due = config.checkpoint_every and step % config.checkpoint_every == 0
-        if due or interrupted or improved or (config.save_at_end and over):
-            self._save(step, files)
-        return over
+        due = self._saving.due(metrics)
+        if due or interrupted or improved or (config.save_at_end and self._over):
+            files.sync()
+            self._saving.save(step, best_step(self._losses) if config.keep_best else None)
 
     def _record_evaluation(self, step: int, files: MetricsFiles) -> None:
         found = self._evaluate(step)
@@ -208,38 +217,35 @@ class Steps:
         it."""
         timeline = self._session.optimizer.timeline
         assert timeline is not None, "a step that was traced has ended"
-        with storage_errors(f"{self._run_dir.timeline} cannot be written"):
+        with self._warning_of(self._run_dir.timeline):
             record = {"step": step, **timeline_record(timeline)}
             write_durably(self._run_dir.timeline, as_lines(record).encode())
-        if self._config.trace is None:
-            return
+        if self._config.trace is not None:
+            with self._warning_of(self._config.trace):
+                write_trace(timeline, f"{self._config.model}, step {step}, measured", self._config.trace)
+
+    @contextmanager
+    def _warning_of(self, path: Path) -> Iterator[None]:
+        """Let the run go on without a file that cannot be written."""
         try:
-            write_trace(timeline, f"{self._config.model}, step {step}, measured", self._config.trace)
-        except ConfigError as error:
-            say(self._console, f"{error}; the run goes on")
+            yield
+        except (ConfigError, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            self._warn(f"{path} cannot be written: {why}. The run goes on without it")
 
-    def _save(self, step: int, files: MetricsFiles) -> None:
-        """Save the state after `step` steps. First the metrics up to this step are synced to disk.
+    def _warn(self, message: str) -> None:
+        say(self._console, message) if self._mesh.rank == 0 else _log.warning("%s", message)
 
-        Older checkpoints are deleted, except the last ones and the best one.
-        """
-        files.sync()
-        path = self._run_dir.checkpoint(step)
-        make_directories(self._run_dir.checkpoints)
-        extra = {
-            "step": step,
-            CONFIG: self._config.settings(),
-            "text": self._session.batches.rows.tokens.about.fingerprint,
-            "samples": self._session.batches.samples_before(step),
-        }
-        optimizer = self._session.optimizer
-        optimizer.wait_for_checkpoint()
-        best = best_step(self._losses) if self._config.keep_best else None
-        old = [checkpoint for checkpoint in self._run_dir.all_checkpoints() if checkpoint.step != best]
-        keep = self._config.keep_checkpoints
-        replaced = old[: max(0, len(old) + (step != best) - keep)] if keep else []
-        optimizer.save_checkpoint(path, extra, wait=False, replaces=[checkpoint.path for checkpoint in replaced])
-        self._saved = path
+    def _explain(self, name: str) -> str:
+        """The message after a signal: when the run will end, and how."""
+        if self._mesh.rank:
+            return ""
+        if self._over:
+            what = "the steps are done, and the run ends when its last checkpoint is complete"
+        else:
+            takes = f", about {format_seconds(self._step_s)}" if self._step_s else ""
+            what = f"the run ends after step {self._done + 1}{takes}, and saves a checkpoint"
+        return f"{name}: {what}. Another signal ends it at once: what the last checkpoint does not have is then lost"
 
     def _show_end(self, result: TrainResult) -> None:
         lines = [
@@ -250,38 +256,11 @@ class Steps:
             lines.append(f"Trace: {self._config.trace}")
         if result.checkpoint is not None:
             lines.append(f"Checkpoint: {result.checkpoint}")
-            if self._config.keep_best and result.best_step not in (None, result.last_step):
-                lines.append(
-                    f"Best evaluation: after step {result.best_step}, {self._run_dir.checkpoint(result.best_step)}"
-                )
+            best = result.best_step
+            if self._config.keep_best and best not in (None, result.last_step):
+                lines.append(f"Best evaluation: after step {best}, {self._run_dir.checkpoint(best)}")
         elif result.stopped_by is None:
             lines.append("No checkpoint was saved (--no-save-at-end): the trained weights are not kept.")
         if result.stopped_by is not None:
             lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}")
         say(self._console, *lines)
-
-
-@contextmanager
-def _first_signal() -> Iterator[list[int]]:
-    """A list that receives the first SIGINT or SIGTERM inside the context. The next signal has its usual effect.
-
-    The list stays empty in a thread other than the main one, because Python delivers no signals there.
-    """
-    received: list[int] = []
-    before: dict[int, Any] = {}
-
-    def restore() -> None:
-        while before:
-            signal.signal(*before.popitem())
-
-    def receive(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        restore()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        restore()

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checkpoint.pretrained import weight_files
 from pagoda.errors import ConfigError
+from pagoda.models.build import import_transformers, vocabulary_of
 from pagoda.train.chat import ChatTemplate, trl_version
 from pagoda.train.records import Document
 
@@ -67,6 +69,10 @@ class Tokenizer(ABC):
         Raises ConfigError for a conversation that the template refuses.
         """
 
+    def remarks(self) -> list[str]:
+        """What a user should know about the conversations since the last call."""
+        return []
+
     @abstractmethod
     def prompt(self, text: str, chat: bool) -> list[int]:
         """The ids of a text to continue, or of a user's message with `chat`. Raises ConfigError if there is no chat
@@ -116,8 +122,6 @@ class ModelTokenizer(Tokenizer):
     separates = True
 
     def __init__(self, directory: Path) -> None:
-        from pagoda.models.build import import_transformers
-
         transformers = import_transformers()
         try:
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
@@ -132,11 +136,9 @@ class ModelTokenizer(Tokenizer):
         tokenizer.model_max_length = 1 << 62  # rows are cut to --seq-len, so that no text is too long
         self._tokenizer = tokenizer
         self._before, self._after = _specials(tokenizer)
-        # Conversations end turns with a token of their own, which may differ from the one that ends a text.
-        turns = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"])
-        ends = {id_ for id_ in (*self._after[-1:], *turns) if id_ not in (None, tokenizer.unk_token_id)}
-        self.end = sorted(ends) or None
         self._chat = ChatTemplate(tokenizer)
+        # Conversations end turns with a token of their own, which may differ from the one that ends a text.
+        self.end = sorted({*self._after[-1:], *self._chat.ends()}) or None
         self.name = f"{type(tokenizer).__name__} of {directory}, {len(tokenizer):,} tokens"
         self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
         digest = hashlib.blake2b(str(trl_version()).encode(), digest_size=16)
@@ -150,6 +152,11 @@ class ModelTokenizer(Tokenizer):
         if any(document.messages for document in documents):
             return [self._chat.encode(d) if d.messages else self._texts([d])[0] for d in documents]
         return self._texts(documents)
+
+    def remarks(self) -> list[str]:
+        found = [remark.format(count=count) for remark, count in self._chat.remarks.items()]
+        self._chat.remarks.clear()
+        return found
 
     def prompt(self, text: str, chat: bool) -> list[int]:
         if chat:
@@ -176,7 +183,8 @@ class ModelTokenizer(Tokenizer):
 def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
     """The tokenizer that `--tokenizer` names, or the one in the model's directory, or bytes if there is none.
 
-    Raises ConfigError if the directory that was asked for has no tokenizer, or if it cannot be read.
+    Raises ConfigError if the directory that was asked for has no tokenizer, or if it cannot be read. Raises it too if
+    there is none next to weights that have learned something else than bytes.
     """
     if asked == BYTES:
         return ByteTokenizer()
@@ -184,7 +192,15 @@ def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
         directory = Path(asked)
         if not directory.is_dir() or not tokenizer_files(directory):
             raise ConfigError(f"--tokenizer {asked} is not a directory with the files of a tokenizer, nor 'bytes'")
-    if directory is None or not tokenizer_files(directory):
+    if directory is None or not (tokenizer_files(directory) or weight_files(directory)):
+        return ByteTokenizer()
+    if not tokenizer_files(directory):
+        known = vocabulary_of(str(directory))
+        if known != VOCABULARY:
+            raise ConfigError(
+                f"{directory} has weights for {known} tokens, and no tokenizer: put the files of its tokenizer there, "
+                "or name their directory with --tokenizer. Weights that were trained on bytes need --tokenizer bytes"
+            )
         return ByteTokenizer()
     return ModelTokenizer(directory)
 

@@ -1,9 +1,9 @@
 """The tokens of a data set. They are made once, and kept as memory-mapped files in a cache directory.
 
 `tokens` has every token of every document, in order: id, or ~id if the loss does not count it, in 16 or 32 bits. `ends`
-has the end of each document, int64. `about.json` has all other facts. The directory's name is a hash of everything that
-decides the tokens: path, size and time of the files, the tokenizer, the column. The directory appears complete or not
-at all.
+has the end of each document, int64. `about.json` has all other facts, and a hash of each of the three. The directory's
+name is a hash of everything that decides the tokens: the content of the files, the tokenizer, the column. The directory
+appears complete or not at all. Data and tokens are read whole each time they are opened, to compare the hashes.
 """
 
 import json
@@ -28,8 +28,11 @@ from pagoda.train.records import Document
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 1
+_FORMAT = 2
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
+_HASH = "hash"
+"""Key in about.json: the hash of everything else in it."""
+_READ_BYTES = 1 << 20
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
 """Documents are tokenised in batches of at most this size. Larger batches take more RAM; smaller ones leave cores
 idle."""
@@ -57,7 +60,9 @@ class About:
     most: int = 0
     """The largest id plus one."""
     untrained: int = 0
-    """Number of conversations that were left out because no assistant says anything in them."""
+    """Number of conversations that were left out because the loss counts nothing in them."""
+    remarks: Sequence[str] = ()
+    """What a user should know about the conversations."""
     fingerprint: str = ""
     """Hash of tokens and ends. A resumed run uses it to check that it reads the same data."""
     skipped: Sequence[Sequence[str]]
@@ -114,19 +119,36 @@ def open_tokens(
 def _opened(place: Path) -> Tokens:
     """Map the files of a cache entry. Raises ConfigError if they are damaged."""
     try:
-        known = About(**json.loads((place / _ABOUT).read_text()))
+        facts = json.loads((place / _ABOUT).read_text())
+        whole = facts.pop(_HASH) == _hash(facts)
+        known = About(**facts)
         ids = np.memmap(place / _TOKENS, dtype=f"int{8 * known.itemsize}", mode="r", shape=(known.tokens,))
         ends = np.memmap(place / _ENDS, dtype=np.int64, mode="r", shape=(known.documents,))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        whole &= known.fingerprint == "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"the tokens in {place} are damaged ({error}): delete that directory") from error
+    if not whole:
+        raise ConfigError(f"the tokens in {place} are damaged (not those that were written): delete that directory")
     return Tokens(known, ids, ends)
 
 
 def _key(source: Source, tokenizer: Tokenizer) -> str:
-    """Identifies the tokens of a data set without reading it."""
-    files = [(os.path.realpath(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in source.files]
-    said = json.dumps([_FORMAT, files, source.records, source.column, tokenizer.key, np.little_endian])
-    return xxhash.xxh3_128_hexdigest(said.encode())
+    """Identifies the tokens of a data set."""
+    files = []
+    for path in source.files:
+        digest = xxhash.xxh3_128()
+        try:
+            with path.open("rb") as file:
+                while content := file.read(_READ_BYTES):
+                    digest.update(content)
+        except OSError as error:  # it is refused or left out once it is read as text
+            digest.update(str(error).encode())
+        files.append((os.path.realpath(path), digest.hexdigest()))
+    return _hash([_FORMAT, files, source.records, source.column, tokenizer.key, np.little_endian])
+
+
+def _hash(content: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 class _Writer:
@@ -167,15 +189,17 @@ class _Writer:
         about = self._about
         if not about.documents:
             why = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
-            untrained = f" ({about.untrained:,} conversations without a turn of an assistant)" * bool(about.untrained)
+            untrained = f" ({about.untrained:,} conversations in which the loss counts nothing)" * bool(about.untrained)
             raise ConfigError(
                 f"data {self._source.name!r} holds no text{f' ({why})' if why else untrained}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
             )
+        about.remarks = self._tokenizer.remarks()
         about.files -= len(self._skipped) - len(self._source.skipped)
         about.skipped = [(str(path), reason) for path, reason in self._skipped]
         about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
-        write_durably(self._folder / _ABOUT, json.dumps(asdict(about), indent=1).encode())
+        facts = json.loads(json.dumps(asdict(about)))
+        write_durably(self._folder / _ABOUT, json.dumps({**facts, _HASH: _hash(facts)}, indent=1).encode())
 
     def _write_batch(self, batch: list[Document], tokens: BinaryIO, ends: BinaryIO) -> None:
         about = self._about
@@ -222,5 +246,5 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 
 def _text_bytes(document: Document) -> int:
     """Bytes of text that the loss counts."""
-    spoken = (m["content"] for m in document.messages if m["role"] == "assistant" and isinstance(m["content"], str))
+    spoken = (m["content"] for m in document.messages if m["role"] == "assistant" and m.get("train", True))
     return sum(len(text.encode()) for text in (document.text, *spoken))

@@ -1,5 +1,6 @@
 """A directory that `save_pretrained` wrote is trained from as `from_pretrained` would, streamed to its tier."""
 
+import json
 import re
 import shutil
 import warnings
@@ -15,6 +16,7 @@ import pagoda
 from pagoda.checkpoint import pretrained, state
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.tensors import TensorFile
+from pagoda.checkpoint.waiting import is_waiting
 from pagoda.cli.main import main
 
 from .hf_models import build, ids, train, wrapped
@@ -40,7 +42,7 @@ def test_training_starts_where_transformers_does(name: str, max_shard_size: str,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = pagoda.load(directory)
-    assert any(param.is_meta for param in loaded.parameters()), "not in RAM yet"
+    assert any(is_waiting(param) for param in loaded.parameters()), "not in RAM yet"
     model, optimizer = wrapped(loaded, place, tmp_path)
     losses = train(model, optimizer, 0, 2)
     optimizer.close()
@@ -83,7 +85,7 @@ def test_a_class_may_be_given(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"does not use 'lm_head\.weight' from the files"):
         model = pagoda.load(directory, model_class=LlamaModel)
     assert type(model) is LlamaModel
-    assert {name for name, param in model.named_parameters() if param.is_meta and "weight" in name}
+    assert {name for name, param in model.named_parameters() if is_waiting(param) and "weight" in name}
 
 
 def change(directory: Path, **tensors: torch.Tensor | None) -> None:
@@ -140,6 +142,23 @@ def test_tensors_that_fit_neither_the_model_nor_each_other_are_refused(tmp_path:
         pagoda.load(directory)
 
 
+def test_odd_settings_of_a_directory_are_refused_by_name(tmp_path: Path) -> None:
+    directory = saved("llama-tied", tmp_path)
+    config, generation = directory / "config.json", directory / "generation_config.json"
+    whole = json.loads(config.read_text())
+    for odd in (3, "LlamaForCausalLM", [None], [["a"]], {"a": 1}, ["AutoConfig"], ["pipeline"]):
+        config.write_text(json.dumps({**whole, "architectures": odd}))
+        with pytest.raises(pagoda.ConfigError, match=r"hf.*architectures"):
+            pagoda.load(directory)
+    config.write_text(json.dumps(whole))
+    for text in ("[]", "3", "{", '{"compile_config": 3}', "[" * 99_999):
+        generation.write_text(text)
+        with pytest.raises(pagoda.ConfigError, match=r"generation_config.json cannot be read: .*move it away"):
+            pagoda.load(directory)
+    generation.unlink()
+    pagoda.load(directory)
+
+
 def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     directory = saved("llama-tied", tmp_path)
     weights = directory / SINGLE
@@ -153,7 +172,8 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (directory / "pytorch_model.bin").touch()
     with pytest.raises(pagoda.ConfigError, match=r"pytorch_model\.bin, but only safetensors.*save_pretrained"):
         pagoda.load(directory)
-    for index in ("{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../other.safetensors"}}'):
+    outside, nul = '{"weight_map": {"a": "../other.safetensors"}}', '{"weight_map": {"a": "\\u0000"}}'
+    for index in ("{", "[]", '{"weight_map": {}}', outside, nul, "[" * 99_999 + "]" * 99_999):
         (directory / INDEX).write_text(index)
         with pytest.raises(pagoda.ConfigError, match=re.escape(INDEX)):
             pagoda.load(directory)

@@ -74,11 +74,17 @@ def test_adapters_train_over_weights_that_exceed_ram_and_keep_their_rank(
     assert "--lora.rank 8 (the run has 4)" in capsys.readouterr().err
 
 
-def test_the_adapter_is_exported_and_merged(model: Path, trained: Path, tmp_path: Path) -> None:
+def test_the_adapter_is_exported_and_merged(
+    model: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import PeftModel  # takes a second
 
     run = str(trained / "run")
+    capsys.readouterr()
     assert main(["export", run, str(tmp_path / "adapter")]) == 0
+    files = {path.name for path in (tmp_path / "adapter").iterdir()}
+    own = files - {path.name for path in (trained / "run" / "tokenizer").glob("*")}
+    assert f"in {len(own)} files" in capsys.readouterr().out.replace("\n", " ")
     assert main(["export", run, str(tmp_path / "merged"), "--merge"]) == 0
     plain = AutoModelForCausalLM.from_pretrained(model)
     before = {name: value.clone() for name, value in plain.state_dict().items()}

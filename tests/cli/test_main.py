@@ -111,3 +111,14 @@ def test_who_does_not_read_help_to_its_end_sees_no_traceback() -> None:
     command = f"{sys.executable} -m pagoda train --help | true; exit ${{PIPESTATUS[0]}}"  # `true` ends long before
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("args", [("inspect", "."), ("plan", "--help"), ("gc", ".")])
+def test_an_output_that_cannot_be_written_is_named(
+    args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert exit_code(*args) == 2
+    assert capsys.readouterr().err == "pagoda: the output cannot be written: No space left on device\n"

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.metrics import read_metrics
-from pagoda.train.steps import Steps
+from pagoda.train.saving import Saving
 from tests.cli.workspace import STEPS, Workspace, curve
 from tests.tiny import LLAMA, at_the_first_batch
 
@@ -80,18 +80,14 @@ def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_che
 
 
 def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
-    work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Workspace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     handler = signal.getsignal(signal.SIGINT)
-
-    def interrupt() -> None:
-        signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is handler, "a second one would end the process at once"
-
-    at_the_first_batch(interrupt, monkeypatch)
+    at_the_first_batch(lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
     assert main(work.args("run")) == 128 + signal.SIGINT
-    said = capsys.readouterr()
-    assert said.err == ""
+    assert signal.getsignal(signal.SIGINT) is handler
+    said = capfd.readouterr()
+    assert "SIGINT: the run ends after step 1, and saves a checkpoint" in said.err
     assert f"pagoda train --resume --out {work.root / 'run'}" in said.out.replace("\n", "")
     assert [line["step"] for line in work.metrics("run")] == [1]
     assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
@@ -114,7 +110,7 @@ def test_a_signal_after_the_last_step_does_not_stop_the_last_checkpoint(
     wait = PagedOptimizer.wait_for_checkpoint
 
     def interrupted(optimizer: PagedOptimizer) -> None:
-        if sys._getframe(1).f_code is Steps.run.__code__:  # the last wait of the run
+        if sys._getframe(2).f_code is Saving.finish.__code__:  # the last wait of the run
             signal.raise_signal(signal.SIGINT)
         wait(optimizer)
 

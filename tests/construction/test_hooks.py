@@ -37,7 +37,7 @@ def hooked_at_birth() -> Any:
     class Born(nn.Linear):
         def __init__(self) -> None:
             super().__init__(8, 8)
-            weight = nn.Parameter(torch.empty(8, 8))
+            weight = nn.Parameter(torch.ones(8, 8))
             weight.register_hook(lambda grad: grad * 0)
             del self.weight
             self.weight = weight

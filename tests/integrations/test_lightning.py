@@ -12,6 +12,7 @@ lightning = pytest.importorskip("lightning")
 
 import pagoda  # noqa: E402
 from integrations.tiny_text import memory, model, samples, warmed  # noqa: E402
+from pagoda.checkpoint.waiting import is_waiting  # noqa: E402
 from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.lightning import PagodaFabricStrategy, PagodaStrategy  # noqa: E402
 
@@ -141,7 +142,7 @@ def test_a_model_is_made_in_pages_validated_before_and_after_it_fits_and_saved(p
     trainer = lightning.Trainer(strategy=pages(), max_steps=6, enable_checkpointing=False, **QUIET)
     with trainer.init_module():
         module = Module()
-    assert any(param.is_meta for param in module.parameters())
+    assert any(is_waiting(param) for param in module.parameters())
     before = trainer.validate(module, loader(4), verbose=False)[0]["validation"]
     trainer.fit(module, loader())
     after = trainer.validate(module, loader(4), verbose=False)[0]["validation"]
@@ -238,7 +239,7 @@ def test_fabric_makes_a_model_in_pages_and_refuses_one_without_its_optimizer(pag
         fabric.setup(model())
     with fabric.init_module():
         made = model()
-    assert any(param.is_meta for param in made.parameters())
+    assert any(is_waiting(param) for param in made.parameters())
     made, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
     losses = []
     for batch in loader(8):

@@ -144,6 +144,22 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
             assert (error.tier, error.needed_bytes) == (tier, getattr(budgets, tier))
 
 
+@pytest.mark.parametrize(
+    ("kept", "ssd", "reason"),
+    [
+        (0, LARGE, "SSD sets no room aside for the pages of a checkpoint"),
+        (None, 2 << 20, "SSD has no room for the pages of a checkpoint"),
+        (None, LARGE, "SSD has room for the pages of 1 checkpoint"),
+    ],
+)
+def test_the_reason_says_why_a_checkpoint_copies_state_on_ssd(kept: int | None, ssd: int, reason: str) -> None:
+    root = tower(4, 128)
+    least = refusal(root, Budgets(0, ssd=LARGE), Options(keep_checkpoints=0))
+    assert least is not None
+    plan = make_plan(root, STATES["bf16"], Budgets(least.needed_bytes, ssd=ssd), Options(keep_checkpoints=kept))
+    assert any(said.startswith(reason) for said in plan.reasons)
+
+
 # --- traffic --------------------------------------------------------------------------------------------
 
 

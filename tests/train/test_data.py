@@ -90,6 +90,17 @@ def test_a_text_shorter_than_a_sequence_is_refused() -> None:
     assert len(Rows.of(text_of(10), 10)) == 1
 
 
+def test_a_sequence_in_which_the_loss_counts_no_token_is_left_out() -> None:
+    rows = Rows.of(tokens_of(range(12), ends=[1, 2, 3, 4, 6, 12]), 4)
+    assert (rows.starts.tolist(), rows.dropped) == ([4, 8], 1)
+    with pytest.raises(ConfigError, match="nothing to learn from: each of its texts is a single token"):
+        Rows.of(tokens_of(range(8), ends=[*range(1, 9)]), 4)
+    # Of this conversation, the loss counts the first token only, which nothing precedes.
+    spoken = tokens_of([1, ~2, 3, ~4, ~4, 5], ends=[2, 3, 6], chats=True)
+    rows = Rows.of(spoken, 3)
+    assert (rows.starts.tolist(), rows.dropped) == ([3], 2)
+
+
 def test_attention_and_loss_end_where_a_document_does() -> None:
     rows = Rows.of(tokens_of(range(1, 13), ends=[3, 4, 9, 12]), 6)
     ids, labels = rows.ids_and_labels(np.arange(2))

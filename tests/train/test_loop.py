@@ -6,6 +6,9 @@ import pytest
 
 from pagoda.errors import ConfigError, NonFiniteGradientError
 from pagoda.optimizer import PagedOptimizer
+from pagoda.train.evaluate import Evaluation, Evaluator
+from pagoda.train.metrics import read_metrics
+from pagoda.train.session import Session
 from tests.tiny import tiny_run, trained
 
 
@@ -25,3 +28,19 @@ def test_a_prompt_that_cannot_be_continued_is_refused_before_the_first_step(tmp_
     with pytest.raises(ConfigError, match="--prompt is empty"):
         trained(config)
     assert not config.out.exists()
+
+
+def test_what_an_evaluation_waits_for_is_not_a_wait_of_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Evaluator.measure
+
+    def waiting(evaluator: Evaluator, session: Session, step: int) -> Evaluation:
+        session.optimizer._engine._meter.stalled("update", 1000.0)
+        return measure(evaluator, session, step)
+
+    monkeypatch.setattr(Evaluator, "measure", waiting)
+    config = tiny_run(tmp_path, steps=2, eval_share=0.2, eval_every=1, plan="usual", save_at_end=False)
+    trained(config)
+    for line in read_metrics(config.out / "metrics.jsonl"):
+        assert sum(line["stall_s"].values()) <= line["step_s"]

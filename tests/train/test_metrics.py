@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagoda.errors import StorageError
-from pagoda.train.metrics import MetricsFile, StepMetrics, read_metrics
+from pagoda.train.metrics import STEP_FORM, MetricsFile, StepMetrics, read_metrics
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "aux_loss", "step_s", "tokens_per_s", "stall_s",
@@ -73,6 +73,19 @@ def test_a_damaged_line_takes_no_other_with_it(tmp_path: Path, damage: bytes) ->
     assert steps_in(path) == [1, 2, 4, 5, 6]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss", "low"), ("loss", math.inf), ("lr", 10**400), ("step_s", 0), ("stall_s", {"h2d": None}), ("step", True)],
+)
+def test_a_line_with_another_type_is_left_out_where_that_would_be_drawn(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    write_steps(tmp_path / "m", range(1, 3))
+    first, second = (tmp_path / "m").read_text().splitlines()
+    (tmp_path / "m").write_text(f"{json.dumps({**json.loads(first), key: value})}\n{second}\n")
+    assert [line["step"] for line in read_metrics(tmp_path / "m", STEP_FORM)] == [2]
+
+
 class Short:
     """A file that takes a few bytes at a time, as the system may."""
 
@@ -84,15 +97,26 @@ class Short:
         return written
 
 
-def test_a_short_write_loses_no_part_of_a_line_and_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_short_write_loses_no_part_of_a_line(tmp_path: Path) -> None:
     with closing(MetricsFile(tmp_path / "m")) as file:
         file._file = Short(file._file)
         file.write(METRICS)
         assert (tmp_path / "m").read_text() == METRICS.to_json() + "\n"
-    with closing(MetricsFile(tmp_path / "m")) as file, open("/dev/full", "ab", buffering=0) as full:
-        file._file = full
-        with pytest.raises(StorageError, match=r"m cannot be written \(resume .*: No space left"):
-            file.write(METRICS)
+
+
+def test_a_full_disk_is_named_once_and_no_line_is_lost_when_there_is_room_again(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with closing(MetricsFile(tmp_path / "m", warn=warnings.append)) as file, open("/dev/full", "ab", 0) as full:
+        right, file._file = file._file, full
+        for step in (1, 2):
+            file.write(replace(METRICS, step=step))
+            file.sync()
+        assert len(warnings) == 1
+        assert "m cannot be written: No space left on device. The run goes on" in warnings[0]
+        file._file = right
+        file.write(replace(METRICS, step=3))
+        assert steps_in(tmp_path / "m") == [1, 2, 3]
+        assert len(warnings) == 2
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StorageError, match="not a regular file"):
         MetricsFile(tmp_path / "pipe")

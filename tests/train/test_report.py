@@ -1,9 +1,13 @@
 """`pagoda report`: the page has what a run or a plan wrote, stands alone, and opens in a browser without errors."""
 
+import http.client
 import json
 import shutil
+import socket
+import struct
 import threading
 import urllib.request
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +128,9 @@ def test_only_reports_are_replaced(
     assert main(["report", str(directory), "--out", str(tmp_path / "page.html")]) == 0
 
 
-def test_the_live_page_follows_the_run(directory: Path, tmp_path: Path) -> None:
+def test_the_live_page_follows_the_run_and_is_drawn_only_when_a_file_has_changed(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(directory, tmp_path / "run")
     with server_of(tmp_path / "run", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -135,9 +141,58 @@ def test_the_live_page_follows_the_run(directory: Path, tmp_path: Path) -> None:
         answer = urllib.request.urlopen(address)
         assert "6 of 9" in answer.read().decode()
         assert answer.headers["Refresh"] == "10"
+        drawn = []
+        monkeypatch.setattr("pagoda.train.report.report", lambda source: drawn.append(source) or "other")
+        assert "6 of 9" in urllib.request.urlopen(address).read().decode(), "no file has changed"
         server.shutdown()
+    assert not drawn
     with pytest.raises(ConfigError, match="--port 70000 cannot be used"):
         server_of(tmp_path / "run", 70_000)
+
+
+def test_the_live_page_is_only_for_this_machine_and_a_browser_that_hangs_up_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pagoda.train.report.report", lambda source: "Summary" * 100_000)
+    with server_of(tmp_path, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for host, path, status in (
+            ("localhost", "/", 200),
+            (f"127.0.0.1:{server.server_port}", "/?again", 200),
+            ("evil.example", "/", 403),
+            ("127.0.0.1.evil.example:80", "/", 403),
+            ("localhost", "/config.json", 404),
+        ):
+            with closing(http.client.HTTPConnection("127.0.0.1", server.server_port)) as client:
+                client.request("GET", path, headers={"Host": host})
+                answer = client.getresponse()
+                assert answer.status == status
+                assert ("Summary" in answer.read().decode()) == (status == 200)
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.server_port)) as gone:
+                gone.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        server.shutdown()
+    assert capsys.readouterr().err == ""
+
+
+DAMAGES: dict[str, tuple[str, str, str]] = {
+    "a plan without units": ("plan.json", '"units"', '"unit"'),
+    "a budget that is text": ("plan.json", '"host": 1048576', '"host": "1MiB"'),
+    "a step of no seconds": ("timeline.json", '"step_s": ', '"step_s": -'),
+    "a span without an end": ("timeline.json", "]]", ", 1]]"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_malformed_file_is_named(case: str, directory: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(directory, tmp_path / "run")
+    name, old, new = DAMAGES[case]
+    text = (run / name).read_text()
+    assert old in text
+    (run / name).write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=rf"{name} is damaged"):
+        report(run)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")

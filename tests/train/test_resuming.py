@@ -163,6 +163,20 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     assert curve(config) == curve(whole)
 
 
+def test_with_asynchronous_updates_what_waits_for_them_cannot_change(config: TrainConfig) -> None:
+    """A checkpoint completes the updates, so later steps lag less."""
+    other = replace(config, checkpoint_every=1, sample_every=1)
+    assert not other.differing(config, "the run")
+    lagging = replace(config, update="async")
+    assert replace(other, update="async").differing(lagging, "the run") == [
+        "--checkpoint-every 1 (the run has 2)",
+        "--sample-every 1 (the run has 0)",
+    ]
+    evaluated = replace(lagging, eval_share=0.5, steps=40)
+    assert not replace(evaluated, keep_checkpoints=1, patience=3).differing(evaluated, "the run")
+    assert replace(evaluated, steps=80).differing(evaluated, "the run") == ["--eval-every 8 (the run has 4)"]
+
+
 def edited(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert re.search(old, text)

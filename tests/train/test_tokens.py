@@ -1,7 +1,9 @@
 """What is read from files, how it becomes tokens, and what is refused with which line."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import resource
 import signal
@@ -11,6 +13,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -21,7 +24,7 @@ from pagoda.train.records import read_records
 from pagoda.train.sources import find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
-from tests.text_files import CHATML, TEXT, chats, tokenizer, write_lines
+from tests.text_files import CHATML, TEXT, chats, tokenizer, write_lines, write_pretrained
 from tests.tiny import write_model
 
 
@@ -140,6 +143,41 @@ def test_texts_and_conversations_are_the_same_in_every_format_and_convention(
     assert found[0].about.fingerprint == found[1].about.fingerprint
 
 
+YES = {"role": "assistant", "content": "yes"}
+TALK = [{"role": "user", "content": "hi"}, YES]
+ASKED = {"instruction": "hi", "output": "yes"}
+CONVERSATIONS: dict[str, tuple[str, Any, list[Any]]] = {
+    "a list of messages": ("a.json", TALK, [TALK]),
+    "lists of messages": ("a.json", [TALK, TALK[::-1]], [TALK, TALK[::-1]]),
+    "lines of messages": ("a.jsonl", f"{json.dumps(TALK)}\n{json.dumps(TALK)}\n", [TALK, TALK]),
+    "one line of messages": ("a.jsonl", f"{json.dumps(TALK)}\n", [TALK]),
+    "parts of text": ("a.json", [{"messages": [{**YES, "content": [{"type": "text", "text": "y"}, "es"]}]}], [[YES]]),
+    "ShareGPT's weight": ("a.json", [[{"from": "gpt", "value": "yes", "weight": 0}]], [[{**YES, "train": False}]]),
+    "other names of roles": ("a.json", [[{"role": r, "content": "yes"} for r in ("Assistant", "model")]], [[YES, YES]]),
+    "not to be trained": ("a.json", [[{**YES, "train": False}]], [[{**YES, "train": False}]]),
+    "to be trained": ("a.json", [[{**YES, "weight": 1.0, "training": True, "name": "x"}]], [[{**YES, "name": "x"}]]),
+    "Alpaca's history": ("a.json", [{**ASKED, "history": [["hi", "yes"]]}, ASKED], [[*TALK, *TALK], TALK]),
+}
+
+
+@pytest.mark.parametrize("case", CONVERSATIONS)
+def test_a_conversation_is_read_as_it_is_meant(case: str, tmp_path: Path) -> None:
+    name, content, meant = CONVERSATIONS[case]
+    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    found = read_records(tmp_path / name, None, lambda _: None)
+    assert [list(document.messages) for document in found] == meant
+
+
+def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path) -> None:
+    for suffix, content in (
+        ("zst", packed("zstd", b"a\n") + packed("zstd", b"b\n")),
+        ("gz", gzip.compress(b"a\n") * 2),
+    ):
+        path = tmp_path / f"a.txt.{suffix}"
+        path.write_bytes(content)
+        assert len(open_tokens(str(path))) == 4
+
+
 def test_tools_are_a_list_or_its_json(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "search"}}]
     rows = [{"messages": [], "tools": given} for given in (tools, json.dumps(tools))]
@@ -157,6 +195,18 @@ def test_a_folder_of_records_is_a_data_set_without_its_other_splits(model: Model
         "README.md": "not a file of records",
         "test-00000.jsonl": "another split, by its name",
     }
+
+
+def packed(codec: str, content: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, codec) as file:
+        file.write(content)
+    return bytes(sink.getvalue())
+
+
+def message(**fields: Any) -> bytes:
+    """A line with a conversation of one message."""
+    return json.dumps({"messages": [{"role": "assistant", "content": "a", **fields}]}).encode()
 
 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
@@ -179,6 +229,32 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "empty": ("a.txt", b"", "holds no text"),
     "only empty records": ("a.jsonl", b'{"text": ""}\n', "holds no text"),
     "packed badly": ("a.jsonl.gz", b"no gzip", "cannot be read"),
+    "gzip cut short": ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-9], "cut short"),
+    "bzip2 cut short": ("a.txt.bz2", bz2.compress(b"text")[:-1], "cut short"),
+    "xz cut short": ("a.csv.xz", lzma.compress(b"text\na\n")[:-1], "cut short"),
+    "xz damaged": ("a.txt.xz", lzma.compress(b"text")[:-20] + bytes(20), "cannot be unpacked"),
+    "zstd cut short": ("a.txt.zst", packed("zstd", b"text")[:-1], "cut short"),
+    "an image": (
+        "a.jsonl",
+        message(content=[{"type": "image"}]),
+        r"messages\[0\] has content of type image",
+    ),
+    "half a weight": ("a.jsonl", message(weight=0.5), r"messages\[0\] has the weight 0.5: a message is counted"),
+    "a trained user": ("a.jsonl", message(role="user", train=True), r"the role 'user': .*Leave train out"),
+    "a call by role": ("a.jsonl", message(role="function_call"), "give an assistant's message with tool_calls"),
+    "a call of old": (
+        "a.jsonl",
+        message(function_call={"name": "look"}),
+        "give an assistant's message with tool_calls",
+    ),
+    "no call": ("a.jsonl", message(tool_calls=["look"]), "tool_calls that are not a list of objects"),
+    "a single message": (
+        "a.jsonl",
+        b'{"role": "user", "content": "a"}\n',
+        "a single message.*--column content",
+    ),
+    "no history": ("a.jsonl", b'{"instruction": "a", "output": "b", "history": ["c"]}', "history is to be a list of p"),
+    "a list of texts": ("a.json", b'[["a", "b"]]', "entry 1: a list where a record"),
 }
 
 
@@ -238,6 +314,30 @@ def test_tokens_are_made_once(model: ModelTokenizer, tmp_path: Path, monkeypatch
     assert open_tokens(str(path), model, cache=tmp_path / "cache").about.fingerprint != first.about.fingerprint
 
 
+def test_tokens_are_those_of_the_data_although_its_size_and_time_are_the_same(
+    model: ModelTokenizer, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": TEXT[:100]}])
+    first = open_tokens(str(path), model, cache=tmp_path / "cache")
+    time = path.stat().st_mtime_ns
+    write_lines(path, [{"text": TEXT[:99] + "~"}])
+    os.utime(path, ns=(time, time))
+    assert open_tokens(str(path), model, cache=tmp_path / "cache").about.fingerprint != first.about.fingerprint
+
+
+@pytest.mark.parametrize("name", ["tokens", "ends", "about.json"])
+def test_damaged_tokens_are_refused(name: str, model: ModelTokenizer, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": TEXT[:100]}])
+    open_tokens(str(path), model, cache=tmp_path / "cache")
+    (damaged,) = (tmp_path / "cache").glob(f"*/{name}")
+    whole = damaged.read_bytes()
+    number = whole.index(b"true") if name == "about.json" else 0  # whether attention ends where a document does
+    for content in (whole[:number] + b"null" + whole[number + 4 :], bytes(len(whole)), whole[:-1], b"[" * 9999):
+        damaged.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"cache/\w+ are damaged.*delete that directory"):
+            open_tokens(str(path), model, cache=tmp_path / "cache")
+
+
 def test_ram_does_not_grow_with_text(model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python holds while it tokenises; the tokens themselves are mapped from the file."""
     peaks = []
@@ -263,6 +363,17 @@ def test_the_tokenizer_is_the_models_own_or_bytes(tmp_path: Path) -> None:
     assert "400 tokens" in open_tokenizer(None, str(tmp_path)).name
     with pytest.raises(ConfigError, match="--tokenizer"):
         open_tokenizer(None, str(tmp_path / "missing"))
+
+
+def test_weights_without_their_tokenizer_are_not_trained_on_bytes(tmp_path: Path) -> None:
+    write_pretrained(tmp_path / "bytes", vocab_size=256)
+    write_pretrained(tmp_path / "words", vocab_size=400)
+    for path in (*tmp_path.glob("*/tokenizer*"), *tmp_path.glob("*/chat_template*"), *tmp_path.glob("*/special*")):
+        path.unlink()
+    assert open_tokenizer(tmp_path / "bytes", None).name.startswith("bytes")
+    assert open_tokenizer(tmp_path / "words", "bytes").name.startswith("bytes")
+    with pytest.raises(ConfigError, match=r"words has weights for 400 tokens, and no tokenizer: .*--tokenizer"):
+        open_tokenizer(tmp_path / "words", None)
 
 
 TOKENIZERS = [

@@ -1,0 +1,71 @@
+"""A run says whether a model keeps the documents of a sequence apart, and is right."""
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pagoda.distributed.mesh import open_mesh
+from pagoda.train.data import Batches, Rows
+from pagoda.train.inputs import keep_apart
+from tests.train.test_data import tokens_of
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
+EXPERTS = {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+MAMBA = {
+    "num_experts": 2,
+    "mamba_d_state": 4,
+    "use_mamba_kernels": False,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+}
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({"intermediate_size": 64}, "attention ends where a document does"),
+    "mixtral": (EXPERTS, "attention ends where a document does"),
+    "gpt_oss": ({**EXPERTS, "head_dim": 8}, "reads earlier documents"),
+    "opt": ({"ffn_dim": 64, "word_embed_proj_dim": 32}, "reads earlier documents"),
+    "jamba": ({"num_key_value_heads": 2, **MAMBA}, "reads earlier documents"),
+    "bert": ({"intermediate_size": 64, "is_decoder": False}, "reads earlier documents"),
+    "bloom": ({}, "takes no position_ids"),
+}
+
+
+def said_of(model: Any, rows: Rows, precision: str) -> tuple[str, Batches, Batches | None]:
+    """The message, and the batches to train and to evaluate on."""
+    positions = model.config.model_type != "bloom"
+    batches = Batches(rows=rows, batch_size=2, positions=positions)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    model = model.eval().to(dtype)
+
+    def logits(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(**batch).logits.float()
+        return found
+
+    session: Any = SimpleNamespace(
+        batches=batches, config=SimpleNamespace(precision=precision), model=model, logits=logits
+    )
+    shown = io.StringIO()
+    evaluated = keep_apart(session, batches, open_mesh(), Console(file=shown, width=200))
+    return shown.getvalue(), session.batches, evaluated
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_documents_stay_apart_where_the_run_says_so(kind: str, precision: str) -> None:
+    more, message = MODELS[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **more}))
+    for length in (2, 24):
+        rows = Rows.of(tokens_of(np.arange(2 * length) % 60 + 1, ends=[*range(2, 2 * length + 1, 2)]), length)
+        said, batches, evaluated = said_of(model, rows, precision)
+        assert message in said
+        assert evaluated is not None
+        assert batches.positions == evaluated.positions == ("attention ends" in said)
+    untold = Rows.of(tokens_of(range(48)), 24)  # documents of bytes, which nothing separates
+    assert said_of(model, untold, precision)[0] == ""

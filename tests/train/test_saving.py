@@ -1,0 +1,167 @@
+"""A run saves often enough, and goes on where a checkpoint cannot be written, because its state still exists."""
+
+import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pagoda.checkpoint import snapshot
+from pagoda.config.memory import Memory
+from pagoda.errors import ConfigError, StorageError
+from pagoda.train import TrainConfig, saving
+from pagoda.train.metrics import StepMetrics, read_metrics
+from pagoda.train.run_dir import RunDir
+from pagoda.train.session import Session
+from tests.tiny import tiny_run, trained
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    return tiny_run(tmp_path, checkpoint_every=1, plan="usual")
+
+
+def checkpoints(config: TrainConfig) -> list[int]:
+    return [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()]
+
+
+def before_step(number: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something when a step begins, counted from 1, and no checkpoint is being written."""
+    step = Session.step
+
+    def acting(session: Session, index: int) -> StepMetrics:
+        if index == number - 1:
+            session.optimizer.wait_for_checkpoint()
+            action()
+        return step(session, index)
+
+    monkeypatch.setattr(Session, "step", acting)
+
+
+def fill_disk(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next checkpoints find no room for their manifests."""
+    write, left = snapshot.write_manifest, [times]
+
+    def full(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args)
+
+    monkeypatch.setattr(snapshot, "write_manifest", full)
+
+
+def test_by_default_a_checkpoint_is_saved_after_half_an_hour_of_training(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert TrainConfig(model="gpt2").saves_by_time
+    step = Session.step
+    monkeypatch.setattr(Session, "step", lambda *args: replace(step(*args), step_s=901.0))
+    config = replace(config, checkpoint_every=0, save_at_end=False, steps=5)
+    result, _ = trained(config)
+    assert checkpoints(config) == [2, 4]
+    assert result is not None
+    assert result.checkpoint == RunDir(config.out).checkpoint(4)
+    other = replace(config, checkpoint_minutes=0.0, out=config.out.with_name("other"))
+    trained(other)
+    assert checkpoints(other) == []
+
+
+def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    memory = Memory(host="300KiB", ssd=str(tmp_path / "ssd"), unit_limit="16KiB", page_size="4KiB")
+    config = replace(config, checkpoint_every=0, memory=memory, steps=1)
+    result, shown = trained(config)
+    assert result is not None
+    needed = sum(pages for line, pages in result.plan.bytes["ssd"].items() if line not in ("spare", "undo"))
+    assert result.plan.bytes["ssd"]["spare"] > 0
+    assert "for the pages of 1 checkpoint" in shown
+    tight = replace(memory, ssd=f"{tmp_path / 'ssd'}:{needed + (64 << 10)}")
+    result, shown = trained(replace(config, memory=tight, out=config.out.with_name("tight")))
+    assert result is not None
+    assert "spare" not in result.plan.bytes["ssd"]
+    with pytest.raises(ConfigError, match="checkpoint_minutes is -1"):
+        replace(config, checkpoint_minutes=-1.0)
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = replace(config, out=config.out.with_name("whole"))
+    trained(whole)
+    before_step(2, lambda: fill_disk(1, monkeypatch), monkeypatch)
+    result, shown = trained(config)
+    assert result is not None
+    assert "The checkpoint after step 2 was not saved" in shown
+    assert "No space left on device" in shown
+    assert checkpoints(config) == [3, 4]
+    for file in ("weight", "exp_avg"):
+        first, second = (RunDir(each.out).checkpoint(4) / f"{file}.safetensors" for each in (config, whole))
+        assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("tries", [2, pytest.param(99, marks=pytest.mark.slow)])
+def test_the_last_checkpoint_is_tried_again_for_a_while(
+    tries: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_RETRY_S", 0.01)
+    monkeypatch.setattr(saving, "_PATIENCE_S", 0.3 if tries == 99 else 600)
+    config = replace(config, checkpoint_every=0, steps=2)
+    fill_disk(tries, monkeypatch)
+    if tries == 2:
+        result, shown = trained(config)
+        assert result is not None
+        assert shown.count("The state is still in memory") == 1
+        assert checkpoints(config) == [2]
+    else:
+        with pytest.raises(StorageError, match=r"step-000002 could not be written: .*No space left"):
+            trained(config)
+    assert [line["step"] for line in read_metrics(RunDir(config.out).metrics)] == [1, 2]
+
+
+def test_a_disk_without_room_is_named_before_the_first_step(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [100 << 10]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    with pytest.raises(StorageError, match=r"has 100.00 KiB free, and a checkpoint takes .* KiB, metrics 4.00 KiB"):
+        trained(config)
+    assert not config.out.exists()
+    free[0] = 600 << 10
+    _, shown = trained(config)
+    assert "The run may have 3 checkpoints of up to" in shown
+
+
+SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("checkpoints", "run")]
+
+
+@pytest.mark.parametrize("what", ["checkpoint", *SLOW])
+def test_what_is_moved_while_the_run_goes_on_is_kept_and_the_run_goes_on(
+    what: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(config.out)
+    moved = {"checkpoint": run_dir.checkpoint(2), "checkpoints": run_dir.checkpoints, "run": run_dir.path}[what]
+    before_step(3, lambda: moved.rename(config.out.with_name("kept")), monkeypatch)
+    retire = snapshot.Removable.retire
+
+    def moved_first(old: snapshot.Removable) -> None:
+        if old.directory == run_dir.checkpoint(3):  # after it was looked at
+            old.directory.rename(config.out.with_name("late"))
+        retire(old)
+
+    monkeypatch.setattr(snapshot.Removable, "retire", moved_first)
+    config = replace(config, steps=6)
+    result, _ = trained(config)
+    assert result is not None
+    assert checkpoints(config) == [5, 6]
+    kept = config.out.with_name("kept")
+    assert len([*kept.rglob("manifest.json")]) == (1 if what == "checkpoint" else 2)
+    assert (config.out.with_name("late") / "manifest.json").exists()
+    assert "step-000003 was not deleted" in caplog.text
+    again, _ = trained(replace(config, resume=True, steps=7))
+    assert again is not None
+    assert again.first_step == 7
