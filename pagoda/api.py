@@ -30,7 +30,14 @@ from pagoda.config.training import (
     training_of,
 )
 from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers, owners_of
-from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype, check_quantized
+from pagoda.construction.model_checks import (
+    check_batch_norms,
+    check_model,
+    check_nodes_are_free,
+    check_one_dtype,
+    check_quantized,
+)
+from pagoda.construction.shared_memory import check_memory_is_apart
 from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
 from pagoda.distributed.stages import Links
 from pagoda.distributed.start import (
@@ -176,11 +183,13 @@ class _Wrapping:
         groups = named_groups(model, param_groups)
         trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
         check_placed(model, trained)
+        check_memory_is_apart(model, trained)
         for group in groups:
             rule.with_group({**rule.defaults(), **group})
         tiled_blocks = [] if training.batch_tiles is None else blocks_to_tile(model, training.batch_tiles)
         device = open_device(compute_device(self._memory))
         check_one_dtype(model, dtype)
+        check_nodes_are_free(model, dtype, device.torch_device)
         check_quantized(model, dtype, trained)
         tiled_bytes = training.tile_bytes
         check_tensor_parallel(model, self._mesh, device.torch_device)

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 from pagoda.config.memory import Memory
 from pagoda.distributed.world import World
 from pagoda.errors import ConfigError, StorageError
-from pagoda.memory.ram import free_ram
+from pagoda.memory.ram import filesystem_in_ram, free_ram
 from pagoda.memory.ssd.record import bytes_of_stores
 from pagoda.plan.placement import Budgets
 
@@ -29,8 +31,11 @@ def budgets_of(memory: Memory) -> Budgets:
 
 def ssd_budget(memory: Memory, ranks: int = 1) -> int | None:
     """Bytes of the SSD tier of one of several ranks that share the drives, or None if there is none. A size that was
-    given is that of each rank. Raises StorageError for a directory that cannot be used."""
+    given is that of each rank. Raises StorageError for a directory that cannot be used, and warns of one in
+    RAM."""
     sizes = memory.ssd_directories.items()
+    for path, _ in sizes:
+        _warn_if_in_ram(path)
     return sum(_free_disk(path) // ranks if size is None else size for path, size in sizes) if sizes else None
 
 
@@ -64,6 +69,16 @@ def memory_of_rank(memory: Memory, world: World) -> Memory:
     if kept is None and world.nodes > 1:
         kept = 0  # other nodes may have drives that nobody else sees
     return replace(memory, host=host, ssd=",".join(parts) or None, ssd_checkpoints=kept)
+
+
+def _warn_if_in_ram(directory: Path) -> None:
+    with suppress(OSError):  # `_free_disk` raises it
+        if (kind := filesystem_in_ram(directory)) is not None:
+            warnings.warn(
+                f"memory.ssd: the directory '{directory}' is in RAM (its filesystem is {kind}), so its pages take RAM "
+                "in addition to memory.host. Name a directory on a drive, or raise memory.host instead.",
+                stacklevel=2,
+            )
 
 
 def _free_disk(directory: Path) -> int:

@@ -96,9 +96,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises UsageError if the model got trainable parameters after `wrap`, if modules were moved, replaced or deleted
         since, or if all parameters of the optimizer are frozen.
 
-        Raises NonFiniteGradientError if a gradient is NaN or infinite. Weights are then unchanged and gradients are
-        dropped, but with updates during backward, units that were updated before the gradient was found keep their
-        update.
+        Raises NonFiniteGradientError if a gradient is NaN or infinite. Gradients are then dropped and weights are
+        unchanged. But with updates during backward, units that were updated before that gradient arrived keep their
+        update; the error says how many.
         """
         loss = None
         if closure is not None:

@@ -21,6 +21,7 @@ PACKAGE = Path(pagoda.__file__).parent
 NAMES = {
     "torch._C._current_graph_task_id": "whether backward runs is not known: recomputed blocks take faults for forward",
     "torch._C._autograd._top_saved_tensors_default_hooks": "saved-tensor hooks of a user cannot be told from Pagoda's",
+    "torch._C._autograd._push_saved_tensors_default_hooks": "gradients of gradients hold all weights at once",
     "torch._C._functorch.peek_interpreter_stack": "forwards under functorch's transforms cannot be refused",
     "torch._C.DisableTorchFunctionSubclass": "hidden parameters and gradient markers cannot be read by Pagoda itself",
     "torch._C._storage_Use_Count": "a lease cannot be told from a free one: nothing is ever evicted",

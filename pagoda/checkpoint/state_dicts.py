@@ -37,7 +37,9 @@ class WeightStateDicts:
         paged = {id(param) for unit in engine.units for param in unit.params}
         for module in model.modules():
             if any(id(param) in paged for param in module.parameters(recurse=False)):
-                module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
+                filling = module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
+                hooks: Any = module._state_dict_hooks
+                hooks.move_to_end(filling.id, last=False)  # the user's see real weights
                 module.register_load_state_dict_pre_hook(self._take)  # type: ignore[no-untyped-call]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

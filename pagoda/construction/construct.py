@@ -28,7 +28,7 @@ from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.quantized import QuantizedForm
 from pagoda.runtime.reads import has_forward, join, params_read_in
-from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.unit import LiveUnit, successor
 from pagoda.transforms.operator_tiles import Tiling
 
 _LARGE_ELEMENTS = 1 << 20
@@ -61,8 +61,7 @@ def init() -> Iterator[None]:
         if module._parameters.get(name) is not None:  # this replaces what the constructor made, so it has loaded values
             return None
         values = None if empty.is_untouched(param) else param
-        waiting = nn.Parameter(waiting_for_initialiser(values, param), param.requires_grad)
-        waiting.__dict__.update(param.__dict__)
+        waiting = successor(param, waiting_for_initialiser(values, param), name)
         module.__dict__.setdefault(_WAITING, {})[name] = waiting
         return waiting
 

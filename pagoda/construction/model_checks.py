@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Container
-from itertools import pairwise
 from operator import is_
 from typing import Any
 
@@ -14,9 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from pagoda.checkpoint.pretrained import listed
 from pagoda.checkpoint.state import is_paged
-from pagoda.checkpoint.waiting import WaitingTensor, memory_span
+from pagoda.checkpoint.waiting import WaitingTensor
+from pagoda.distributed.tensors import as_dtensor
 from pagoda.errors import ConfigError, UsageError
 from pagoda.runtime.quantized import is_quantized
+from pagoda.runtime.unit import check_node_is_free
 
 
 def check_model(model: object) -> None:
@@ -49,7 +50,14 @@ def check_model(model: object) -> None:
             )
         if param.is_inference():
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
-    _check_memory_is_apart(model)
+
+
+def check_nodes_are_free(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError if autograd's node of a parameter that will get another dtype or device is in use."""
+    for name, param in model.named_parameters():
+        is_made_anew = isinstance(param, WaitingTensor) or as_dtensor(param) is not None
+        if is_made_anew or param.dtype is not dtype or param.device.type != device.type:
+            check_node_is_free(param, name)
 
 
 def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -122,24 +130,6 @@ def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str
             raise ConfigError(
                 f"{name!r} is a {type(param).__name__} that computes in {param.dtype}, but all other weights compute "
                 f"in {dtype}: set precision to that of {name!r}, or quantize a model that you have cast to {dtype}."
-            )
-
-
-def _check_memory_is_apart(model: nn.Module) -> None:
-    """Raises ConfigError for trained parameters that share memory.
-
-    With torch's optimizers they change together, but in pages each has its own memory.
-    """
-    spans = sorted(
-        (*memory_span(param), name, param)
-        for name, param in model.named_parameters()
-        if type(param) in (nn.Parameter, WaitingTensor) and not param.is_meta and param.is_contiguous()
-    )
-    for (memory, _, end, name, param), (other_memory, start, _, other, beside) in pairwise(spans):
-        if memory == other_memory and start < end and (param.requires_grad or beside.requires_grad):
-            raise ConfigError(
-                f"{name!r} and {other!r} are two parameters in the same memory, which would be trained separately. To "
-                "tie them, assign one parameter to both modules (a.weight = b.weight); otherwise, clone one."
             )
 
 

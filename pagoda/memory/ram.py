@@ -1,4 +1,5 @@
-"""How much RAM this process may use: the machine's RAM, or the limit of its control groups if that is less."""
+"""How much RAM this process may use: the machine's RAM, or the limit of its control groups if that is less. Files may
+take some of it."""
 
 import os
 import re
@@ -9,6 +10,8 @@ from pathlib import Path
 from pagoda.errors import ConfigError
 
 _ROOT = Path("/")
+_KINDS_IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
+_DRIVES_IN_RAM = ("/dev/ram", "/dev/zram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,18 @@ def ram_bytes(root: Path = _ROOT) -> int:
     less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([total, *(limit for limit, _ in _limits(root))])
+
+
+def filesystem_in_ram(path: Path, root: Path = _ROOT) -> str | None:
+    """The type of the filesystem of a path if its files take RAM, such as "tmpfs". None for any other filesystem."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, filesystem = line.partition(" - ")
+        kind, source = filesystem.split(" ", 2)[:2]
+        if mount.split()[2] == number and (kind in _KINDS_IN_RAM or source.startswith(_DRIVES_IN_RAM)):
+            return kind
+    return None
 
 
 def _available(root: Path) -> int:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pagoda.errors import UsageError
 from pagoda.plan.units import ALIGN_ELEMENTS
-from pagoda.runtime.hidden import hide
+from pagoda.runtime.hidden import hidden_class, hide, name_of
 
 Visit = Callable[[torch.Tensor, torch.Tensor | None, int], Any]
 """Called with some rows of a layer's weight, their bias and the index of the first row, while they are in memory."""
@@ -62,6 +63,33 @@ class EmbeddingTile(nn.Module):
         return found.where(mine[..., None], 0.0 if out is None else out)
 
 
+class CutParameter(hidden_class(torch.Tensor)):  # type: ignore[misc]
+    """Stands for a parameter that is in tiles: a hidden tensor of its shape, dtype and device. Freezing it freezes its
+    parts. Whatever the parts cannot do for it raises UsageError."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        whole, name = args[0] if args else None, getattr(func, "__name__", "")
+        if not isinstance(whole, CutParameter) or "parts" not in vars(whole):
+            return super().__torch_function__(func, types, tuple(args), kwargs)
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        gets_gradient = attribute == "grad" and (name == "__set__" or any(p.grad is not None for p in whole.parts))
+        if gets_gradient or name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
+            raise UsageError(
+                f"{attribute or name} was asked of {name_of(whole)!r}, a parameter of a layer in tiles, which are "
+                "parameters of their own (module.parameters()). Register hooks before wrap(), which then leaves the "
+                "layer whole, or raise tiles.tile_limit."
+            )
+        if name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad"):
+            for part in whole.parts:
+                part.requires_grad_(*args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, tuple(args), kwargs)
+
+
 class Tiled(nn.Module):
     """A layer in tiles. Its state dict is that of the whole layer."""
 
@@ -80,12 +108,17 @@ class Tiled(nn.Module):
         self.register_load_state_dict_post_hook(Tiled._report)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        """For a parameter of the whole layer, return a hidden tensor of its shape, dtype and device."""
+        """For a parameter of the whole layer, return a tensor that stands for it."""
         shape = self.__dict__.get("shapes", {}).get(name)
         if shape is None:
             return super().__getattr__(name)
-        some = next(iter(self.tiles.values())).get_parameter(name)
-        return hide(torch.full((), torch.nan, dtype=some.dtype, device=some.device).expand(shape), name)
+        parts = [part for part, _ in self.parts(name)]
+        nan = torch.full((), torch.nan, dtype=parts[0].dtype, device=parts[0].device)
+        layer = name_of(parts[0]).rpartition(".tiles.")[0]
+        whole: Any = hide(nan.expand(shape), f"{layer}.{name}" if layer else name)
+        whole.requires_grad_(parts[0].requires_grad)
+        whole.__class__, whole.parts = CutParameter, parts
+        return whole
 
     def parts(self, name: str) -> Iterator[tuple[nn.Parameter, int]]:
         """The tiles' parts of a parameter, each with the index of its first element in the whole parameter."""

@@ -111,6 +111,10 @@ class Accesses:
             self._uses[phase][unit.index] += 1
         return lease
 
+    def is_leased(self, unit: LiveUnit) -> bool:
+        """Whether a unit's weights have a place in compute's memory."""
+        return self._leases.latest(unit) is not None
+
     def end(self, unit: LiveUnit, phase: Phase) -> None:
         """One use of a unit has ended."""
         with self.turn:

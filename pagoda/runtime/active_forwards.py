@@ -1,7 +1,8 @@
 """ActiveForwards: the forwards that are running now, and the leases that each keeps until it ends."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,10 @@ class _Forward:
     phase: Phase
     thread: int = field(default_factory=threading.get_ident)
     entered: list[LiveUnit] = field(default_factory=list)
+    read: list[LiveUnit] = field(default_factory=list)
+    """Those of them that it entered only to read a parameter of another module."""
+    written: list[str] = field(default_factory=list)
+    """Parameters that it has written to."""
 
 
 @dataclass(eq=False, repr=False)
@@ -29,17 +34,36 @@ class ActiveForwards:
     """All running forwards of hooked modules, outermost first.
 
     Invariant: `unit.active` is the number of forwards that have entered the unit. Above zero, its parameters point into
-    a pinned lease.
+    a pinned lease. One thread at a time runs forwards, because all threads see the same parameters.
     """
 
     _packing: Packing
     _accesses: Accesses
     _running: list[_Forward] = field(default_factory=list)
+    _one_thread: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def in_forward(self) -> bool:
         """Whether a forward is running."""
         return any(not forward.is_method for forward in self._running)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other thread runs a forward. Waits for the outermost forward of another thread.
+
+        A thread that Python did not start is one of autograd's. The thread for which it works waits in backward, and
+        may be inside a forward, so there is nothing to wait for.
+        """
+        if self._runs_here() or isinstance(threading.current_thread(), threading._DummyThread):
+            yield
+            return
+        if not self._one_thread.acquire(blocking=False):
+            self._accesses.check_open()  # the thread that holds it may be one of the process that was forked
+            self._one_thread.acquire()
+        try:
+            yield
+        finally:
+            self._one_thread.release()
 
     def run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward with `units` leased and their parameters pointing into the leases.
@@ -55,15 +79,28 @@ class ActiveForwards:
         """Run a method of a module other than its forward. Parameters that `gathered` shows are not leased again."""
         return self._run(True, [u for u in units if not u.gathered], method, *args, **kwargs)
 
-    def use(self, unit: LiveUnit) -> bool:
-        """Lease a unit until the innermost running forward ends. That forward reads a parameter of another module.
+    def use(self, units: Sequence[LiveUnit]) -> bool:
+        """Lease units for one function of torch, and then until the innermost running forward ends or other units need
+        room. That forward reads parameters of other modules.
 
         Returns False if no forward runs in this thread.
         """
         if not self._runs_here():
             return False
-        self._enter(self._running[-1], unit)
+        forward = self._running[-1]
+        for unit in units:
+            self._enter(forward, unit, keep=units)
+            forward.read.append(unit)
         return True
+
+    def _give_back(self, keep: Sequence[LiveUnit]) -> None:
+        """Hide what running forwards have read of other modules, except the units `keep`. They lease it again if they
+        read it again."""
+        for forward in self._running:
+            given, forward.read = [u for u in forward.read if u not in keep], [u for u in forward.read if u in keep]
+            for unit in given:
+                forward.entered.remove(unit)
+                self._leave(forward, unit)
 
     def _runs_here(self) -> bool:
         return bool(self._running) and self._running[-1].thread == threading.get_ident()
@@ -76,6 +113,12 @@ class ActiveForwards:
                 "The transforms of torch.func (vmap, grad, jvp, ...) cannot run a wrapped model: use autograd's own "
                 "functions, or transform only what holds no parameters."
             )
+        with self.alone():
+            return self._run_alone(is_method, units, call, *args, **kwargs)
+
+    def _run_alone(
+        self, is_method: bool, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         if not self._running and not torch.is_grad_enabled():
             self._accesses.before_evaluation()
         starts_packing = self._packing.enter()
@@ -88,27 +131,30 @@ class ActiveForwards:
             output = call(*args, **kwargs)
         finally:
             self._running.remove(forward)
-            written = [name for unit in forward.entered if (name := self._leave(unit, forward.phase)) is not None]
+            for unit in forward.entered:
+                self._leave(forward, unit)
             if starts_packing:
                 self._packing.leave()
-        if written:
-            raise UsageError(written_in_forward(written[0]))
+        if forward.written:
+            raise UsageError(written_in_forward(forward.written[0]))
         return output
 
-    def _enter(self, forward: _Forward, unit: LiveUnit) -> None:
+    def _enter(self, forward: _Forward, unit: LiveUnit, keep: Sequence[LiveUnit] = ()) -> None:
         if unit.gathered:
             raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
+        if not self._accesses.is_leased(unit):  # it needs room
+            self._give_back(keep)
         lease = self._accesses.begin(unit, forward.phase)
         unit.active += 1
         forward.entered.append(unit)
         if unit.active == 1:
             unit.show(lease.base)
 
-    def _leave(self, unit: LiveUnit, phase: Phase) -> str | None:
-        """End the use of a unit. Returns the name of a parameter that was written to meanwhile, if any."""
+    def _leave(self, forward: _Forward, unit: LiveUnit) -> None:
+        """End the use of a unit, and note if a parameter was written to meanwhile."""
         unit.active -= 1
         written = unit.hide() if unit.active == 0 else None
-        self._accesses.end(unit, phase)
+        self._accesses.end(unit, forward.phase)
         if written is not None:
             self._accesses.overwritten(unit)
-        return written
+            forward.written.append(written)

@@ -378,7 +378,7 @@ class Gradients:
 def non_finite_error(name: str) -> NonFiniteGradientError:
     """The error for a gradient that is NaN or infinite."""
     return NonFiniteGradientError(
-        f"The gradient of {name!r} is not finite, the first one in backward; no weight of its unit was changed. Lower "
-        "the learning rate, check the loss and the batch, or set clip_grad_norm if it is off. A parameter read outside "
-        "its module's forward gives NaN too: read it under `with pagoda.gathered([param]):`."
+        f"The gradient of {name!r} is not finite, the first one in backward. Lower the learning rate, check the loss "
+        "and the batch, or set clip_grad_norm if it is off. A parameter read outside its module's forward gives NaN "
+        "too: read it under `with pagoda.gathered([param]):`."
     )

@@ -73,6 +73,8 @@ class Hidden:
         if attribute:
             if (name, attribute) == ("__set__", "data") and not isinstance(args[1], Hidden):
                 _refuse("data =", args)
+        elif name == "view_as" and args[1] is first:
+            pass  # torch.autograd.graph.get_gradient_edge wants its node
         elif name not in _HARMLESS and (name not in _LIKE_ANOTHER or isinstance(first, Hidden)):
             _refuse(f"{name}()", (args, kwargs))
         with as_plain():
@@ -118,20 +120,22 @@ def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _leased(arguments: Any) -> Any:
     """The arguments of a function, with every hidden parameter shown. None if no forward runs.
 
-    A parameter stays shown until the innermost running forward ends. Graphs keep a frozen tensor itself, which will be
-    hidden again, so they get a view of its values. Where backward repeats a part of a forward, and for parameters that
-    graphs keep without hooks, the unit is leased for this function only.
+    A parameter stays shown until the innermost running forward ends, or until other units need room. Graphs keep a
+    frozen tensor itself, which will be hidden again, so they get a view of its values. Where backward repeats a part of
+    a forward, and for parameters that graphs keep without hooks, the unit is leased for this function only.
     """
     hidden: list[Any] = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
     views: dict[int, Any] = {}
-    for leaf in hidden:
-        if not isinstance(leaf, Hidden):
-            continue  # an earlier one was of the same unit
-        home = vars(leaf).get(HOME)
-        if home is None:
-            return None
-        engine, unit, slot = home.open()
-        if engine.active_forwards.use(unit):
+    homes = [vars(leaf).get(HOME) for leaf in hidden]
+    if None in homes:
+        return None
+    opened = [home.open() for home in homes]
+    units: dict[Any, dict[Any, None]] = {}
+    for engine, unit, _ in opened:
+        units.setdefault(engine, {})[unit] = None
+    in_forward = {engine for engine, used in units.items() if engine.active_forwards.use([*used])}
+    for leaf, (engine, unit, slot) in zip(hidden, opened, strict=True):
+        if engine in in_forward:
             continue
         if torch._C._current_graph_task_id() == -1 or not (torch.is_grad_enabled() or unit.is_kept(slot)):
             return None

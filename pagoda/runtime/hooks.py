@@ -89,9 +89,12 @@ class ModelHooks:
     def _run(self, units: list[LiveUnit], is_root: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._refuse_compiling()
         active_forwards = self._engine.active_forwards
-        if is_root and not active_forwards.in_forward and torch.is_grad_enabled():
-            self._engine.graphs.begin_forward((args, kwargs))
-        return active_forwards.run(units, call, *args, **kwargs)
+        if not is_root:
+            return active_forwards.run(units, call, *args, **kwargs)
+        with active_forwards.alone():
+            if not active_forwards.in_forward and torch.is_grad_enabled():
+                self._engine.graphs.begin_forward((args, kwargs))
+            return active_forwards.run(units, call, *args, **kwargs)
 
     def _refuse_compiling(self, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -136,10 +139,12 @@ class ModelHooks:
 
     def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
         param = unit.params[slot]
-        accumulate = False
+        accumulate, backward = False, -1
+        caught: list[torch.autograd.graph.Node] = []
 
         def before(_grads: tuple[torch.Tensor, ...]) -> None:
-            nonlocal accumulate
+            nonlocal accumulate, backward
+            backward = torch._C._current_graph_task_id()
             with as_plain():
                 check_is_ours(unit, slot)
                 accumulate = param.grad is not None
@@ -151,36 +156,56 @@ class ModelHooks:
                 with as_plain():
                     if not param.requires_grad:
                         return
+                    adds = is_caught() and accumulate
                     grad = param.grad
-                    assert grad is not None
+                    if grad is None:  # a hook of the user's has dropped it, and those before it
+                        unit.marked.discard(slot)
+                        return
                     if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
                         param.grad = None
                         return
-                    if not accumulate:
+                    if not adds:
                         unit.markers[slot] = self._marker(unit, slot)
                     param.grad = unit.markers[slot]
                     unit.marked.add(slot)
                     grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
-                self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), accumulate)
+                self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), adds)
 
-        # The hook is on the accumulating node. Hooks on the tensor would also run for torch.autograd.grad, which does
-        # not change param.grad. As long as the node is held, every later graph uses it, also after a frozen parameter
-        # is unfrozen.
-        trained = param.requires_grad
-        param.requires_grad_(True)
-        with torch.enable_grad():
-            graph = param.expand_as(param).grad_fn
-        assert graph is not None, "a trainable parameter requires grad"
-        accumulator = graph.next_functions[0][0]
-        assert accumulator is not None
-        self._accumulators.append(accumulator)
+        def is_caught() -> bool:
+            """Whether `before` has seen this backward. A cast that was refused gives a parameter another node."""
+            if backward == torch._C._current_graph_task_id():
+                return True
+            if _accumulator(param) is caught[0]:
+                name = unit.name(slot)
+                raise UsageError(
+                    f"Two threads ran backward at once, and both gave {name!r} a gradient: let one wait for the other."
+                )
+            catch()
+            return False
+
+        def catch() -> None:
+            # The hook is on the accumulating node. Hooks on the tensor would also run for torch.autograd.grad, which
+            # does not change param.grad. As long as the node is held, every later graph uses it, also after a frozen
+            # parameter is unfrozen.
+            caught[:] = [_accumulator(param)]
+            self._accumulators += caught
+            self._catches.append(caught[0].register_prehook(_weakly(before)))
+
         self._kept += [before, after]
-        self._catches.append(accumulator.register_prehook(_weakly(before)))
+        catch()
         self._catches.append(param.register_post_accumulate_grad_hook(_weakly(after)))  # type: ignore[no-untyped-call]
-        param.requires_grad_(trained)
 
     def _marker(self, unit: LiveUnit, slot: int) -> GradientMarker:
         return GradientMarker.of(unit.blanks[slot], unit, slot, self._engine.stepper)
+
+
+def _accumulator(param: torch.Tensor) -> torch.autograd.graph.Node:
+    """Autograd's node that accumulates a parameter's gradient."""
+    trained = param.requires_grad
+    param.requires_grad_(True)
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    param.requires_grad_(trained)
+    return node
 
 
 def _weakly(hook: Callable[[Any], None]) -> Callable[[Any], None]:

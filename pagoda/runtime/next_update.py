@@ -112,7 +112,7 @@ def check_is_ours(unit: LiveUnit, slot: int) -> None:
     grad = unit.params[slot].grad
     if grad is not None and (grad is not unit.markers[slot] or slot not in unit.marked):
         raise UsageError(
-            f"The gradient of {unit.name(slot)!r} was set by hand, or put back after it was dropped or used, but "
-            "Pagoda's updates take gradients from backward alone: set it to None. To change gradients, scale the loss, "
-            "or change them as they arrive, by param.register_hook(...)."
+            f"The gradient of {unit.name(slot)!r} was set by hand, or put back after it was dropped or used, or "
+            "two threads ran backward at once. Pagoda's updates take gradients from one backward at a time: set it to "
+            "None. To change gradients, scale the loss, or change them as they arrive, by param.register_hook(...)."
         )

@@ -325,10 +325,10 @@ class Stepper:
                 check_is_ours(unit, slot)
         try:
             norms = self.norms("optimizer.step()")
-        except NonFiniteGradientError:
-            self._abandon()
+        except NonFiniteGradientError as error:
+            applied = self._abandon()
             if not self.scaler.skips:
-                raise
+                raise NonFiniteGradientError(f"{error} {self._told(applied)}") from None
             self._accesses.tell(self._scheduler.end_step, False, True)
             self.scaler.end_step(skipped=True)
             return None
@@ -424,18 +424,34 @@ class Stepper:
                     unit.params[slot].grad = None
             unit.updated = False
 
-    def _abandon(self) -> None:
-        """Drop a step whose gradients are not finite. None of it may be applied or stay queued."""
+    def _abandon(self) -> list[LiveUnit]:
+        """Drop a step whose gradients are not finite. None of it stays queued. Returns the units that were updated
+        during backward."""
         for unit in self._units:
             for param in unit.params:
                 param.grad = None
         self._drop_gradients()
         self._accesses.drain()
+        applied = []
         for record in self._gradients.taken.values():
-            if record.unit.updated and not record.updated.succeeded:  # the update was refused
+            if record.unit.updated and record.updated.succeeded:
+                applied.append(record.unit)
+            elif record.unit.updated:  # the update was refused
                 for slot in record.used or ():
                     record.unit.steps[slot] -= 1
         self._clear_step()
+        return applied
+
+    def _told(self, applied: list[LiveUnit]) -> str:
+        """What the error for a gradient that is not finite says about weights. `applied`: units that were updated."""
+        trained = sum(bool(unit.grouped) for unit in self._units)
+        if not applied:
+            return "No weight was changed."
+        return (
+            f"But {len(applied)} of {trained} units, such as {applied[0].spec.name!r}, were updated during backward, "
+            "before that gradient was seen, and keep this update; the others do not have it. To undo it, load a "
+            "checkpoint. To update all units or none, leave out wrap(accumulation_steps=...), or give clip_grad_norm."
+        )
 
     def _ask_for(self, record: UnitGradient) -> None:
         """A unit's update was asked for, or has begun, with the hyperparameters of its record."""

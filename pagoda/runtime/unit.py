@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pagoda.distributed.tensors import DTensorForm
-from pagoda.errors import UsageError
+from pagoda.errors import ConfigError, UsageError
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.hidden import as_plain, hidden_class, hide, name_of
 from pagoda.runtime.quantized import QuantizedForm, kept_class
@@ -45,6 +45,44 @@ def written_in_forward(name: str) -> str:
         "write is lost, or changes a part of the master's bits alone. Write between steps, inside `with "
         "pagoda.gathered(param, modify=True):`, or keep the values in a buffer."
     )
+
+
+def node_is_held(param: torch.Tensor) -> bool:
+    """Whether someone holds the node with which autograd accumulates a parameter's gradient. It may have hooks."""
+    if not param.requires_grad or param.is_inference():
+        return False
+    holders = param._use_count()  # type: ignore[attr-defined]
+    with torch.inference_mode(False):
+        edge = torch.autograd.graph.get_gradient_edge(param)  # makes the node, unless it exists
+    held: bool = edge is not None and param._use_count() == holders  # type: ignore[attr-defined]
+    return held
+
+
+def check_node_is_free(param: torch.Tensor, name: str) -> None:
+    """Raises ConfigError if someone holds autograd's node of a parameter that gets a new one. Hooks on the node would
+    be lost, and nothing tells whether it has any."""
+    if node_is_held(param):
+        raise ConfigError(
+            f"{name!r} gets new memory or a new dtype, but autograd's node of it is in use: by a hook on it "
+            "(torch.autograd.graph.register_multi_grad_hook), which would be lost, or by the result of a forward. "
+            "Register such hooks after wrap(), or use param.register_hook(...); delete results of earlier forwards."
+        )
+
+
+def successor(param: nn.Parameter, values: torch.Tensor, name: str) -> nn.Parameter:
+    """A new parameter with `values` that takes the place of another one: it has its attributes and its hooks. Handles
+    of these hooks remove them from both.
+
+    Raises ConfigError like `check_node_is_free`.
+    """
+    check_node_is_free(param, name)
+    made = nn.Parameter(values, param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    if param._backward_hooks is not None:
+        made._backward_hooks = param._backward_hooks
+    if param._post_accumulate_grad_hooks is not None:
+        made._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+    return made
 
 
 class LiveUnit:
@@ -153,11 +191,8 @@ class LiveUnit:
         return value if form is None else form.stored(value)
 
     def new_param(self, slot: int, part: torch.Tensor) -> nn.Parameter:
-        """A new parameter that shows `part`, with the attributes of the slot's parameter."""
-        param = self.params[slot]
-        made = nn.Parameter(self.as_param(slot, part), param.requires_grad)
-        made.__dict__.update(param.__dict__)
-        return made
+        """A new parameter that shows `part`, in place of the slot's parameter."""
+        return successor(self.params[slot], self.as_param(slot, part), self.name(slot))
 
     def replace(self, slot: int, param: nn.Parameter) -> None:
         """Put a parameter in the place of one that was planned."""

@@ -3,6 +3,7 @@
 The user states that blocks treat samples independently. Violations that can be detected are refused.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -15,10 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pagoda.config.training import BatchTiles
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, PagodaError
 from pagoda.plan.batch_tiles import tile_count
 from pagoda.runtime.activations.blocks import Block, find_blocks, without_cache
 
+_PACKED = ("cu_seqlens", "cu_seq_lens", "cu_window_seqlens")
+"""Names of arguments for the bounds of sequences that lie in one row after another."""
 Forward = Callable[..., Any]
 _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, type(None))
 """Types of arguments that all micro-batches can share, because a forward does not write to them."""
@@ -37,7 +40,7 @@ def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
             f"of one class with submodules; {type(model).__name__} has none. Leave it out."
         )
     for block in blocks:
-        reason = _batch_norm(block)
+        reason = _joins_samples(block)
         if reason is not None and tiles not in (1, "auto"):
             raise _refusal(block, reason)
     return blocks
@@ -71,7 +74,7 @@ class TiledBlocks:
         if count < 2 and call.batch:
             return forward(*args, **kwargs)
         call = _Call(args, self._without_cache(block, kwargs))
-        reason = _batch_norm(block) or call.cannot_be_cut()
+        reason = _joins_samples(block) or _is_packed(block, args, kwargs) or call.cannot_be_cut()
         if reason is None:
             return _run_tiled(block, call, forward, count)
         if self._tiles != "auto":
@@ -150,7 +153,12 @@ def _run_tiled(block: Block, call: _Call, forward: Forward, count: int) -> Any:
     bounds = [tile * call.batch // count for tile in range(count + 1)]
     sizes = [stop - start for start, stop in pairwise(bounds)]
     before = _buffers(block.module)
-    outputs = [tree_flatten(forward(*args, **kwargs)) for args, kwargs in reversed(call.cut(sizes))][::-1]
+    try:
+        outputs = [tree_flatten(forward(*args, **kwargs)) for args, kwargs in reversed(call.cut(sizes))][::-1]
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        if isinstance(error, PagodaError | torch.OutOfMemoryError):
+            raise
+        raise _refusal(block, f"its forward of {sizes[-1]} of {call.batch} rows failed ({error})") from error
     changed = [name for name, now in _buffers(block.module).items() if not _is_same(before.get(name), now)]
     if changed:
         raise _refusal(block, f"its forward changes the buffer {changed[0]!r}, which each micro-batch would change")
@@ -176,15 +184,27 @@ def _joined(block: Block, parts: tuple[Any, ...], sizes: Sequence[int]) -> Any:
     raise _refusal(block, f"an output is a {type(first).__name__}, which micro-batches cannot share")
 
 
-def _batch_norm(block: Block) -> str | None:
-    """Describe the module of a block that computes statistics from the whole batch. None if there is none."""
+def _joins_samples(block: Block) -> str | None:
+    """Describe the module of a block that works across the first dimension. None if there is none."""
     for name, module in block.module.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             return (
                 f"the batch norm {name!r} takes its statistics from the whole batch (module.eval() makes it use its "
                 "running statistics)"
             )
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first:
+            return f"{name!r} takes a sequence as the first dimension (batch_first=False)"
     return None
+
+
+def _is_packed(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Name the argument that says that rows are parts of several sequences or images, which see each other. None if
+    there is none."""
+    own = list(inspect.signature(type(block.module).forward).parameters)[1:]
+    given = {**dict(zip(own, args, strict=False)), **kwargs}
+    packed = (name for name, value in given.items() if value is not None and any(part in name for part in _PACKED))
+    name = next(packed, None)
+    return None if name is None else f"by its argument {name!r}, its rows are parts of sequences which see each other"
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:

@@ -4,6 +4,7 @@ by separate modules."""
 import warnings
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +25,17 @@ from pagoda.models.deferred_logits import LateHead, defer_logits
 from pagoda.models.switch import is_switch
 from pagoda.models.tiles import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear, row_blocks
 from pagoda.plan.units import ALIGN_ELEMENTS
+from pagoda.runtime.unit import node_is_held
 
 _LINEARS = (nn.Linear, LateHead)
 """Types of linear layers that can be tiled. Subclasses cannot, because they may compute something else."""
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_OTHER_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+    *("_is_full_backward_hook", "_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Attributes in which a module keeps its hooks."""
 _ADAPTED = "base_layer"
 """The name of the adapted layer in peft's adapters, which read its parameters."""
 
@@ -39,8 +48,9 @@ class Tiling:
 
     Layers that share a weight share its tiles. Forward hooks of a layer move to its replacement. A linear layer or
     embedding stays whole, with a warning, in these cases: another kind of module uses its weight too, it is the model
-    itself, tensor parallelism has divided it, or it does more than its class says (hooks before forward, a forward of
-    its own, a maximum norm of vectors, sparse gradients).
+    itself, tensor parallelism has divided it, it or its parameters have other hooks, or it does more than its class
+    says (a forward of its own, a maximum norm of vectors, sparse gradients). Experts with hooks of any kind stay in one
+    unit, also with a warning.
     """
 
     def __init__(
@@ -100,13 +110,19 @@ class Tiling:
         for name, module in model.named_modules():
             made: RoutedExperts | None = None
             if is_switch(module, "Top1Router") and type(linear := module.get_submodule("classifier")) is nn.Linear:
-                self._replaced.append((self._parents[linear], linear, SwitchRouter.of(linear)))
+                if "forward" not in vars(linear):
+                    self._replaced.append((self._parents[linear], linear, _with_hooks(SwitchRouter.of(linear), linear)))
+            elif (is_switch(module, "Experts") or (cuts_stacks and is_expert_stack(module))) and _hooked(module):
+                warnings.warn(
+                    f"The experts of {name!r} stay together, as they or their parameters have hooks.", stacklevel=2
+                )
+                kept.append(name)
             elif is_switch(module, "Experts") and self._is_free(module, compiled):
                 made = self._switch_experts(name, module)
             elif is_expert_stack(module):
                 if cuts_stacks and self._is_free(module, compiled):
                     made = self._expert_stack(name, module)
-                elif self._exchange is not None:
+                else:
                     kept.append(name)
             if made is not None:
                 self._replaced.append((self._parents[module], module, made))
@@ -130,8 +146,8 @@ class Tiling:
             users = self._users[id(weight)]
             whole = next((user for user in users if not _can_be_tiled(user) or user not in self._parents), None)
             if whole is None:
-                tiled = self._tiles_of(module, weight, most_elements)
-                _share_forward_hooks(module, tiled)
+                # Such as transformers' for checkpointed models: they run after the forward of the tiles.
+                tiled = _with_hooks(self._tiles_of(module, weight, most_elements), module, _FORWARD_HOOKS)
                 self._replaced.append((self._parents[module], module, tiled))
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 warnings.warn(_stays_whole(model, module, whole), stacklevel=2)
@@ -183,7 +199,6 @@ class Tiling:
             experts not in compiled
             and experts in self._parents
             and all(name != _ADAPTED for _, name in self._parents[experts])
-            and not experts._forward_hooks
             and not _changes_forward(experts)
             and all(self._users[id(param)] == [experts] and as_dtensor(param) is None for param in held)
         )
@@ -239,17 +254,31 @@ class Tiling:
 
 
 def _changes_forward(layer: nn.Module) -> bool:
-    """Whether forward may compute something other than the layer's class says: a hook before it may set the weight."""
+    """Whether forward may compute something other than the layer's class says, such as a hook that sets the weight."""
     return bool(layer._forward_pre_hooks) or "forward" in vars(layer)
 
 
-def _share_forward_hooks(layer: nn.Module, tiled: nn.Module) -> None:
-    """Make a layer's forward hooks, such as transformers' for checkpointed models, run after the forward of its tiles.
+def _hooked(layer: nn.Module, but: Container[str] = ()) -> bool:
+    """Whether a module or one of its own parameters has hooks of the user's, other than those in the attributes
+    `but`."""
+    hooks = [hook for name in (*_FORWARD_HOOKS, *_OTHER_HOOKS) if name not in but for hook in _hooks_in(layer, name)]
+    params = layer.parameters(recurse=False)
+    return bool(hooks) or any(p._backward_hooks or p._post_accumulate_grad_hooks or node_is_held(p) for p in params)
 
-    Both modules share the hook dictionaries, so a hook's handle removes the hook from both.
-    """
-    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
-        setattr(tiled, name, getattr(layer, name))
+
+def _hooks_in(layer: nn.Module, attribute: str) -> list[Any]:
+    held = getattr(layer, attribute)
+    hooks = [getattr(hook, "hook", hook) for hook in held.values()] if isinstance(held, dict) else []
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("pagoda.")]
+
+
+def _with_hooks(
+    made: nn.Module, layer: nn.Module, names: Iterable[str] = (*_FORWARD_HOOKS, *_OTHER_HOOKS)
+) -> nn.Module:
+    """Make a module share the hooks of the layer that it replaces, so that their handles remove them from both."""
+    for name in names:
+        setattr(made, name, getattr(layer, name))
+    return made
 
 
 def _stays_whole(model: nn.Module, layer: nn.Module, reason: nn.Module) -> str:
@@ -262,13 +291,19 @@ def _stays_whole(model: nn.Module, layer: nn.Module, reason: nn.Module) -> str:
         why = "tensor parallelism has divided it, and this rank's part is still larger"
     elif _changes_forward(reason):
         why = f"{names[reason]!r} has hooks before its forward, or a forward of its own"
+    elif _hooked(reason, _FORWARD_HOOKS):
+        why = f"{names[reason]!r} or one of its parameters has hooks, or is in the graph of an earlier forward"
     else:
         why = f"{names[reason]!r}, a {type(reason).__name__}, may do more with it than multiply or look up"
     return f"tile_limit leaves layer {names[layer]!r} whole: {why}."
 
 
 def _can_be_tiled(layer: nn.Module) -> bool:
-    if _changes_forward(layer) or as_dtensor(layer.get_parameter("weight")) is not None:
+    if (
+        _changes_forward(layer)
+        or _hooked(layer, _FORWARD_HOOKS)
+        or as_dtensor(layer.get_parameter("weight")) is not None
+    ):
         return False
     if type(layer) is nn.Embedding:
         return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse

@@ -1,5 +1,7 @@
 """Free RAM is what the machine has available, or what this process's control groups leave if that is less."""
 
+import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from torch import nn
 
 import pagoda
 from pagoda.budgets import budgets_of
-from pagoda.memory.ram import free_ram, ram_bytes
+from pagoda.memory.ram import filesystem_in_ram, free_ram, ram_bytes
 
 MIB = 1 << 20
 UNLIMITED = 9223372036854771712
@@ -109,3 +111,21 @@ def test_every_budget_that_is_left_open_counts_the_groups(monkeypatch: pytest.Mo
     limit = pagoda.plan_of(model).options.activation_bytes
     optimizer.close()
     assert 0 < limit <= 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_ram"),
+    [("tmpfs tmpfs", True), ("ramfs none", True), ("ext4 /dev/zram0", True), ("ext4 /dev/vda", False)],
+)
+def test_a_directory_for_the_ssd_tier_that_is_in_ram_is_named(
+    kind: str, in_ram: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = os.stat(tmp_path).st_dev
+    mounts = f"30 1 {os.major(device)}:{os.minor(device)} / /mnt rw,nosuid shared:3 - {kind} rw\n"
+    root = write(tmp_path, {"proc/self/mountinfo": f"{V2_MOUNT}\n{mounts}"})
+    monkeypatch.setattr("pagoda.budgets.filesystem_in_ram", lambda path: filesystem_in_ram(path, root))
+    memory = pagoda.Memory(host="64MiB", ssd=tmp_path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        budgets_of(memory)
+    assert [f"'{tmp_path}' is in RAM" in str(warning.message) for warning in told] == [True] * in_ram

@@ -144,9 +144,12 @@ class Alone(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.Identity()
         self.register_buffer("seen", torch.zeros(()))
+        self.attention = nn.MultiheadAttention(WIDTH, 2) if kind == "sequence first" else None
 
-    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+    def forward(self, x: torch.Tensor, extra: Any = None, cu_seqlens: torch.Tensor | None = None) -> Any:
         x = self.norm(x + self.linear(x))
+        if self.kind == "fixed size":
+            x = x.view(SAMPLES, WIDTH)
         if self.kind == "buffer":
             self.seen += x.detach().abs().mean()
         if self.kind == "replaced buffer":
@@ -172,6 +175,9 @@ REASONS = {
         "replaced buffer": "buffer 'seen'",
         "mean": r"output of shape \(\)",
         "object": "an output is a Written",
+        "sequence first": "'attention' takes a sequence as the first dimension",
+        "packed": "by its argument 'cu_seqlens', its rows are parts of sequences",
+        "fixed size": "its forward of 2 of 8 rows failed .*shape",
     }.items()
 } | {"no batch": "the batch is unknown"}
 
@@ -184,7 +190,7 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            out = layer(x, self.extra)
+            out = layer(x, self.extra, torch.tensor([0, 3, SAMPLES]) if layer.kind == "packed" else None)
             x = out[0] if isinstance(out, tuple) else out
         return x.square().mean()
 

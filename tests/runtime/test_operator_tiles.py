@@ -195,3 +195,68 @@ def test_hooks_after_forward_run_after_that_of_the_tiles(wrap: Wrap) -> None:
     handle.remove()
     step(*wrapped, seed=1)
     assert len(seen) == 1
+
+
+PARAMETER_HOOKS: dict[str, Callable[[nn.Parameter, Callable[..., Any]], object]] = {
+    "hook": lambda param, hook: param.register_hook(hook),
+    "hook-after-accumulation": lambda param, hook: param.register_post_accumulate_grad_hook(hook),
+    "hook-of-several": lambda param, hook: torch.autograd.graph.register_multi_grad_hook([param], hook),
+    "hook-on-the-node": lambda param, hook: (
+        HELD.append(node := torch.autograd.graph.get_gradient_edge(param).node) or node.register_prehook(hook)
+    ),
+}
+MODULE_HOOKS: dict[str, Callable[[nn.Module, Callable[..., Any]], object]] = {
+    "before-forward": lambda layer, hook: layer.register_forward_pre_hook(hook),
+    "after-forward": lambda layer, hook: layer.register_forward_hook(hook),
+    "before-backward": lambda layer, hook: layer.register_full_backward_pre_hook(hook),
+    "after-backward": lambda layer, hook: layer.register_full_backward_hook(hook),
+    "before-state-dict": lambda layer, hook: layer.register_state_dict_pre_hook(hook),
+    "after-state-dict": lambda layer, hook: layer.register_state_dict_post_hook(hook),
+    "before-loading": lambda layer, hook: layer.register_load_state_dict_pre_hook(hook),
+    "after-loading": lambda layer, hook: layer.register_load_state_dict_post_hook(hook),
+}
+HELD: list[Any] = []
+"""Nodes of autograd, which live as long as someone holds them."""
+
+
+@pytest.mark.parametrize("name", [*PARAMETER_HOOKS, *MODULE_HOOKS])
+def test_a_layer_with_hooks_runs_them_as_often_as_without_tiles(name: str, wrap: Wrap) -> None:
+    def calls(**options: Any) -> int:
+        HELD.clear()
+        seen: list[object] = []
+        model: Any = Wide()
+        register, of = (PARAMETER_HOOKS, model.wide.weight) if name in PARAMETER_HOOKS else (MODULE_HOOKS, model.wide)
+        register[name](of, lambda *_: seen.append(name))  # type: ignore[index]
+        model, optimizer = wrap(model, precision="fp32", **options)
+        model(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+        model.load_state_dict(model.state_dict())
+        assert isinstance(model.wide, Tiled) == (bool(options) and name == "after-forward")
+        return len(seen)
+
+    with pytest.warns(UserWarning, match="'wide'") if name != "after-forward" else nullcontext():
+        assert calls(tiles=TILED) == calls() == 1
+
+
+def test_hooks_on_a_weight_in_tiles_are_refused_and_freezing_it_freezes_its_parts(wrap: Wrap) -> None:
+    model, optimizer = wrap(Wide(), precision="fp32", tiles=TILED)
+    for ask in (
+        lambda weight: weight.register_hook(print),
+        lambda weight: weight.register_post_accumulate_grad_hook(print),
+        lambda weight: setattr(weight, "grad", None),
+        lambda weight: weight.grad,
+    ):
+        model(torch.ones(2, WIDTH)).backward()
+        with pytest.raises(pagoda.UsageError, match=r"'wide\.weight', a parameter of a layer in tiles"):
+            ask(model.wide.weight)
+    optimizer.zero_grad()
+    before = model.state_dict()["wide.weight"]
+    model.wide.weight.requires_grad_(False)
+    model(torch.ones(2, WIDTH)).backward()
+    optimizer.step()
+    assert torch.equal(model.state_dict()["wide.weight"], before)
+    assert not model.wide.weight.requires_grad
+    model.wide.weight.requires_grad = True
+    model(torch.ones(2, WIDTH)).backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["wide.weight"], before)

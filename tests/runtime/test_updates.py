@@ -98,7 +98,7 @@ def test_a_read_ahead_that_failed_is_dropped_with_its_error(
 
 
 @pytest.mark.parametrize("bad", ["every gradient", "one gradient"])
-def test_an_update_during_backward_that_is_refused_counts_as_no_step(bad: str, wrap: Wrap) -> None:
+def test_an_update_during_backward_that_is_refused_counts_as_no_step_and_others_are_named(bad: str, wrap: Wrap) -> None:
     memory = pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE)  # a unit for each layer
     model, optimizer = wrap(Layers(2), memory, accumulation_steps=1)
 
@@ -113,7 +113,12 @@ def test_an_update_during_backward_that_is_refused_counts_as_no_step(bad: str, w
         spoil = model.layers[0][0].bias.register_hook(lambda grad: grad * torch.nan)
         backward()
         spoil.remove()
-    with pytest.raises(NonFiniteGradientError):
+    told = (
+        "No weight was changed"
+        if bad == "every gradient"
+        else "But 1 of 2 units, such as 'layers.1', were updated during"
+    )
+    with pytest.raises(NonFiniteGradientError, match=told):
         optimizer.step()
     refused = {"layers.0.0.weight", "layers.0.0.bias"} if bad == "one gradient" else {n for n, _ in steps_of(optimizer)}
     assert dict(steps_of(optimizer)) == {name: 2 - (name in refused) for name, _ in steps_of(optimizer)}

@@ -21,6 +21,9 @@ class Block:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
+        self.changes_inputs: bool | None = None
+        """Whether its forward writes to its inputs, so that recomputation needs copies. None until a recomputed forward
+        has shown it."""
         self._name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
     def wrap(self, run: Callable[["Block", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:

@@ -143,7 +143,7 @@ class GraphMemory:
         if policy.recomputes:
             kwargs = without_cache(block.module, kwargs)
         given = frozenset(self._saved.find(local(tensor)) for tensor in _tensors((args, kwargs)))
-        with self.packing.in_block(len(trace.blocks), policy), trace.block(policy, given) as account:
+        with self.packing.in_block(len(trace.blocks), block, policy), trace.block(policy, given) as account:
             if not policy.recomputes:
                 return forward(*args, **kwargs)
             graph = self.packing.graph
@@ -152,7 +152,7 @@ class GraphMemory:
                 graph.backward_has_begun = True
                 return again(*args, **kwargs)
 
-            return run_recomputed(block.module, forward, repeat, (args, kwargs), self.packing, account.save)
+            return run_recomputed(block, forward, repeat, (args, kwargs), self.packing, account.save)
 
     def end_step(self) -> ActivationBytes:
         """End a step and plan from what it has shown. Returns the most bytes that its graphs kept."""

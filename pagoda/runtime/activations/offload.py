@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pagoda.errors import BudgetError, UsageError
+from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.slots import Hashes
 from pagoda.plan.activations import BUFFERED, OFFLOAD_LANES
@@ -46,7 +47,8 @@ class OffloadedStorage(AbsentStorage):
 
 @dataclass(eq=False, repr=False)
 class Offloader:
-    """Moves saved storages out and back. Each storage moves once, however many tensors lie in it.
+    """Moves saved storages out and back. Each storage moves once, however many tensors lie in it, and as soon as only
+    graphs hold it. So the bytes that move are those that backward would see.
 
     At most twice the bytes of the largest storage are on their way in each direction. Backward uses storages in reverse
     order, so the one saved last is read first. Only the compute thread calls this class.
@@ -66,6 +68,8 @@ class Offloader:
     """Pages that nothing needs any more."""
     _order: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     """The offloaded storages that are still needed, in the order in which they were offloaded."""
+    _waiting: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
+    """Storages that someone else than graphs holds."""
     _window: int = 0
     """Most bytes on their way in each direction."""
     _closed: bool = False
@@ -85,8 +89,23 @@ class Offloader:
             source = storage_of(tensor, torch.uint8)
             offloaded = OffloadedStorage(tensor._version, self, place, pieces, source.nbytes, source)
             storage.replace_by(offloaded)
-            self._write(offloaded)
+            self._waiting.append(weakref.ref(offloaded))
+        self.write_free()
         return offloaded
+
+    def write_free(self) -> None:
+        """Start to write the storages that only graphs hold now. Before that, someone could still write to them where
+        autograd does not see it, through `.data`."""
+        waiting, self._waiting = self._waiting, []
+        for reference in waiting:
+            offloaded = reference()
+            if offloaded is None or offloaded.used:  # backward came first
+                continue
+            assert offloaded.source is not None, "it is not written yet"
+            if storage_use_count(offloaded.source) <= FRESH_USE_COUNT:
+                self._write(offloaded)
+            else:
+                self._waiting.append(reference)
 
     def bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
         """The storage, in the memory of compute."""
@@ -116,6 +135,7 @@ class Offloader:
 
     def settle(self) -> None:
         """Wait until all outgoing transfers have ended, and free pages. Raises their errors."""
+        self.write_free()
         self._writing.hold_back(0)
         self._take_back()
         live = [(reference, offloaded) for reference in self._order if (offloaded := reference()) is not None]

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from pagoda.runtime.activations.blocks import copied, is_cache
+from pagoda.runtime.activations.blocks import Block, copied, is_cache
 from pagoda.runtime.activations.packing import Note, Packing
 
 _SMALL_BYTES = 1 << 20
@@ -28,7 +29,7 @@ def flat(values: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def run_recomputed(
-    module: nn.Module,
+    block: Block,
     forward: Callable[..., Any],
     again: Callable[..., Any],
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
@@ -43,43 +44,49 @@ def run_recomputed(
     """
     leaves, structure = flat(arguments)
     caches = {index: copied(leaf) for index, leaf in enumerate(leaves) if is_cache(leaf)}
-    first = FirstForward(module)
-    ran = False
+    first = FirstForward(block.module)
+    of_first: list[Any] = [arguments]  # its own containers, to which it may add
 
     def run(*leaves: Any) -> Any:
-        nonlocal ran
-        if ran:
-            leaves = tuple(copied(caches[i]) if i in caches else leaf for i, leaf in enumerate(leaves))
+        if not of_first:
+            leaves = tuple(copied(caches[i]) if i in caches else _again(block, leaf) for i, leaf in enumerate(leaves))
             args, kwargs = tree_unflatten(leaves, structure)
             with first.again():
                 return again(*args, **kwargs)
-        ran = True
-        args, kwargs = tree_unflatten(leaves, structure)
+        args, kwargs = of_first.pop()
         output = forward(*args, **kwargs)
         first.ended()
+        packing.keep_inputs()
         return output
 
-    contexts = _Packed(packing), _Packed(packing, note)
+    contexts = _Packed(packing, checks=True), _Packed(packing, note)
     return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
+
+
+def _again(block: Block, leaf: Any) -> Any:
+    """An argument of a recomputation. A block that changes its inputs gets a copy, as backward may run once more."""
+    return leaf.clone() if block.changes_inputs and isinstance(leaf, torch.Tensor) else leaf
 
 
 @dataclass
 class _Packed:
-    """Packs the tensors that a checkpoint sees. It is entered once per recomputation, and calls `note` with each saved
-    storage."""
+    """Packs the tensors that a checkpoint sees: those of its first forward, or with `note`, those of a recomputation.
+    `note` is called with each saved storage."""
 
     _packing: Packing
     _note: Note | None = None
+    checks: bool = False
 
     def __enter__(self) -> None:
-        self._packing.enter(self._note)
+        self._packing.enter(self._note, self.checks)
 
     def __exit__(self, *error: object) -> None:
         self._packing.leave()
 
 
 class FirstForward:
-    """The state that a block's first forward found: its buffers, and the generators of Python and NumPy.
+    """The state that a block's first forward found: its buffers, the generators of Python and NumPy, and what
+    `torch.nn.utils.parametrize.cached()` has cached.
 
     torch's checkpoint restores torch's own generators, but nothing else.
     """
@@ -91,6 +98,7 @@ class FirstForward:
         self._found = [(module, name, buffer, copies.get(id(buffer))) for module, name, buffer in held]
         self._versions = [0 if buffer is None else buffer._version for _, _, buffer in held]
         self._generators: _Generators | None = _generators()
+        self._cached = parametrize._cache_enabled, dict(parametrize._cache)
 
     def ended(self) -> None:
         """The forward has ended. Forget the buffers that it did not change."""
@@ -107,6 +115,8 @@ class FirstForward:
         """Inside, the state is as the first forward found it. Afterwards it is as it was before."""
         now = [module._buffers.get(name) for module, name, _, _ in self._found]
         generators = _generators()
+        cached = parametrize._cache_enabled, parametrize._cache
+        parametrize._cache_enabled, parametrize._cache = self._cached[0], dict(self._cached[1])
         found = {id(copy): copy.clone() for _, _, _, copy in self._found if copy is not None}
         for module, name, _, copy in self._found:
             module._buffers[name] = found.get(id(copy))
@@ -115,6 +125,7 @@ class FirstForward:
         try:
             yield
         finally:
+            parametrize._cache_enabled, parametrize._cache = cached
             for (module, name, _, _), buffer in zip(self._found, now, strict=True):
                 module._buffers[name] = buffer
             if self._generators is not None:

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from pagoda.errors import UsageError
+
 Packed = Callable[[], torch.Tensor]
 """What a graph keeps in place of a tensor. Calling it returns the tensor in the memory of compute."""
 
@@ -133,38 +135,51 @@ class View:
         return empty.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
 
 
-def kept(tensor: torch.Tensor) -> Packed:
-    """Pack a tensor that stays, with its version.
-
-    Calling the result raises RuntimeError if the tensor was changed in the meantime. torch compares versions only
-    without hooks.
-    """
-    value, version = tensor.detach(), tensor._version  # the tensor itself could hold the graph that holds this
+def kept(tensor: torch.Tensor, check: "Check | None" = None) -> Packed:
+    """Pack a tensor that stays. Calling the result raises RuntimeError if the tensor was changed in the meantime. torch
+    compares versions only without hooks."""
+    value, check = tensor.detach(), check or unchanged(tensor)  # the tensor itself could hold the graph that holds this
 
     def unpack() -> torch.Tensor:
-        _check_unchanged(value, version, value.shape)
+        check()
         return value
 
     return unpack
 
 
-def moved(tensor: torch.Tensor, storage: AbsentStorage) -> Packed:
+def moved(tensor: torch.Tensor, storage: AbsentStorage, check: "Check | None" = None) -> Packed:
     """Pack a tensor whose storage is absent. Calling the result raises RuntimeError if the tensor was changed in the
     meantime."""
-    view, version = View(tensor), tensor._version
-    counter = tensor.detach()  # shares the tensor's version counter, and then not its storage
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    view, check = View(tensor), check or unchanged(tensor)
 
     def unpack() -> torch.Tensor:
-        _check_unchanged(counter, version, view.shape)
+        check()
         return view.of(storage.whole())
 
     return unpack
 
 
-def _check_unchanged(counter: torch.Tensor, version: int, shape: torch.Size) -> None:
-    if counter._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(shape)} that was saved at version {version}. Do not change it before backward."
+Check = Callable[[], None]
+
+
+def unchanged(tensor: torch.Tensor, block: str | None = None) -> Check:
+    """A function that raises RuntimeError if a tensor was changed in place after this call. It does not keep the
+    tensor's memory. `block`: the recomputed block whose input the tensor is."""
+    version, shape = tensor._version, tuple(tensor.shape)
+    counter = tensor.detach()  # shares the tensor's version counter, and then not its storage
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def check() -> None:
+        if counter._version == version:
+            return
+        if block is None:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {shape} that was saved at version {version}. Do not change it before backward."
+            )
+        raise UsageError(
+            f"An input of shape {shape} of the block {block!r} was changed in place before backward, which recomputes "
+            "the block from it. Change a copy, or use wrap(activations='keep') or 'offload'."
         )
+
+    return check

@@ -1,0 +1,114 @@
+"""Checks that trained parameters share memory with nothing else of the model: in pages, each has memory of its own."""
+
+from collections.abc import Container, Iterator
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pagoda.checkpoint.waiting import WaitingTensor, memory_span
+from pagoda.errors import ConfigError
+
+
+class _Place(NamedTuple):
+    """A tensor of a model, and where it lies."""
+
+    space: tuple[str, int]
+    """Tensors in different spaces share nothing: a device, and the memory of values that are not in RAM."""
+    start: int
+    """First byte in the space."""
+    stop: int
+    name: str
+    kind: str
+    """What the tensor is to its module."""
+    tensor: torch.Tensor
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all bytes between the first and the last are the tensor's."""
+        return self.stop - self.start == self.tensor.nbytes
+
+    def overlaps(self, other: "_Place") -> bool:
+        """Whether two tensors have a byte in common. Their spans do."""
+        if self.is_dense and other.is_dense:
+            return True
+        # Column views interleave, so only a map of the memory tells: an element of it is what both are multiples of.
+        first, last = min(self.start, other.start), max(self.stop, other.stop)
+        unit = gcd(self.tensor.itemsize, other.tensor.itemsize, self.start - other.start)
+        taken = torch.zeros((last - first) // unit, dtype=torch.bool)
+        self._in(taken, first, unit).fill_(True)
+        return bool(other._in(taken, first, unit).any())
+
+    def _in(self, memory: torch.Tensor, first: int, unit: int) -> torch.Tensor:
+        """The tensor's part of a map of the memory from byte `first` on."""
+        width = self.tensor.itemsize // unit
+        strides = (*(stride * width for stride in self.tensor.stride()), 1)
+        return memory.as_strided((*self.tensor.shape, width), strides, (self.start - first) // unit)
+
+
+def check_memory_is_apart(model: nn.Module, trained: Container[str]) -> None:
+    """Raises ConfigError for a parameter in `trained` that shares memory with another parameter, a buffer or a tensor
+    attribute of a module, or whose elements share memory.
+
+    With torch's optimizers they change together, but in pages each has its own memory.
+    """
+    open_places: list[_Place] = []
+    for place in sorted(_places(model), key=lambda place: place[:4]):
+        is_trained = place.kind == "parameter" and place.name in trained
+        if is_trained and any(size > 1 and not stride for size, stride in _dims(place.tensor)):
+            raise ConfigError(f"{place.name!r} is an expanded tensor, whose elements share memory: clone it.")
+        open_places = [other for other in open_places if other.space == place.space and place.start < other.stop]
+        for other in open_places:
+            named = other.kind == "parameter" and other.name in trained
+            if (is_trained or named) and place.overlaps(other):
+                raise _refusal(*sorted((place, other), key=lambda one: one.kind != "parameter"))
+        open_places.append(place)
+
+
+def _refusal(param: _Place, other: _Place) -> ConfigError:
+    if other.kind == "parameter":
+        first, second = sorted((param.name, other.name))
+        return ConfigError(
+            f"{first!r} and {second!r} are two parameters in the same memory, which would be trained separately. To "
+            "tie them, assign one parameter to both modules (a.weight = b.weight), and transpose or cut it in forward; "
+            "otherwise, clone one."
+        )
+    return ConfigError(
+        f"The {other.kind} {other.name!r} lies in the memory of the parameter {param.name!r}, which moves to pages, so "
+        "it would keep the old values. Compute it from the parameter in forward, or clone it."
+    )
+
+
+def _dims(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    return zip(tensor.shape, tensor.stride(), strict=True)
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    seen: set[int] = set()
+    for name, kind, tensor in _tensors(model):
+        is_waiting = isinstance(tensor, WaitingTensor)
+        has_storage = is_waiting or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if id(tensor) in seen or not has_storage or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if tensor.is_meta and not is_waiting:
+            continue
+        seen.add(id(tensor))
+        memory, start, _ = memory_span(tensor)
+        space = str(tensor.device), memory
+        last = sum((size - 1) * stride for size, stride in _dims(tensor))
+        yield _Place(space, start, start + (last + 1) * tensor.itemsize, name, kind, tensor)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for name, param in model.named_parameters():
+        yield name, "parameter", param
+    for name, buffer in model.named_buffers():
+        yield name, "buffer", buffer
+    for prefix, module in model.named_modules():
+        # What a hook before forward computes anew, as torch's weight_norm and spectral_norm do, is not kept.
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        held: dict[str, Any] = vars(module)
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor) and name not in computed:
+                yield f"{prefix}.{name}" if prefix else name, "attribute", value
