@@ -97,7 +97,7 @@ def measure(
 
 def forecast() -> None:
     """Print the table of docs/design.md."""
-    print("| RAM bandwidth | tokens | compute alone | no clipping | clipping, waiting | clipping |")
+    print("| RAM | tokens | compute alone | no clipping | clipping, updates wait | clipping, speculative |")
     print("|---|---|---|---|---|---|")
     for ram, batch_size in product((180e9, 100e9), (2, 4, 8)):
         seconds = []
