@@ -31,8 +31,7 @@ def budgets_of(memory: Memory) -> Budgets:
 
 def ssd_budget(memory: Memory, ranks: int = 1) -> int | None:
     """Bytes of the SSD tier of one of several ranks that share the drives, or None if there is none. A size that was
-    given is that of each rank. Raises StorageError for a directory that cannot be used, and warns of one in
-    RAM."""
+    given is that of each rank. Raises StorageError for a directory that cannot be used, and warns of one in RAM."""
     sizes = memory.ssd_directories.items()
     for path, _ in sizes:
         _warn_if_in_ram(path)

@@ -57,8 +57,8 @@ def restart_spinning_briefly() -> None:
 def callers_gpu() -> Callable[[], None]:
     """A function that gives the thread that calls it this thread's current GPU, if the process uses GPUs.
 
-    A new thread's current GPU is GPU 0. Even waiting for an event there takes hundreds of MB of GPU 0's memory, from
-    every rank.
+    A new thread's current GPU is GPU 0. Even if it only waits for an event there, each rank takes hundreds of MB of
+    GPU 0's memory.
     """
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     gpu = cuda.current_device() if cuda is not None and cuda.is_initialized() else None

@@ -70,7 +70,7 @@ class AdaptedModel:
                 "wrapped model."
             ) from error
         self._stored = {id(tensor): name for name, tensor in reversed([*_tensors(self._model)])}
-        """Tensor of this model -> its name in the checkpoint, which is its first one."""
+        """Id of a tensor of this model -> its name in the checkpoint, which is its first one."""
         self._layers = dict(self._adapted_layers())
         """Name in the model without adapter -> the layer or wrapper that peft has put there."""
         self._merged: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
@@ -192,7 +192,8 @@ def _tensors(module: nn.Module, every_name: bool = False) -> Iterable[tuple[str,
 
 
 def _fill(module: nn.Module, values: Mapping[str, torch.Tensor], names: Mapping[int, str]) -> None:
-    """Replace the tensors of a module that have values. `names`: tensor -> name of its value. Tied ones stay tied."""
+    """Replace the tensors of a module that have values. `names`: id of a tensor -> name of its value. Tied ones stay
+    tied."""
     filled: dict[int, torch.Tensor] = {}
     for child in module.modules():
         for held in (child._parameters, child._buffers):
@@ -205,7 +206,7 @@ def _fill(module: nn.Module, values: Mapping[str, torch.Tensor], names: Mapping[
 
 
 def _unloaded(layer: Any, merge: bool) -> nn.Module:
-    """What peft leaves of a layer or wrapper of its own when the adapter is removed."""
+    """The module that peft leaves in place of a layer or wrapper of its own when it removes the adapter."""
     if hasattr(layer, "unload_and_optionally_merge_module"):
         module: nn.Module = layer.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)
         return module
@@ -215,8 +216,8 @@ def _unloaded(layer: Any, merge: bool) -> nn.Module:
 
 
 class _RefusingMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations on the meta device are errors inside. Torch does nothing, and says nothing, where it adds a meta
-    tensor to another one in place."""
+    """Inside, operations on meta tensors raise CheckpointError. Otherwise torch adds a meta tensor to another one in
+    place without any effect or error."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves((args, kwargs))):

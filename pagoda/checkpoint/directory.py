@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.files import (
     TEMPORARY,
@@ -26,6 +24,7 @@ from pagoda.memory.files import (
     sync_directory,
     write_durably,
 )
+from pagoda.memory.forms import hash_of
 from pagoda.memory.identity import (
     CHECKPOINT_ID,
     MANIFEST,
@@ -248,7 +247,7 @@ def check_absent(directory: Path) -> None:
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     """Write and sync the manifest, with a hash of its content."""
     content = json.loads(json.dumps(content))  # the form in which it will be read
-    whole = {"format": FORMAT, "version": VERSION, "hash": _hash(content), **content}
+    whole = {"format": FORMAT, "version": VERSION, "hash": hash_of(content), **content}
     write_durably(directory / MANIFEST, json.dumps(whole).encode())
 
 
@@ -270,11 +269,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{path} has version {content.get('version')!r:.80}; this Pagoda reads version {VERSION}. Resume or export "
             "it with the Pagoda that wrote it."
         )
-    said = {key: value for key, value in content.items() if key not in ("format", "version", "hash")}
-    if content.get("hash") != _hash(said):
+    stored = {key: value for key, value in content.items() if key not in ("format", "version", "hash")}
+    if content.get("hash") != hash_of(stored):
         raise CheckpointError(f"{path} is damaged: its hash does not match. Use another checkpoint")
-    return said
-
-
-def _hash(content: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return stored

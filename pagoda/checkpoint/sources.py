@@ -1,4 +1,4 @@
-"""Where the values of waiting tensors come from: files, draws of random numbers, and what was written since."""
+"""Where the values of waiting tensors come from: files, random draws, and recorded writes."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -42,10 +42,11 @@ class Source:
     draws: tuple[Draw, ...] = ()
     """All random operations that they depend on."""
     unset: bool = False
-    """Whether nothing has set some of them yet. Reading these gives NaN."""
+    """Whether some of them have never been set. Reading these gives NaN."""
     in_ram: bool = False
     """Whether some are in this process's RAM only, so that ranks may differ."""
     depth: int = 0
+    """Number of recorded writes of which each changes the result of the one before."""
 
     @property
     def of_rank(self) -> bool:
@@ -85,9 +86,10 @@ class Memory:
         keeps: bool = False,
         random: bool = False,
     ) -> None:
-        """Record that `function` writes to the tensor that it is given: this memory, seen as `view` sees it.
+        """Record a call of `function` with this memory as its argument, in the shape, strides and offset of `view`.
 
-        `sources`: those of the values that it writes. `keeps`: other values of the memory stay as they are.
+        `sources`: where the values that it writes come from. `keeps`: it does not overwrite all of the memory.
+        `random`: it draws random numbers.
         """
         source = combined(*sources, *([self.source] if keeps else []))
         before = self.source.values if keeps else None
@@ -100,7 +102,7 @@ class Memory:
 
 
 def combined(*sources: Source) -> Source:
-    """A source that depends on others, without values."""
+    """A source without values that depends on all that the given ones depend on."""
     return Source(
         LazyTensor(torch.float32, (0,), torch.empty),
         draws=tuple(dict.fromkeys(draw for source in sources for draw in source.draws)),

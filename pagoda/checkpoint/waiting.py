@@ -1,8 +1,8 @@
 """Waiting tensors: parameters whose values are known, and not in memory.
 
 `pagoda.init` and `pagoda.load` put them into models. To other code they are tensors on the CPU. In place of memory they
-have a record of what their values come from: a file, a random initialisation, other tensors. What copies, cuts, casts,
-joins or fills them is recorded. Any other operation reads the values that it needs and runs with them, and what it
+have a record of what their values come from: a file, a random initialisation, other tensors. Operations that copy, cut,
+cast, join or fill them are recorded. Any other operation reads the values that it needs and runs at once, and what it
 writes stays in RAM. So a model can be copied, resized and adapted like any other, and `wrap` evaluates the records.
 """
 
@@ -28,7 +28,7 @@ _OVERWRITES = frozenset(
 )
 """Operations that give every element of a tensor a new value."""
 _MAX_DEPTH = 32
-"""Longest record of writes that each start from the result of the one before. A longer one is evaluated."""
+"""Most recorded writes of which each changes the result of the one before. One more brings the memory into RAM."""
 _USES_SHAPE = frozenset(
     [f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
     + [f"new_{what}" for what in ("empty", "zeros", "ones", "full", "empty_strided")]
@@ -47,7 +47,7 @@ _NEEDS_MEMORY = frozenset(
         "share_memory_",
     )
 )
-"""Functions that use a tensor's memory without an operation of torch."""
+"""Functions that use a tensor's memory directly, past torch's dispatcher."""
 
 
 class WaitingTensor(torch.Tensor):
@@ -135,13 +135,13 @@ def is_waiting(tensor: torch.Tensor) -> bool:
 
 
 def blank(like: torch.Tensor) -> WaitingTensor:
-    """A tensor of which no value is set, in the shape and dtype of `like`. Under `pagoda.init`, as `torch.empty`."""
+    """A tensor without values, in the shape and dtype of `like`, as from `torch.empty`. Records random writes."""
     read = partial(_nans, like.dtype)
     return _new(Source(LazyTensor(like.dtype, like.shape, read), unset=True), replays=True)
 
 
 def waiting_for_initialiser(values: torch.Tensor | None, like: torch.Tensor) -> WaitingTensor:
-    """A tensor that an initialiser is going to overwrite. It has `values` until then, None for none."""
+    """A tensor that an initialiser will overwrite. It has `values` until then, or none."""
     made = blank(like)
     if values is not None:
         made._memory.source = Source(constant(values.detach()), in_ram=True)
@@ -155,7 +155,7 @@ def set_source(tensor: WaitingTensor, values: LazyTensor) -> None:
 
 
 def source_of(tensor: torch.Tensor) -> Source | None:
-    """What a tensor's values come from, with them in its shape. None for a tensor that does not wait."""
+    """What a tensor's values come from, with `values` in its shape. None for a tensor of another class."""
     if not isinstance(tensor, WaitingTensor):
         return None
     memory = tensor._memory
@@ -170,13 +170,12 @@ def in_memory(tensor: WaitingTensor) -> torch.Tensor:
     return ram.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def memory_span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The identity of a contiguous tensor's memory, and its first byte and end there."""
+def memory_start(tensor: torch.Tensor) -> tuple[int, int]:
+    """The identity of a waiting tensor's memory and the tensor's first byte in it. For another tensor, 0 and its
+    address."""
     if isinstance(tensor, WaitingTensor):
-        memory, start = id(tensor._memory), int(tensor.storage_offset()) * tensor.itemsize
-    else:
-        memory, start = 0, tensor.data_ptr()
-    return memory, start, start + tensor.nbytes
+        return id(tensor._memory), int(tensor.storage_offset()) * tensor.itemsize
+    return 0, tensor.data_ptr()
 
 
 def _nans(dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
@@ -206,7 +205,7 @@ def _values(tensor: WaitingTensor) -> LazyTensor:
 
 
 def _value(tensor: WaitingTensor) -> torch.Tensor:
-    """The values of a tensor, as a plain one. Its memory stays where it is."""
+    """The values of a tensor, as a plain one. This does not bring its memory into RAM."""
     return in_memory(tensor) if tensor._memory.ram is not None else _values(tensor).whole()
 
 
@@ -257,8 +256,8 @@ def _record_join(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _record_write(func: Any, args: Any, kwargs: Any) -> Any:
-    """Record an operation in place that needs nothing but its target, numbers and tensors in RAM, or copies another
-    waiting tensor to it."""
+    """Record an operation in place whose other arguments are numbers and tensors in RAM, or that copies another waiting
+    tensor to its target."""
     name = func._schema.name.removeprefix("aten::")
     random = torch.Tag.nondeterministic_seeded in func.tags
     if not name.endswith("_") or name.startswith("_foreach") or torch.Tag.inplace_view in func.tags:
@@ -304,7 +303,7 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> Source:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the values of waiting tensors. The memory of those that it writes to is then in RAM."""
+    """Run an operation on the values of waiting tensors. The memory that it writes to is then in RAM."""
     if torch.Tag.inplace_view in func.tags:
         raise UsageError(
             f"{func} would change the shape of a tensor in place, but its values are not in memory yet (pagoda.init, "
@@ -358,10 +357,10 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_skipped(tensor: WaitingTensor, reader: FrameType) -> bool:
-    """What `tensor.is_meta` says to its reader: whether it must do without the values.
+    """What `tensor.is_meta` tells the code that reads it: True if that code must skip the tensor.
 
-    Initialisers of torch whose operations depend on values skip tensors on meta: they are recorded as a whole. So does
-    the division of a parameter over ranks, which takes the parameter's part when it is evaluated.
+    torch's initialisers skip tensors on meta. A call of one on the whole tensor is recorded here instead, because its
+    operations may depend on values. torch's DTensor skips them too: a rank's part is taken when it is evaluated.
     """
     if tensor._memory.ram is not None:
         return tensor._memory.ram.is_meta

@@ -54,7 +54,7 @@ COMMANDS = (
 
 
 class _Output:
-    """Standard output, whose first error is a StorageError, or a BrokenPipeError if its reader went away. Later text is
+    """Standard output. Its first error raises StorageError, or BrokenPipeError if the pipe was closed. Later text is
     dropped."""
 
     def __init__(self, stream: IO[str] | None) -> None:
@@ -84,10 +84,10 @@ class _Output:
 
 
 class _Console(Console):
-    """A console that leaves a reader who went away to `main`."""
+    """A console that lets `main` handle a closed pipe."""
 
     def on_broken_pipe(self) -> None:
-        """Raises the BrokenPipeError, while which rich calls this."""
+        """Raise the BrokenPipeError that rich is handling."""
         raise
 
 

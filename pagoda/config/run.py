@@ -57,8 +57,8 @@ class Run(Training, Workload):
     keep_checkpoints: int = 2
     """Number of checkpoints to keep. Older ones are deleted after a new one is complete. With --checkpoint-every, a
     checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more space there.
-    Without it, one checkpoint keeps its pages, if there is room. 0: delete no checkpoint, and copy the state on SSD
-    into each."""
+    Without --checkpoint-every, one checkpoint keeps its pages, if there is room. 0: delete no checkpoint, and copy the
+    state on SSD into each."""
     accumulation_steps: int  # its default is inherited: a run always announces its passes
     optimizer: str = "adamw"
     """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other class.
@@ -94,9 +94,9 @@ class Run(Training, Workload):
         return self.checkpoint_minutes > 0 and not self.checkpoint_every
 
     def kept_on_ssd(self, nodes: int) -> int | None:
-        """Number of checkpoints for which state on SSD has spare pages. None: one, if there is room for it, because
-        nobody has asked for checkpoints by time. 0 if a run saves only at its end, because that checkpoint copies, and
-        on several nodes, because other nodes may not see this node's drives."""
+        """Number of checkpoints for which state on SSD has spare pages. None, for checkpoints by time: one if there is
+        room, because a default must not make a run fail. 0 if a run saves only at its end, because that checkpoint
+        copies, and on several nodes, because other nodes may not see this node's drives."""
         if nodes > 1 or not self.keep_checkpoints or not (self.checkpoint_every or self.saves_by_time):
             return 0
         return self.keep_checkpoints if self.checkpoint_every else None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pagoda.checkpoint.waiting import WaitingTensor, memory_span
+from pagoda.checkpoint.waiting import WaitingTensor, memory_start
 from pagoda.errors import ConfigError
 
 
@@ -15,13 +15,13 @@ class _Place(NamedTuple):
     """A tensor of a model, and where it lies."""
 
     space: tuple[str, int]
-    """Tensors in different spaces share nothing: a device, and the memory of values that are not in RAM."""
+    """A device, and the memory of a waiting tensor or 0. Tensors in different spaces share no memory."""
     start: int
     """First byte in the space."""
     stop: int
     name: str
     kind: str
-    """What the tensor is to its module."""
+    """parameter, buffer or attribute."""
     tensor: torch.Tensor
 
     @property
@@ -30,10 +30,10 @@ class _Place(NamedTuple):
         return self.stop - self.start == self.tensor.nbytes
 
     def overlaps(self, other: "_Place") -> bool:
-        """Whether two tensors have a byte in common. Their spans do."""
+        """Whether two tensors, whose first to last bytes overlap, have a byte in common."""
         if self.is_dense and other.is_dense:
             return True
-        # Column views interleave, so only a map of the memory tells: an element of it is what both are multiples of.
+        # Views of columns interleave, so mark the bytes of one in a map, in units that divide all offsets and sizes.
         first, last = min(self.start, other.start), max(self.stop, other.stop)
         unit = gcd(self.tensor.itemsize, other.tensor.itemsize, self.start - other.start)
         taken = torch.zeros((last - first) // unit, dtype=torch.bool)
@@ -60,8 +60,8 @@ def check_memory_is_apart(model: nn.Module, trained: Container[str]) -> None:
             raise ConfigError(f"{place.name!r} is an expanded tensor, whose elements share memory: clone it.")
         open_places = [other for other in open_places if other.space == place.space and place.start < other.stop]
         for other in open_places:
-            named = other.kind == "parameter" and other.name in trained
-            if (is_trained or named) and place.overlaps(other):
+            other_is_trained = other.kind == "parameter" and other.name in trained
+            if (is_trained or other_is_trained) and place.overlaps(other):
                 raise _refusal(*sorted((place, other), key=lambda one: one.kind != "parameter"))
         open_places.append(place)
 
@@ -94,7 +94,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
         if tensor.is_meta and not is_waiting:
             continue
         seen.add(id(tensor))
-        memory, start, _ = memory_span(tensor)
+        memory, start = memory_start(tensor)
         space = str(tensor.device), memory
         last = sum((size - 1) * stride for size, stride in _dims(tensor))
         yield _Place(space, start, start + (last + 1) * tensor.itemsize, name, kind, tensor)

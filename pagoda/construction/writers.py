@@ -1,4 +1,4 @@
-"""Writers: carry out what brings parameters to their homes, on all cores."""
+"""Writers: threads, one for each core, that write parameters to their homes."""
 
 import os
 from collections import deque
@@ -11,10 +11,9 @@ from pagoda.process import callers_gpu
 
 
 class Writers:
-    """Threads that bring values to their homes, while the caller goes on to the next parameter.
+    """Threads that write values to their homes, while the caller goes on to the next parameter.
 
-    At most `most_bytes` of values wait or are being written, or those of one parameter. With the bytes of the largest
-    parameter, construction takes no more RAM than if it wrote one parameter after another.
+    At most `most_bytes` of values wait or are being written, or one parameter if it has more.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -24,8 +23,8 @@ class Writers:
         self._bytes = 0
 
     def submit(self, nbytes: int, write: Callable[[], None]) -> None:
-        """Call `write()`, which holds `nbytes` of values, on some thread. Waits until they fit. Raises the error of an
-        earlier call."""
+        """Call `write()`, which holds `nbytes` of values, on one of the threads. Waits until they fit. Raises the error
+        of an earlier call."""
         while self._running and self._bytes + nbytes > self._most:
             self._wait()
         self._running.append((self._pool.submit(write), nbytes))
@@ -35,7 +34,8 @@ class Writers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Wait for all calls. Without an error of the caller, raise the first of theirs."""
+        """Wait for all calls, and raise the first error of theirs. After an error of the caller, cancel those that have
+        not begun."""
         with self._pool:
             while self._running and error is None:
                 self._wait()

@@ -171,9 +171,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return str(outer)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Like Accelerate's, but the state of paged models is read in pieces. Files that are damaged or were not
-        written whole are not loaded, but the save before them, with a warning. Raises CheckpointError if there is
-        none."""
+        """Like Accelerate's, but the state of paged models is read in pieces. Loads the last save that is complete and
+        not damaged, and warns of later ones. Raises CheckpointError if there is none."""
         if input_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("Name the directory to load, or set automatic_checkpoint_naming in ProjectConfiguration.")
         outers = [Path(input_dir).expanduser()] if input_dir is not None else self._automatic()
@@ -186,7 +185,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             optimizer.optimizer.load_checkpoint(Path(directory, _state(at)))
 
     def _automatic(self) -> list[Path]:
-        """The directories that Accelerate has named, in the order in which it did."""
+        """The directories that Accelerate has named, oldest first."""
         return numbered(self._checkpoints, "checkpoint_")
 
     def _next_directory(self) -> Path:

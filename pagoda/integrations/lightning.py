@@ -32,7 +32,7 @@ _PRECISIONS: dict[str, Precision | None] = {
 _REST, _STATE = "rest.ckpt", "state"
 """In a save: the file with what Lightning saves in addition to the model and its optimizer, and their directory."""
 _HAS_STATE = "pagoda"
-"""Key in that file: whether that directory is there, and not all state is in the file."""
+"""Key in that file: True if the state is in that directory, and not in the file."""
 
 
 _Base: Any = object

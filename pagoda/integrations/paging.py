@@ -42,9 +42,9 @@ class Paging:
     precision: Precision | MixedPrecision | None = None
     """By default, the precision in the framework's configuration, or the dtype of the model if there is none."""
     backward_passes: int | Literal["auto"] | None = "auto"
-    """Backward passes in the loss of one micro-batch of a `Trainer`. If their number is known before they run, units
-    can be updated during the last one. With None, it is not known, and updates wait for the end of the step. "auto"
-    means one in the losses of transformers and TRL, and None in those of other classes."""
+    """Number of backward passes that a `Trainer` runs for each micro-batch. If it is known, units can be updated during
+    the last one. None: it varies, and updates wait for the end of the step. "auto": one for the losses of transformers
+    and TRL, and None for those of other classes."""
     update: UpdateMode | Updates = "sync"
     activations: ActivationMode | Activations = "keep"
     tiles: Tiles | None = None

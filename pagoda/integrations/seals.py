@@ -1,8 +1,8 @@
 """Seals: they bind a framework's own files to the state in pages that was saved with them.
 
 A framework writes some of its files itself: counters, schedulers, random states. It neither syncs nor checks them, and
-a process may be killed between two of them. So the last file of a directory is a seal, with the size and the hash of
-each file. A directory without a valid seal is not complete, and nothing resumes from it.
+the process may be killed after some of them. So the last file written to a directory is a seal, with the size and the
+hash of each file. A directory without a valid seal is not complete, and nothing resumes from it.
 """
 
 import json
@@ -16,17 +16,18 @@ import xxhash
 
 from pagoda.errors import CheckpointError
 from pagoda.memory.files import open_regular, read_regular, storage_errors, sync_directory, write_durably
+from pagoda.memory.forms import hash_of
 from pagoda.memory.identity import MANIFEST
 
 SEAL = "pagoda-seal.json"
 _FORMAT = "pagoda-seal"
 _MOST_HASHED_BYTES = 256 << 20
-"""A larger file, such as exported weights, is bound by its size alone, because nothing resumes from it."""
+"""Of a larger file, such as exported weights, the seal has the size alone, because nothing resumes from it."""
 _PIECE_BYTES = 1 << 20
 
 
 class _UnsealedError(CheckpointError):
-    """A save was begun in the directory, and not completed."""
+    """A save in the directory was begun and not completed."""
 
 
 def begin(directory: Path) -> None:
@@ -43,7 +44,7 @@ def seal(directory: Path) -> None:
         for path in _files(directory):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-            files[str(path.relative_to(directory))] = _print(path)
+            files[str(path.relative_to(directory))] = _fingerprint(path)
         for folder, _, _ in os.walk(directory, topdown=False):
             sync_directory(Path(folder))
         sync_directory(directory.parent)
@@ -54,7 +55,7 @@ def check(directory: Path) -> None:
     """Raises CheckpointError if a directory has no valid seal, or if a file differs from what was sealed."""
     for name, expected in _read(directory).items():
         try:
-            now = _print(directory / name)
+            now = _fingerprint(directory / name)
         except OSError as error:
             raise CheckpointError(f"{directory / name} cannot be read: {error.strerror}") from error
         if now != expected:
@@ -62,8 +63,8 @@ def check(directory: Path) -> None:
 
 
 def check_removable(directory: Path) -> None:
-    """Raises CheckpointError unless all in a directory is part of a save: what its seal names, or if it was not sealed
-    yet, whatever is there."""
+    """Raises CheckpointError if a directory is not a save, or has files that its seal does not name. A save that was
+    not completed may have any files."""
     if directory.is_symlink() or not (directory / SEAL).is_file():
         raise CheckpointError(f"{directory} has no {SEAL}")
     with suppress(_UnsealedError):
@@ -74,7 +75,7 @@ def check_removable(directory: Path) -> None:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """The files to seal. Of a checkpoint of Pagoda it is the manifest alone, which has the hashes of the others."""
+    """The files to seal. Of a checkpoint of Pagoda, this is the manifest alone, which has hashes of the others."""
     for folder, folders, names in os.walk(directory):
         folders.sort()
         for name in [MANIFEST] if MANIFEST in names else sorted(names):
@@ -82,8 +83,8 @@ def _files(directory: Path) -> Iterator[Path]:
                 yield path
 
 
-def _print(path: Path) -> list[Any]:
-    """The size of a file, and its hash or None."""
+def _fingerprint(path: Path) -> list[Any]:
+    """The size of a file, and its hash. None in place of the hash of a large file."""
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MOST_HASHED_BYTES:
@@ -95,7 +96,7 @@ def _print(path: Path) -> list[Any]:
 
 
 def _write(directory: Path, files: dict[str, list[Any]] | None) -> None:
-    content = {"format": _FORMAT, "files": files, "hash": _hash(files)}
+    content = {"format": _FORMAT, "files": files, "hash": hash_of(files)}
     write_durably(directory / SEAL, json.dumps(content).encode())
 
 
@@ -108,12 +109,8 @@ def _read(directory: Path) -> dict[str, list[Any]]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory / SEAL} is damaged: {error}") from error
     files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("hash") != _hash(files):
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("hash") != hash_of(files):
         raise CheckpointError(f"{directory / SEAL} is damaged")
     if not isinstance(files, dict):
         raise _UnsealedError(f"{directory} is not complete: the process ended while it was written")
     return files
-
-
-def _hash(files: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(files, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Writes state, models and adapters into directories that a framework overwrites."""
+"""Saves state, models and adapters in directories to which a framework saves again and again."""
 
 import os
 import warnings
@@ -27,7 +27,7 @@ class Saves:
     """Numbered saves in a directory that a framework saves to: `pagoda-1` and so on.
 
     Each has the framework's own files and Pagoda's checkpoints, under one seal. The new one is sealed before the old
-    one is deleted, so a process that ends at any instant leaves a complete save.
+    one is deleted, so a crash at any instant leaves a complete save.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -35,7 +35,7 @@ class Saves:
 
     @contextmanager
     def new(self, is_main: bool, agree: Callable[[str], str], wait: Callable[[], Any]) -> Iterator[Path]:
-        """The directory of a new save, to fill in the block. After it, the save is sealed and older ones are deleted.
+        """Yield the directory of a new save, which the block fills. After the block, seal it and delete older saves.
 
         Every rank must call it. `agree` gives all ranks the main rank's text, and `wait` waits for all ranks. If the
         block fails, the new save is deleted. Raises StorageError.
@@ -91,7 +91,7 @@ def numbered(directory: Path, prefix: str) -> list[Path]:
 
 
 def newest(directories: Sequence[Path]) -> Path:
-    """The last complete save in the last of these directories that has one. Warns of each that is passed over.
+    """The last complete save in the last of these directories that has one. Warns of each that is skipped.
 
     Raises CheckpointError if none has one.
     """
@@ -109,12 +109,12 @@ def _warned() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        warnings.warn(f"{str(error).rstrip('.')}. It is passed over.", stacklevel=4)
+        warnings.warn(f"{str(error).rstrip('.')}. It is skipped.", stacklevel=4)
 
 
 def _delete(save: Path) -> None:
-    """Delete a save, and free the pages of its checkpoints. Raises CheckpointError if it has to be kept, because
-    something in it is not Pagoda's, and StorageError."""
+    """Delete a save, and free the pages of its checkpoints. Raises CheckpointError if files in it are not part of the
+    save, and StorageError if it cannot be deleted."""
     seals.check_removable(save)
     seals.begin(save)
     for manifest in save.glob(f"*/{MANIFEST}"):
@@ -127,16 +127,17 @@ def _delete(save: Path) -> None:
 
 @contextmanager
 def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterator[None]:
-    """Write a model's files in pieces. After the block, which may write other files in the directory, they replace
-    older ones there. Every rank must call it. The settings and errors are those of `export`, but a model that is not as
-    its config builds it is written under its own names, with a warning."""
+    """Write a model's files in pieces. The block may write other files to the directory. After it, the model's files
+    replace older ones there. Every rank must call it. The settings and errors are those of `export`. But a model that
+    differs from what its config builds is written under its own names, with a warning."""
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".pagoda-", dir=directory) as folder:
         try:
             export(model, Path(folder, "model"), **settings)
         except ChangedModelError as error:
             warnings.warn(
-                f"{directory} has the names of the changed model, to load into such a model: {error}", stacklevel=3
+                f"{directory} has the names of the changed model, and can be loaded only into such a model: {error}",
+                stacklevel=3,
             )
             export(model, Path(folder, "model"), **settings, own_names=True)
         yield
@@ -152,8 +153,8 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_state(model: Any) -> dict[str, torch.Tensor]:
-    """A state dict of a wrapped model with adapters, for its `save_pretrained`. What that saves has values, in RAM; all
-    other tensors are on meta. Every rank must call it. Warns of parameters that were trained and are not saved."""
+    """A state dict of a wrapped model with adapters, for its `save_pretrained`. The tensors that it saves are in RAM;
+    all others are on meta. Every rank must call it. Warns of parameters that were trained and are not saved."""
     held = {
         f"{prefix}{'.' if prefix else ''}{name}": (module, name)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -167,8 +168,8 @@ def adapter_state(model: Any) -> dict[str, torch.Tensor]:
     left_out = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in kept]
     if left_out and not any(config.is_prompt_learning for config in model.peft_config.values()):
         warnings.warn(
-            f"peft does not save {listed(left_out)}, though the model trains: list its module in modules_to_save. "
-            "Checkpoints of Pagoda have it.",
+            f"peft does not save {listed(left_out)}, which the model trains: list its module in modules_to_save. "
+            "Pagoda's checkpoints have it.",
             stacklevel=2,
         )
     return {**blank, **values}

@@ -28,7 +28,7 @@ _NO_SUCH_ADVICE = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
 _PIECE_BYTES = 64 * 1024 * 1024
 """Memory that one thread populates at once."""
 _GROWTH_S = 10.0
-"""How long a machine whose RAM grows on demand may take to grow by the next pieces."""
+"""How long to wait for RAM for the next pieces, on a machine whose RAM grows on demand."""
 
 
 class Arena:
@@ -70,9 +70,9 @@ class Arena:
     def populate(self, growing: bool = False) -> None:
         """Take all the memory from the system now, in pieces, on all cores. Only for a new arena: it stays zero.
 
-        First touch by one thread is slow on virtual machines (0.1 to 0.3 GB/s where the host has to find the memory
-        first). `growing`: each round of pieces waits until that much RAM is free, so that a machine without it refuses
-        instead of ending the process. Raises BudgetError if there is not enough.
+        First touch by one thread is slow on virtual machines: 0.1 to 0.3 GB/s where the host has no free memory ready.
+        `growing`: wait before each round of pieces until that much RAM is free. Otherwise a machine without it would
+        kill the process. Raises BudgetError if there is not enough.
         """
         cores = len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(cores) as pool:
@@ -130,8 +130,8 @@ class Arena:
 def _mapped(nbytes: int) -> tuple[mmap.mmap, bool]:
     """A new mapping, and whether the system's RAM is large enough for it now.
 
-    Linux refuses a mapping that is larger than all RAM and swap. A machine whose RAM grows on demand can have more, and
-    maps it if no RAM is reserved. Raises BudgetError.
+    Linux refuses a mapping that is larger than all RAM and swap. A machine whose RAM grows on demand can get more: it
+    maps it with MAP_NORESERVE. Raises BudgetError.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with contextlib.suppress(OSError, OverflowError):
@@ -151,8 +151,8 @@ def _wait_for_ram(start: int, stop: int, nbytes: int) -> None:
     while (free := free_ram()) < stop - start:
         if time.monotonic() > end:
             raise BudgetError(
-                f"{format_bytes(nbytes)} of memory are more than this machine has: {format_bytes(start)} are taken, "
-                f"and {format_bytes(free)} are free. Give this tier less."
+                f"{format_bytes(nbytes)} of memory is more than this machine has: {format_bytes(start)} are taken, and "
+                f"{format_bytes(free)} are free. Give this tier less."
             )
         time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""CUDA memory: an arena on a GPU, and host RAM from and to which a GPU can copy by itself."""
+"""CUDA memory: an arena on a GPU, and page-locked RAM, which a GPU copies without the CPU."""
 
 import ctypes
 import weakref
@@ -98,7 +98,8 @@ _seams: set[int] = set()
 
 
 def _unlock(cudart: object, locked: list[int], since: int) -> None:
-    """Undo registrations. Not in a forked child, which has neither the memory nor CUDA."""
+    """Unlock memory, except in a forked child, which has neither the memory nor CUDA. `since`: `forks()` when it was
+    locked."""
     if since == forks():
         for address in locked:
             _seams.discard(address)
@@ -108,7 +109,7 @@ def _unlock(cudart: object, locked: list[int], since: int) -> None:
 def copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
     """Start a copy between contiguous tensors on the current stream.
 
-    CUDA refuses a copy of which two parts were page-locked one by one, so there it becomes two copies.
+    CUDA refuses a copy across two registrations of page-locked memory. So it becomes one copy for each.
     """
     if not _seams:
         target.copy_(source, non_blocking=True)

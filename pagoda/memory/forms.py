@@ -1,10 +1,18 @@
-"""Checks the form of data read from files: every field is present and has its type and range."""
+"""Checks data read from JSON files: every field is present and has its type and range, and the hash matches."""
 
+import json
 import re
 from typing import Any
 
+import xxhash
+
 Form = Any
 """The form of a value: see `check`."""
+
+
+def hash_of(content: Any) -> str:
+    """The hash of a value of JSON's types. The order of the keys of objects does not change it."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 class FormError(ValueError):

@@ -1,4 +1,4 @@
-"""Guesses: updates before `step()`, whose new states replace the old ones only once it has confirmed them."""
+"""Guesses: speculative updates, begun before `step()`. If it confirms one, the new states replace the old ones."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,17 @@ from pagoda.runtime.store import Store
 class Guess:
     """An update of one unit that writes new states next to the old ones, until `confirm` or `revert`.
 
-    States on SSD keep their old pages, while the update writes to other pages. States in memory have a second extent,
-    which the update writes. So confirming and undoing move no bytes.
+    Of states on SSD, the old pages are kept while the update writes to other pages. States in memory have a second
+    extent, to which the update writes. So confirming and reverting move no bytes.
     """
 
     _store: Store
     record: UnitGradient
     updated: Handle = field(default_factory=Handle)
-    """`updated` and `written` belong to this update. Those of the record belong to the update that is kept."""
+    """`updated` and `written` are this update's. Those of `record` end with the update that `step()` keeps."""
     written: Handle = field(default_factory=Handle)
     over: Handle = field(default_factory=Handle)
-    """Ends when only one version of the states is left."""
+    """Ends when only the old or only the new states are left."""
     _frozen: PageSnapshot | None = None
     """The old pages of states on SSD."""
     _confirmed: bool = False
@@ -31,14 +31,14 @@ class Guess:
 
     def __post_init__(self) -> None:
         self.extent = 1 - self._store.newest[self._unit]
-        """The extent that it writes."""
+        """Number of the extent to which the update writes."""
 
     @property
     def _unit(self) -> int:
         return self.record.unit.index
 
     def begin(self) -> None:
-        """The update is about to begin. No state of the unit is being stored."""
+        """Keep the old pages on SSD. Call it before the update begins, while no state of the unit is being stored."""
         runs = [self._store.run(self._unit, state.name) for state in self._store.plan.layout.states]
         if self._store.ssd is not None and any(runs):
             self._frozen = self._store.ssd.snapshot(awaited=False)
@@ -46,15 +46,15 @@ class Guess:
                 self._frozen.add(run)
 
     def confirm(self) -> None:
-        """The new states are those of the unit from now on. The update may still be writing them. This is a part of an
-        event, as is `end`."""
+        """From now on, the new states are the unit's. The update may still be writing them. Call this and `end` inside
+        an event of the scheduler."""
         self._store.front[self._unit] = self._store.newest[self._unit] = self.extent
         self.record.extent = self._store.extent(self._unit, WEIGHT, self.extent)
         self._confirmed = True
         self._poison_old()
 
     def end(self) -> None:
-        """The update has ended, and reads the old states no longer."""
+        """The update has ended, and no longer reads the old states."""
         self._ended = True
         self._poison_old()
 

@@ -5,11 +5,11 @@ What an assistant writes, its *turn*, is a part of the text that the template ma
 - If the template has generation markers (`{% generation %}`), it is what they enclose. If TRL is installed and has a
   training variant of the template, which has markers, that variant is used, as TRL trains with it.
 - Otherwise it is what the template adds to a conversation that ends with this message: all that comes after the earlier
-  messages and the generation prompt. Some templates write a turn in another way as soon as others follow. Qwen3's
-  leaves out its reasoning. The model does not write such a turn, so the loss does not count it.
+  messages and the generation prompt. Some templates write a turn differently once others follow: Qwen3's leaves out its
+  reasoning. The model does not write such a turn, so the loss does not count it.
 
-A turn ends with a token that tells the model to stop. Without markers, if the template writes none, the token that
-begins the next role's message stands for it, or the end-of-sequence token at the end of the conversation.
+A turn ends with a token that tells the model to stop. If a template without markers writes none, the token that begins
+the next message takes its place, or at the end of the conversation the end-of-sequence token.
 """
 
 import json
@@ -30,13 +30,13 @@ _ASSISTANT = "assistant"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names under which transformers gives a template what an assistant thinks."""
 _REWRITTEN = (
-    "Not counted: {count:,} turns of assistants, which the chat template writes in another way as soon as others "
-    "follow. To train them, split conversations so that each ends with such a turn, or put generation markers into "
+    "Not counted: {count:,} turns of assistants, which the chat template writes differently once others follow. To "
+    "train them, split conversations so that each ends with such a turn, or put generation markers into "
     "chat_template.jinja"
 )
 _ENDED = (
-    "Added to {count:,} conversations: the tokenizer's end-of-sequence token, as the chat template writes nothing "
-    "after their last turn"
+    "Added to {count:,} conversations: the tokenizer's end-of-sequence token, because the chat template writes "
+    "nothing after their last turn"
 )
 _ENDLESS = (
     "No end: after {count:,} turns of assistants, the loss counts no token that lets the model learn to stop. Let "
@@ -83,10 +83,10 @@ class ChatTemplate:
         self._marked = False
         """Whether the template has generation markers."""
         self._ways: dict[Any, Callable[[Message], Message]] = {}
-        """In which way messages are given to the template, for each form of conversation."""
+        """Form of a conversation -> the function that prepares its messages for the template."""
         self._added = tokenizer.added_tokens_decoder
         self._ends = {*tokenizer.all_special_ids, *(id_ for id_, token in self._added.items() if token.special)}
-        """Ids of which each ends a turn."""
+        """Ids of the tokens that end a turn."""
         self.remarks: Counter[str] = Counter()
         """What a user should know about the conversations, each with how often it applies, to be put in as `count`."""
 
@@ -116,14 +116,14 @@ class ChatTemplate:
         return ids
 
     def ends(self) -> set[int]:
-        """The ids that the template writes after an assistant's turn, or the one that begins the message after it.
-        Empty if there are none."""
+        """The ids of the tokens that the template writes after an assistant's turn, or of the one that begins the next
+        message. Empty if there are none."""
         if not self._own:
             return set()
         turns = enumerate(("user", _ASSISTANT, "user"))
-        said: list[Message] = [{"role": role, "content": _stand_in(number)} for number, role in turns]
+        messages: list[Message] = [{"role": role, "content": _stand_in(number)} for number, role in turns]
         try:
-            texts = [self._render(_Chat("", said, None), said[:count])[0] for count in (2, 3)]
+            texts = [self._render(_Chat("", messages, None), messages[:count])[0] for count in (2, 3)]
         except ConfigError:
             return set()
         for text, most in zip(texts, (None, 1), strict=True):
@@ -137,8 +137,8 @@ class ChatTemplate:
         """Decide which template to use."""
         if not self._own:
             raise ConfigError(
-                f"{where} is a conversation, and the tokenizer has no chat template: put a chat_template.jinja beside "
-                "it (that of the model's instruct version), or give plain text"
+                f"{where} is a conversation, and the tokenizer has no chat template: put a chat_template.jinja next "
+                "to it (that of the model's instruct version), or give plain text"
             )
         self._ends |= self.ends()
         marked = _has_markers(where, self._own)
@@ -175,10 +175,10 @@ class ChatTemplate:
         return texts[0], marked[0] if self._marked else []
 
     def _as_written(self, document: Document) -> _Chat:
-        """The conversation in the first way in which the template writes all of it: with the arguments of tool calls as
-        objects or as JSON, and with content as text or as a list of parts.
+        """The conversation in the first of three forms in which the template writes all of it: with the arguments of
+        tool calls as objects, as they were read, or with content as a list of parts.
 
-        Raises ConfigError if there is no such way.
+        Raises ConfigError if it writes none of them.
         """
         messages = [{name: part for name, part in m.items() if name != "train"} for m in document.messages]
         tools = list(document.tools) or None
@@ -197,7 +197,7 @@ class ChatTemplate:
                 return _Chat(document.where, [way(message) for message in messages], tools)
             problem = ConfigError(
                 f"{document.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, "
-                "or put a chat_template.jinja beside the tokenizer that writes it"
+                "or put a chat_template.jinja that writes it next to the tokenizer"
             )
             problems.append((len(left_out), problem))
         raise min(problems, key=lambda problem: problem[0])[1]
@@ -259,8 +259,8 @@ class ChatTemplate:
                 self.remarks[_REWRITTEN] += 1
 
     def _start(self, chat: _Chat, index: int, alone: str) -> int:
-        """Where a turn starts in `alone`, a conversation that ends with it: after the generation prompt, or with its
-        content if the template writes no such prompt there."""
+        """Where a turn starts in `alone`, the text of a conversation that ends with it: after the generation prompt, or
+        at its content if the template writes no such prompt."""
         if index:
             try:
                 before = self._render(chat, chat.messages[:index], prompt=True)[0]
@@ -274,23 +274,23 @@ class ChatTemplate:
         return _same(alone, beginning)
 
     def _found_again(self, chat: _Chat, index: int, turn: str, text: str) -> Span | None:
-        """Where a turn is in the text of a conversation that goes on, or None if the template writes it in another way
-        there. `turn` is what it writes at the end of a conversation."""
+        """Where a turn is in the text of a conversation that goes on, or None if the template writes it differently
+        there. `turn` is what it writes if the conversation ends with the turn."""
         _, found, at_end = self._around(chat, index, index + 1)
         _, again, after = self._around(chat, index, len(chat.messages))
         if not (found and again and turn.endswith(at_end) and text.endswith(after)):
             raise self._unclear(chat, index)
-        said, stop = turn[: len(turn) - len(at_end)], len(text) - len(after)
-        if not text[:stop].endswith(said):
+        own, stop = turn[: len(turn) - len(at_end)], len(text) - len(after)
+        if not text[:stop].endswith(own):
             return None
-        # The tokens that follow it both here and at the end.
+        # It includes the tokens that follow it both here and at the end of a conversation.
         ends, goes_on = (self._tokenizer(each, add_special_tokens=False) for each in (at_end, after))
         same = _same(ends["input_ids"], goes_on["input_ids"])
-        return stop - len(said), stop + (ends.token_to_chars(same - 1).end if same else 0)
+        return stop - len(own), stop + (ends.token_to_chars(same - 1).end if same else 0)
 
     def _around(self, chat: _Chat, index: int, count: int) -> tuple[str, str, str]:
-        """What the template writes before and after the content of a message, in the first `count` messages. In between
-        is what stands for the content. It is empty if the template does not write it once."""
+        """What the template writes before the content of a message, the stand-in for the content, and what it writes
+        after it, given the first `count` messages. The stand-in is empty unless the template writes it exactly once."""
         text, _ = self._render(chat, chat.with_content(index, _stand_in(0))[:count])
         return text.partition(_stand_in(0)) if text.count(_stand_in(0)) == 1 else (text, "", "")
 
@@ -344,7 +344,7 @@ def _has_markers(where: str, template: str) -> bool:
     try:
         parts = [(kind, value) for _, kind, value in Environment().lex(template) if kind != "whitespace"]
     except TemplateSyntaxError as error:
-        raise ConfigError(f"{where}: the tokenizer's chat template is not one of Jinja: {error}") from error
+        raise ConfigError(f"{where}: the tokenizer's chat template is not valid Jinja: {error}") from error
     return any(before[0] == "block_begin" and value == "generation" for before, (_, value) in pairwise(parts))
 
 
@@ -355,12 +355,12 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _stand_in(number: int) -> str:
-    """Stands for a part of a conversation. No text has it, and templates write it as it is."""
+    """A text that stands for a part of a conversation. Nothing else contains it, and templates do not change it."""
     return f"pagodastandin{number}x"
 
 
 def _renamed(call: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A call of another function."""
+    """The call with another function name."""
     return {**call, "function": {**call["function"], "name": name}} if "function" in call else {**call, "name": name}
 
 

@@ -205,7 +205,7 @@ class TrainConfig(Run):
 
     @property
     def cadence(self) -> dict[str, float]:
-        """After how many steps the run does what waits for all updates, by setting. 0: never."""
+        """The settings that say how often the run waits for all updates, in steps or minutes. 0: never."""
         return {
             "checkpoint_every": self.checkpoint_every,
             "checkpoint_minutes": self.checkpoint_minutes * self.saves_by_time,
@@ -246,7 +246,7 @@ class TrainConfig(Run):
     def differing(self, other: "TrainConfig", whose: str) -> list[str]:
         """The settings that decide the bits of a run and differ from `other`, each with both values.
 
-        Asynchronous updates lag. What waits for them changes how far, and so later bits.
+        With asynchronous updates, these include `cadence`: waiting for all updates changes how far later weights lag.
         """
         bound = self.cadence if self.staleness else {}
         mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))

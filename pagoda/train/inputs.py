@@ -22,10 +22,10 @@ from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 
 _PROBED = 8
-"""Tokens of each document with which a model is tried."""
+"""Tokens of each of the two documents with which `_crosses` tests a model."""
 _ROUNDING, _ROUNDING_16 = 2e-6, 2e-4
-"""Changes by rounding, relative to those where tokens change: at most 2e-7 in fp32. A model that reads the document
-before changes by 1e-4 or more."""
+"""Limits, in fp32 and in 16 bits, of changes of logits in the second document relative to those in the first. Rounding
+causes at most 2e-7 in fp32. A model that reads the first document changes by 1e-4 or more."""
 
 
 def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
@@ -102,20 +102,20 @@ def keep_apart(session: Session, evaluated: Batches | None, mesh: Mesh, console:
             return evaluated
         why = "reads earlier documents, even if positions start again"
     session.batches = replace(batches, positions=False)
-    say(console, f"Documents: the model {why}, so attention goes on over the ends of documents")
+    say(console, f"Documents: the model {why}, so attention crosses from document to document")
     return evaluated and replace(evaluated, positions=False)
 
 
 def _crosses(session: Session) -> bool:
-    """Whether what a model writes in a document depends on the document before it.
+    """Whether a model's logits in a document depend on the document before it.
 
-    Two short documents are read together, then again with other tokens in the first one. What the model then writes in
-    the second one must stay the same. Experts that get another number of tokens may round otherwise.
+    The model reads two short documents together, then again with other tokens in the first one. Its logits in the
+    second one must stay the same, except for rounding: experts that get another number of tokens may round otherwise.
     """
     rows = session.batches.rows
     length = min(_PROBED, rows.length // 2)
-    found = rows.tokens.ids[: 1 << 16].astype(np.int64)
-    known = np.unique(np.where(found < 0, ~found, found))
+    stored = rows.tokens.ids[: 1 << 16].astype(np.int64)
+    known = np.unique(np.where(stored < 0, ~stored, stored))
     ids = np.tile(np.resize(known, 2 * length), (2, 1))
     ids[1, :length] = np.resize(np.roll(known, len(known) // 2), length)
     if (ids[0] == ids[1]).all():

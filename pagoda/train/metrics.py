@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pagoda")
 LINE_BYTES = 1024
-"""About as many bytes as a line of a step has."""
+"""About the size of the line of a step."""
 _LARGEST = 1e100
-"""Of a number that can still be drawn and added up."""
+"""The largest number that readers accept: larger ones cannot be drawn or added up."""
 DATA = "data"
 """Key in `stall_s`, in addition to the lanes: seconds in which the next sequences were read."""
 
@@ -102,7 +102,7 @@ class MetricsFile:
         """`warn` gets a sentence when writing fails for the first time, and when it succeeds again."""
         self._path, self._warn = path, warn
         self._rest = bytearray()
-        """What could not be written yet."""
+        """Bytes that could not be written yet."""
         self._fails = False
         with storage_errors(f"{path} cannot be written"):
             if path.exists():  # replaced, atomically, by what is kept
@@ -128,7 +128,7 @@ class MetricsFile:
             self._append()
 
     def _append(self) -> None:
-        while self._rest:  # a raw file may take a part and say so, as on a disk that is almost full
+        while self._rest:  # an unbuffered write may write only a part, as on a disk that is almost full
             del self._rest[: self._file.write(self._rest)]
 
     @contextmanager

@@ -24,8 +24,8 @@ def say(console: Console, *lines: str) -> None:
 
 
 class Lasting:
-    """A text stream that does not fail. From the first error of its target on (a reader that went away, a full disk, a
-    terminal that was closed), text goes to the end of a file instead, or nowhere if that fails, too."""
+    """A text stream that does not fail. From the first error of its target on (a closed pipe or terminal, a full disk),
+    text goes to the end of a file instead, or nowhere if that fails, too."""
 
     def __init__(self, target: IO[str]) -> None:
         self._target = target
@@ -75,7 +75,7 @@ def lasting(console: Console) -> Iterator[Lasting]:
 
 
 def discard(stream: IO[str]) -> None:
-    """Let what a stream has buffered, and all later text, go nowhere. Raises OSError if it is not one of the system."""
+    """Discard what a stream has buffered, and all later text. Raises OSError if it has no file descriptor."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

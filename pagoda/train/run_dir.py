@@ -9,12 +9,10 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
-
-import xxhash
 
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
+from pagoda.memory.forms import hash_of
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import EVALUATION_FORM, read_metrics
@@ -105,7 +103,7 @@ class RunDir:
         try:
             settings = json.loads(content.decode())
             known = settings.pop(_HASH, None) if isinstance(settings, dict) else None
-            whole = known == _hash(settings)
+            whole = known == hash_of(settings)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{self.config} is damaged: it is not JSON ({error}). Put a copy of it back, or start another run"
@@ -184,7 +182,7 @@ class RunDir:
         with self._writing():
             make_directories(self.path)
             # First, because without it there is no run to resume, and with the others none can start.
-            write_durably(self.config, (json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n").encode())
+            write_durably(self.config, (json.dumps({**settings, _HASH: hash_of(settings)}, indent=2) + "\n").encode())
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
             for file in tokenizer:
@@ -247,7 +245,3 @@ def locked(directory: Path) -> Iterator[None]:
 def names_of(checkpoints: Sequence[RunCheckpoint]) -> str:
     """Names, with commas between."""
     return ", ".join(checkpoint.path.name for checkpoint in checkpoints) or "none"
-
-
-def _hash(settings: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())

@@ -27,10 +27,10 @@ _log = logging.getLogger("pagoda")
 
 class Saving:
     """Saves checkpoints in the background. If a write fails, the run says so and goes on, because the next checkpoint
-    may succeed. The last one is tried again for a while, because the state still exists."""
+    may succeed. The last one is retried for a while, because the state is still in memory."""
 
     def __init__(self, session: Session, run_dir: RunDir, tokenizer: Sequence[Path], mesh: Mesh, console: Console):
-        """`tokenizer`: the files that the run's directory has of it."""
+        """`tokenizer`: its files in the run's directory."""
         self._session, self._config = session, session.config
         self._run_dir, self._tokenizer = run_dir, tokenizer
         self._mesh, self._console = mesh, console
@@ -39,25 +39,25 @@ class Saving:
         self._writing: tuple[int, int | None] | None = None
         """The step of the checkpoint that is being written, and that of the best one."""
         self._errors: list[Exception] = []
-        """Of the checkpoint that is being written: empty, or one."""
+        """The error of the checkpoint that is being written, if any."""
         self._unsaved_s = 0.0
         """Seconds of the steps since the last checkpoint, the same on all ranks."""
 
     def check_room(self, steps: int) -> None:
-        """Look whether the disk has room for what the run writes in `steps` steps. All ranks call this.
+        """Check that the disk has room for what the run writes in `steps` steps. All ranks call this.
 
-        Raises StorageError if there is no room for one checkpoint. If there is none for all that the run keeps at a
-        time, it says so.
+        Raises StorageError if there is no room for one checkpoint. Prints a message if there is none for all that the
+        run keeps at a time.
         """
         config, optimizer = self._config, self._session.optimizer
         one, copied = optimizer.checkpoint_bytes(), optimizer.checkpoint_bytes(copied=True)
 
         def look() -> None:
-            there = len(self._run_dir.all_checkpoints())
+            existing = len(self._run_dir.all_checkpoints())
             due = ceil(steps / config.checkpoint_every) if config.checkpoint_every else 1 + bool(config.saves_by_time)
             # A checkpoint is deleted when the one that replaces it is complete.
             kept = config.keep_checkpoints + 1 + (config.evaluates and config.keep_best)
-            most = max(1, (min(due, kept) if config.keep_checkpoints else due) - there)
+            most = max(1, (min(due, kept) if config.keep_checkpoints else due) - existing)
             lines = steps * LINE_BYTES * (1 + self._mesh.size * (self._mesh.size > 1))
             checkpoints = self._run_dir.checkpoints
             free = shutil.disk_usage(checkpoints if checkpoints.is_dir() else self._run_dir.path).free
@@ -70,8 +70,8 @@ class Saving:
             if one + (most - 1) * copied + lines > free:
                 say(
                     self._console,
-                    f"{has}. The run may have {most} checkpoints of up to {format_bytes(copied)} there at a time: free "
-                    "space before it needs it, or give a smaller --keep-checkpoints",
+                    f"{has}. The run may add {most} checkpoints of up to {format_bytes(copied)} each: free space "
+                    "before it needs it, or give a smaller --keep-checkpoints",
                 )
 
         from_first(self._mesh, "the room for checkpoints", look)
@@ -109,9 +109,9 @@ class Saving:
             self._errors.append(error)
 
     def _prepare(self, step: int, best: int | None) -> list[Path]:
-        """The checkpoints that the one after `step` steps replaces. Makes the run's directory again if it is gone."""
+        """The checkpoints that the one after `step` steps replaces. Creates the run's directory again if it is gone."""
         if not self._run_dir.config.exists():
-            say(self._console, f"{self._run_dir.path} was moved or deleted: the run makes it again")
+            say(self._console, f"{self._run_dir.path} was moved or deleted: the run creates it again")
             with suppress(PagodaError, OSError):  # saving fails, too, and says why
                 self._run_dir.create(self._config, self._tokenizer)
         old = [checkpoint.path for checkpoint in self._run_dir.all_checkpoints() if checkpoint.step != best]
@@ -124,7 +124,7 @@ class Saving:
         Raises the error of the last try, and StorageError at once if the state itself is damaged.
         """
         until = time.monotonic() + _PATIENCE_S
-        said = ""
+        reported = ""
         while self._writing is not None:
             step, best = self._writing
             error = self._end(say_it=False)
@@ -135,14 +135,14 @@ class Saving:
             self._session.optimizer.drain()
             if from_first(self._mesh, "the last checkpoint", lambda: time.monotonic() > until):
                 raise error or CheckpointError(f"the checkpoint after step {step} was not saved: {problem}")
-            if problem != said:
+            if problem != reported:
                 say(
                     self._console,
                     f"The checkpoint after step {step} was not saved: {problem}. The state is still in memory. Free "
-                    f"space, or mend what is named: the run tries again every {_RETRY_S:.0f} s for "
+                    f"space, or remove the cause: the run tries again every {_RETRY_S:.0f} s for "
                     f"{_PATIENCE_S / 60:.0f} minutes",
                 )
-                said = problem
+                reported = problem
             time.sleep(_RETRY_S)
             self.save(step, best)
 

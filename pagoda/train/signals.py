@@ -1,4 +1,4 @@
-"""Signals that end a run in good order: Ctrl-C, SIGTERM, and SIGHUP of a terminal that was closed."""
+"""Signals that end a run in good order: SIGINT (Ctrl-C), SIGTERM, and SIGHUP (a terminal that was closed)."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def first_signal(explain: Callable[[str], str]) -> Iterator[list[int]]:
     """A list that receives the first SIGINT, SIGTERM or SIGHUP inside the context. `explain` returns, for the signal's
     name, the message that goes to stderr at once; an empty one is not written.
 
-    Signals in the following second count as the same one. Later, a signal has its usual effect. A signal that the
+    Signals in the following second count as the same one. Any later signal has its usual effect. A signal that the
     process ignores (as SIGHUP with nohup) stays ignored. The list stays empty in a thread other than the main one,
     because Python delivers no signals there.
     """

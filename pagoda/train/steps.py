@@ -245,7 +245,7 @@ class Steps:
         else:
             takes = f", about {format_seconds(self._step_s)}" if self._step_s else ""
             what = f"the run ends after step {self._done + 1}{takes}, and saves a checkpoint"
-        return f"{name}: {what}. Another signal ends it at once: what the last checkpoint does not have is then lost"
+        return f"{name}: {what}. Another signal ends it at once, and loses what the last checkpoint does not have"
 
     def _show_end(self, result: TrainResult) -> None:
         lines = [

@@ -184,7 +184,7 @@ def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
     """The tokenizer that `--tokenizer` names, or the one in the model's directory, or bytes if there is none.
 
     Raises ConfigError if the directory that was asked for has no tokenizer, or if it cannot be read. Raises it too if
-    there is none next to weights that have learned something else than bytes.
+    there is none next to weights that were not trained on bytes.
     """
     if asked == BYTES:
         return ByteTokenizer()

@@ -210,7 +210,7 @@ def test_what_the_template_leaves_out_is_refused_by_name(case: str) -> None:
         (None, "has no chat template: put a chat_template.jinja"),
         (CHATML.replace("message.content", "message.content + message.content"), "does not say which part.*generation"),
         (MARKED + "{{ raise_exception('no such role') }}", "a line: .*refuses this: no such role"),
-        ("{{ 'a }}", "a line: .*not one of Jinja"),
+        ("{{ 'a }}", "a line: .*not valid Jinja"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_with_the_remedy(template: str | None, message: str) -> None:

@@ -164,7 +164,7 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
 
 
 WRONG = {
-    "no chat template": (["--data", "{}/chats.jsonl", "--model", "{}/untold"], "put a chat_template.jinja beside"),
+    "no chat template": (["--data", "{}/chats.jsonl", "--model", "{}/untold"], "put a chat_template.jinja next to it"),
     "a vocabulary that does not match": (
         ["--tokenizer", "{}/untold", "--model", "{}/small", "--data", "{}/texts.jsonl"],
         "vocabulary of 64, and data '.*texts.jsonl' has tokens up to",

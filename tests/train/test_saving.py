@@ -133,7 +133,7 @@ def test_a_disk_without_room_is_named_before_the_first_step(
     assert not config.out.exists()
     free[0] = 600 << 10
     _, shown = trained(config)
-    assert "The run may have 3 checkpoints of up to" in shown
+    assert "The run may add 3 checkpoints of up to" in shown
 
 
 SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("checkpoints", "run")]
