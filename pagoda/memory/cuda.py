@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
@@ -73,9 +74,10 @@ class PinnedArena(Arena):
             address = self.address + start
             error = int(cudart.cudaHostRegister(address, min(REGISTERED_BYTES, nbytes - start), 0))
             if error:
-                # torch does not name this function, but loads CUDA's symbols for the whole process. Without the call,
-                # the next launch of any kernel would raise the error.
-                ctypes.CDLL(None).cudaGetLastError()
+                # Without this call, the next launch of any kernel would raise the error. torch does not name the
+                # function, but its usual builds load CUDA's symbols for the whole process.
+                with suppress(AttributeError):
+                    ctypes.CDLL(None).cudaGetLastError()
                 self.close()
                 raise BudgetError(
                     f"CUDA could not page-lock {format_bytes(nbytes)} of RAM (error {error}). Lower memory.host, or "

@@ -86,9 +86,7 @@ class Capture:
             return
         store = self._store
         for state, window in self._windows(unit, kept).items():
-            store.copy_out(
-                unit, store.newest_extent(unit, state), 0, len(window) // store.dtype(state).itemsize, window
-            )
+            store.copy_out(unit, state, 0, len(window) // store.dtype(state).itemsize, window)
 
     def read(self, unit: int, kept: Run | None) -> Handle:
         """Let writers take a unit's pieces, from its home or from the reserve. The handle ends with the last piece or
@@ -190,7 +188,7 @@ class Capture:
         if landing is None:
             return tensor_bytes(home[piece.at : piece.at + piece.count])
         into = landing.view(0, piece.count * size)
-        store.copy_out(piece.unit, extent, piece.at, piece.count, into)
+        store.copy_out(piece.unit, piece.state, piece.at, piece.count, into)
         return into
 
 

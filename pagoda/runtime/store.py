@@ -108,8 +108,9 @@ class Store:
         return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
 
     def copy_out(self, unit: int, state: str, first: int, count: int, into: memoryview) -> None:
-        """Copy elements [first, first + count) of an extent in memory to the bytes of `into`, and wait for the copy."""
-        source = self._tensors[unit, state][first : first + count]
+        """Copy the newest elements [first, first + count) of a state in memory to the bytes of `into`, and wait for the
+        copy."""
+        source = self._tensors[unit, self.newest_extent(unit, state)][first : first + count]
         target = torch.frombuffer(into, dtype=source.dtype)
         if self.lives_on_device(unit, state):
             self._device.copy_out(target, source, PAST).synchronize()
@@ -117,7 +118,7 @@ class Store:
             copy_bytes(target, source)
 
     def lives_on_device(self, unit: int, state: str) -> bool:
-        """Whether the home of an extent is a separate device."""
+        """Whether the home of a state is a separate device."""
         return self.plan.placement.home(unit, state) == DEVICE
 
     def extent(self, unit: int, state: str, number: int) -> str:
@@ -282,7 +283,7 @@ class Store:
         return [home, *(tier.take(pages).tensor(home.dtype) for _ in waiting)]
 
     def _tier_of(self, unit: int, state: str) -> Region:
-        """The memory that holds an extent that is not on SSD."""
+        """The memory that holds a state that is not on SSD."""
         tier = self.device if self.lives_on_device(unit, state) else self.host
         assert tier is not None
         return tier

@@ -163,6 +163,27 @@ def test_what_an_update_does_not_change_is_in_the_new_states_too(rule: Any, plac
     outcome.assert_same_bits(trained(RESIDENT, False))
 
 
+def let_them_end(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+    """A confirmed update that has not begun is done in place."""
+    optimizer._engine.accesses.wait_until_idle()
+
+
+def test_a_checkpoint_copies_the_newest_of_two_extents() -> None:
+    """It does so where an update would overtake it."""
+    model, optimizer = speculating(RESIDENT)
+    store = optimizer._engine.store
+    for pattern in ".", ".":
+        Training(pattern, between=let_them_end, at=None)(model, optimizer, Outcome())
+        optimizer.drain()
+        for unit in store.plan.units:
+            for state in store.plan.layout.states:
+                newest = store.read(unit.index, state.name, 0, 8)
+                copied = torch.empty_like(newest)
+                store.copy_out(unit.index, state.name, 0, 8, memoryview(copied.view(torch.uint8).numpy()))
+                assert torch.equal(copied, newest)
+    optimizer.close()
+
+
 def test_confirming_an_update_exchanges_the_extents_and_the_old_one_is_poisoned() -> None:
     """No state is copied: the new values are where the update has written them, in the pages of the line."""
     model, optimizer = speculating(RESIDENT)
@@ -176,9 +197,6 @@ def test_confirming_an_update_exchanges_the_extents_and_the_old_one_is_poisoned(
             for state in store.plan.layout.states
             for extents in [[store.extent(unit.index, state.name, number) for number in (0, 1)]]
         ]
-
-    def let_them_end(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
-        optimizer._engine.accesses.wait_until_idle()  # a confirmed update that has not begun is done in place
 
     for sign, old in (".", 0), (".", 1), ("x", 1), (".", 0):
         Training(sign, between=let_them_end, at=None)(model, optimizer, Outcome())
