@@ -57,14 +57,14 @@ class AdaptedModel:
         base = skeleton(record)
         self._read = read
         self._settings: dict[str, Any] = record[ADAPTER]
-        self._name = adapter_name(self._settings)
         self._base = dict(base.state_dict(keep_vars=True))
         try:
+            self._name = adapter_name(self._settings)
             with torch.random.fork_rng(devices=[]):  # peft initializes the adapter on the CPU, then moves it to meta
                 self._model = adapted_as(base, self._settings)
         except PagodaError:
             raise
-        except Exception as error:  # peft validates with many exception types
+        except Exception as error:  # peft validates with many exception types, and the settings may be damaged
             raise CheckpointError(
                 f"peft cannot build this checkpoint's adapter on the meta device: {error}. Call save_pretrained of the "
                 "wrapped model."

@@ -179,8 +179,8 @@ def _copy(files: Sequence[Path], folder: Path) -> None:
 def _tensors(
     weights: Weights, record: dict[str, Any] | None, dtype: torch.dtype, adapted: AdaptedModel | None
 ) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
-    """Name in the files -> tensor, and the record of the model that they are for: `record`, but without tied weights if
-    these differ. The weights include the adapter's contribution, if there is an adapter.
+    """Name in the files -> tensor, and the record of the model that they are for: `record`, or its `untied` variant if
+    tied weights differ. The weights include the adapter's contribution, if there is an adapter.
 
     Raises ChangedModelError if a model that is built from the record would lack a tensor, or have another one.
     """
@@ -190,8 +190,9 @@ def _tensors(
         return plain | dict(buffers), None
     from transformers.core_model_loading import revert_weight_conversion
 
-    for described in (record, untied(record)):
-        model = skeleton(described)
+    for variant in (dict, untied):
+        described = variant(record)
+        model = skeleton(described)  # raises if the record is damaged, before `untied` reads it
         found, conflict, used = _of_model(weights, record, model, dtype, adapted)
         if not conflict:
             break

@@ -56,8 +56,8 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             if _hash(state.unit.current(state.slot)) != state.unit.gathered[state.slot]:
                 raise UsageError(
                     f"{state.name!r} was written to inside pagoda.gathered(...), which drops what is written. Write "
-                    "inside `with pagoda.gathered(params, modify=True):`, or to a copy (param.clone()). An adapter of "
-                    "peft that was merged there is not merged, though its layers take it for merged: unmerge it."
+                    "inside `with pagoda.gathered(params, modify=True):`, or to a copy (param.clone()). If peft merged "
+                    "an adapter there, the weights do not have it, but its layers count it as merged: unmerge it."
                 )
     finally:
         if packing is not None:

@@ -41,7 +41,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
 
 
 def untied(record: dict[str, Any]) -> dict[str, Any]:
-    """The record of the same model with a head of its own."""
+    """The record of the same model with a head that is not tied to the embedding."""
 
     def settings(given: dict[str, Any]) -> dict[str, Any]:
         kept = {key: settings(value) if isinstance(value, dict) else value for key, value in given.items()}

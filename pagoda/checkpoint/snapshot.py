@@ -307,7 +307,7 @@ class Snapshot:
 
 @contextmanager
 def _warning_of(path: Path) -> Iterator[None]:
-    """Turn an error into a warning that something old was not deleted."""
+    """Turn an error into a warning that a checkpoint was not deleted."""
     try:
         yield
     except (CheckpointError, OSError) as error:

@@ -92,7 +92,7 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
     build = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
     if build is None:
         raise ConfigError(
-            f"{directory}: {model_class!r:.80} is no class of models. Correct architectures in config.json"
+            f"{directory}: {model_class!r:.80} is not a model class. Correct architectures in config.json"
         )
     return _built(str(directory), build, config)
 

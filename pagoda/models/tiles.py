@@ -64,8 +64,8 @@ class EmbeddingTile(nn.Module):
 
 
 class CutParameter(hidden_class(torch.Tensor)):  # type: ignore[misc]
-    """Stands for a parameter that is in tiles: a hidden tensor of its shape, dtype and device. Freezing it freezes its
-    parts. Whatever the parts cannot do for it raises UsageError."""
+    """Stands for a parameter that is cut into tiles: a hidden tensor of its shape, dtype and device. Freezing it
+    freezes its parts. Gradients and hooks of the whole raise UsageError."""
 
     __slots__ = ()
 
@@ -80,8 +80,8 @@ class CutParameter(hidden_class(torch.Tensor)):  # type: ignore[misc]
         gets_gradient = attribute == "grad" and (name == "__set__" or any(p.grad is not None for p in whole.parts))
         if gets_gradient or name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             raise UsageError(
-                f"{attribute or name} was asked of {name_of(whole)!r}, a parameter of a layer in tiles, which are "
-                "parameters of their own (module.parameters()). Register hooks before wrap(), which then leaves the "
+                f"{name_of(whole)!r} has no {attribute or name}, because its layer is cut into tiles, each with "
+                "parameters of its own (module.parameters()). Register hooks before wrap(), which then leaves the "
                 "layer whole, or raise tiles.tile_limit."
             )
         if name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad"):

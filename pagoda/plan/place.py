@@ -334,7 +334,7 @@ class _Placer:
         """Units whose old states fit in addition to the new ones. Adds the lines for undoing updates.
 
         Units with moments on SSD come first, because their updates take longest. The others must leave room for a
-        checkpoint. If compute needs the CPU, there is nothing to gain from these.
+        checkpoint, and are chosen by default only with a separate device: if the CPU computes, they gain nothing.
         """
         if not self.speculates:
             return frozenset()

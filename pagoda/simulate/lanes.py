@@ -59,7 +59,7 @@ class SimulatedLanes:
         self._handed_over = 0
         """Number of pieces of work handed to lanes since compute last began something."""
         self._queued_s = 0.0
-        """The time at which Python has queued all work of a GPU so far. It may be long past."""
+        """The time by which Python has queued all work for the GPU so far. It may be long past."""
 
     def submit(self, work: Work, after: Iterable[Task] = (), times: float = 1.0) -> Task:
         """Submit work that takes `times` times its seconds."""
@@ -79,14 +79,14 @@ class SimulatedLanes:
         return task
 
     def _late(self, python_s: float) -> float:
-        """Seconds by which Python delays compute's next work, on which it spends `python_s`."""
+        """Seconds by which Python delays compute's next work, if it takes `python_s` to queue it."""
         if not self._rates.python_ahead:
             return python_s
         self._queued_s += python_s
         return max(0.0, self._queued_s - self.now)
 
     def python_waits(self) -> None:
-        """Python has waited for the work that it has queued, so it is no longer ahead of it."""
+        """Python has waited for the work that it has queued, so it is no longer ahead of the GPU."""
         self._queued_s = max(self._queued_s, self.now)
 
     def in_turn(self, works: Sequence[Work], after: Sequence[Task] = ()) -> list[Task]:

@@ -271,10 +271,10 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Document:
     if not isinstance(history, list | tuple) or any(
         not isinstance(turn, list | tuple) or len(turn) != 2 for turn in history
     ):
-        raise ConfigError(f"{where}: history is to be a list of pairs, each of an instruction and an output")
+        raise ConfigError(f"{where}: history must be a list of pairs, each of an instruction and an output")
     parts = [row.get("instruction"), row.get("input") or "", row["output"]]
     if not all(isinstance(part, str) for part in (*parts, *chain(*history))):
-        raise ConfigError(f"{where}: instruction, input, output and history are to be text")
+        raise ConfigError(f"{where}: instruction, input, output and history must be text")
     instruction, more, output = parts
     asked = f"{instruction}\n\n{more}" if more else instruction
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []

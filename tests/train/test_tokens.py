@@ -253,7 +253,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         b'{"role": "user", "content": "a"}\n',
         "a single message.*--column content",
     ),
-    "no history": ("a.jsonl", b'{"instruction": "a", "output": "b", "history": ["c"]}', "history is to be a list of p"),
+    "no history": ("a.jsonl", b'{"instruction": "a", "output": "b", "history": ["c"]}', "history must be a list of p"),
     "a list of texts": ("a.json", b'[["a", "b"]]', "entry 1: a list where a record"),
 }
 
