@@ -108,8 +108,8 @@ class TrainConfig(Run):
     column: str | None = None
     """Column of the records with the text or the messages. By default the first one with a known name."""
     tokenizer: str | None = None
-    """Directory of the tokenizer, or "bytes": each byte is a token. By default the tokenizer in the model's directory,
-    or bytes if it has none."""
+    """Directory of the tokenizer, or bytes: each byte is a token. By default the tokenizer in the model's directory,
+    or bytes if it has none. Pretrained weights need a tokenizer, unless their vocabulary is that of bytes."""
     cache: Path | None = None
     """Directory that keeps tokenized data, 2 or 4 bytes a token, for this run and others. By default one in the user's
     cache directory."""
