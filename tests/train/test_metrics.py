@@ -1,8 +1,8 @@
 """metrics.jsonl keeps each step once, whatever cuts it short or damages it."""
 
+import errno
 import json
 import math
-import errno
 import os
 from contextlib import closing
 from dataclasses import replace
