@@ -37,6 +37,7 @@ NAMES = {
     "torch._subclasses.fake_tensor.FakeTensorMode": "FLOPs are not counted; state dicts are not streamed to files",
     "torch.distributed.distributed_c10d._get_default_store": "silent ranks on other hosts are not named",
     "torch.nn.modules.batchnorm._BatchNorm": "batch norms are not recognised where they cannot be trained",
+    "torch.utils._python_dispatch.TorchDispatchMode": "values on the meta device are merged without an error",
     "torch.utils._pytree.TreeSpec": "arguments and outputs of blocks cannot be taken apart",
     "torch.utils._pytree.tree_flatten": "arguments and outputs of blocks cannot be taken apart",
     "torch.utils._pytree.tree_unflatten": "arguments and outputs of blocks cannot be put together",

@@ -5,11 +5,12 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pagoda.errors import StorageError
 from pagoda.memory.files import read_regular, storage_errors, sync_directory, write_durably
 from pagoda.memory.forms import Form, FormError, check
 
@@ -101,8 +102,10 @@ class MetricsFile:
     def __init__(self, path: Path, after_step: int = 0, warn: Callable[[str], None] = _log.warning) -> None:
         """`warn` gets a sentence when writing fails for the first time, and when it succeeds again."""
         self._path, self._warn = path, warn
-        self._rest = bytearray()
-        """Bytes that could not be written yet."""
+        self._unsynced, self._written = bytearray(), 0
+        """Lines since the last sync that succeeded, and how many of their bytes are in the file."""
+        self._in_doubt = False
+        """Whether a sync has failed: the kernel may have dropped what is not on the disk, and say nothing more."""
         self._fails = False
         with storage_errors(f"{path} cannot be written"):
             if path.exists():  # replaced, atomically, by what is kept
@@ -110,10 +113,12 @@ class MetricsFile:
                 write_durably(path, b"".join(kept))
             self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
             sync_directory(path.parent)
+            self._synced = path.stat().st_size
+            """Bytes of the file that are on the disk."""
 
     def write(self, metrics: Entry) -> None:
         """Appends one entry, after those that could not be written before."""
-        self._rest += metrics.to_json().encode() + b"\n"
+        self._unsynced += metrics.to_json().encode() + b"\n"
         with self._going_on():
             self._append()
 
@@ -121,15 +126,30 @@ class MetricsFile:
         """Make every line survive a power loss. Called before a checkpoint of the same step."""
         with self._going_on():
             self._append()
+            self._in_doubt = True
             os.fsync(self._file.fileno())
+            self._all_is_on_disk(self._synced + self._written)
 
     def close(self) -> None:
-        with self._going_on(), closing(self._file):
-            self._append()
+        with self._going_on():
+            try:
+                self._append()
+            finally:
+                self._file.close()
 
     def _append(self) -> None:
-        while self._rest:  # an unbuffered write may write only a part, as on a disk that is almost full
-            del self._rest[: self._file.write(self._rest)]
+        if self._in_doubt:  # the same lines, in a new file
+            whole = read_regular(self._path)[: self._synced] + self._unsynced
+            write_durably(self._path, whole)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+            self._all_is_on_disk(len(whole))
+        while self._written < len(self._unsynced):  # a raw file may take a part, as on a disk that is almost full
+            self._written += self._file.write(bytes(self._unsynced[self._written :]))
+
+    def _all_is_on_disk(self, nbytes: int) -> None:
+        self._synced, self._written, self._in_doubt = nbytes, 0, False
+        self._unsynced.clear()
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -137,8 +157,9 @@ class MetricsFile:
         why = ""
         try:
             yield
-        except OSError as error:
-            why = f"{self._path} cannot be written: {error.strerror}. The run goes on and tries again after each step"
+        except (OSError, StorageError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            why = f"{self._path} cannot be written: {reason}. The run goes on and tries again after each step"
         if bool(why) != self._fails:
             self._fails = bool(why)
             self._warn(why or f"{self._path} can be written again, and lacks nothing")

@@ -139,6 +139,19 @@ def be_rank(rank: int, port: int, stage: int, out: Path) -> None:
     (out / str(rank)).write_text(json.dumps([alone, llama, trained(*mixture(), rank=rank, size=RANKS)]))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_send_from_gpu_to_gpu_give_the_bits_of_one_without_a_race(stage: int, tmp_path: Path) -> None:
+    """And experts on the GPUs of two ranks get their tokens. Forks, so no backward on a GPU may come before."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = [fork(partial(be_rank, rank, port, stage, tmp_path)) for rank in range(RANKS)]
+    assert [ended(child) for child in children] == [0] * RANKS
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
+    assert [of_model["races"] for of_rank in found for of_model in of_rank] == [[]] * 3 * RANKS
+    assert len({of_model["weights"] for alone, llama, _ in found for of_model in (alone, llama)}) == 1
+
+
 def test_threads_that_add_a_gradient_share_buffers_without_a_race() -> None:
     """The same bits as from RAM."""
     weights = []
@@ -158,19 +171,6 @@ def test_threads_that_add_a_gradient_share_buffers_without_a_race() -> None:
         weights.append(model.state_dict()["weight"])
         optimizer.close()
     assert torch.equal(*(weight.cpu() for weight in weights))
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ranks_that_send_from_gpu_to_gpu_give_the_bits_of_one_without_a_race(stage: int, tmp_path: Path) -> None:
-    """And experts on the GPUs of two ranks get their tokens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = [fork(partial(be_rank, rank, port, stage, tmp_path)) for rank in range(RANKS)]
-    assert [ended(child) for child in children] == [0] * RANKS
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
-    assert [of_model["races"] for of_rank in found for of_model in of_rank] == [[]] * 3 * RANKS
-    assert len({of_model["weights"] for alone, llama, _ in found for of_model in (alone, llama)}) == 1
 
 
 @pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])

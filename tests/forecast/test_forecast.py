@@ -67,11 +67,11 @@ def test_asynchronous_updates_are_forecast_as_they_run() -> None:
     slow = {rate: figure(1e8) for rate in ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")}
     machine = Machine(replace(SMALL, ssd=replace(SMALL.ssd, **slow)), here=False)
     waits = made(machine, host="100MiB", plan="usual")
-    lags = made(machine, host="240MiB", plan="usual", update="async", max_staleness=2)
+    lags = made(machine, host="220MiB", plan="usual", update="async", max_staleness=2)
     assert lags.plan.bytes["ssd"]["exp_avg"] >= 0.9 * waits.plan.bytes["ssd"]["exp_avg"], "no less streams"
     assert lags.plan.bytes["host"]["weight_back"] == lags.plan.bytes["host"]["weight"]
     assert lags.tokens_per_s > 1.8 * waits.tokens_per_s
-    assert made(machine, host="240MiB", update="async").fits, "a search plans them too"
+    assert made(machine, host="220MiB", update="async").fits, "a search plans them too"
     with pytest.raises(ConfigError, match="ranks"):
         made(replace(machine, ranks=Ranks(2, 2)), update="async")
 
@@ -83,7 +83,7 @@ def test_the_usual_plan_is_the_one_that_the_planner_makes() -> None:
 
 
 def test_the_searched_plan_is_clearly_faster_than_the_usual_one() -> None:
-    usual, searched = (made(host="150MiB", plan=mode) for mode in ("usual", "search"))
+    usual, searched = (made(host="130MiB", plan=mode) for mode in ("usual", "search"))
     assert searched.timeline.step_s < 0.99 * usual.timeline.step_s
     assert any("--plan search" in line for line in advise(usual))
     assert not any("--plan search" in line for line in advise(searched))
@@ -96,7 +96,7 @@ def computing(flop_per_s: float) -> Machine:
 
 
 def test_a_plan_that_is_hardly_faster_does_not_take_the_usual_ones_place() -> None:
-    busy = computing(3e9)
+    busy = computing(4e9)
     one = made(busy, host="150MiB")
     assert 0.97 < one.choice.others[0].timeline.step_s / one.timeline.step_s < 0.98
     assert one.plan == made(busy, host="150MiB", plan="usual").plan

@@ -1,5 +1,6 @@
 """metrics.jsonl keeps each step once, whatever cuts it short or damages it."""
 
+import errno
 import json
 import math
 import os
@@ -102,6 +103,28 @@ def test_a_short_write_loses_no_part_of_a_line(tmp_path: Path) -> None:
         file._file = Short(file._file)
         file.write(METRICS)
         assert (tmp_path / "m").read_text() == METRICS.to_json() + "\n"
+
+
+def test_lines_that_a_failed_sync_may_have_lost_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, path = os.fsync, tmp_path / "m"
+
+    def lose(_descriptor: int) -> None:
+        os.truncate(path, durable)  # as the kernel may, of what a later sync would call durable
+        monkeypatch.setattr(os, "fsync", fsync)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with closing(MetricsFile(path)) as file:
+        file.write(replace(METRICS, step=1))
+        file.sync()
+        durable = path.stat().st_size
+        file.write(replace(METRICS, step=2))
+        monkeypatch.setattr(os, "fsync", lose)
+        file.sync()
+        assert steps_in(path) == [1]
+        file.write(replace(METRICS, step=3))
+        assert steps_in(path) == [1, 2, 3]
 
 
 def test_a_full_disk_is_named_once_and_no_line_is_lost_when_there_is_room_again(tmp_path: Path) -> None:
