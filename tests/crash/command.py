@@ -17,6 +17,7 @@ import xxhash
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.cli.main import main
 from pagoda.memory.arena import tensor_bytes
+from pagoda.train import saving
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 from pagoda.train.session import Session
@@ -25,6 +26,8 @@ from .world import PAGED, start_in
 
 LIMITS = {resource.RLIMIT_AS: 32 << 30, resource.RLIMIT_FSIZE: 1 << 30}
 """Bytes that a forged number may make a process ask for."""
+PATIENCE_S, RETRY_S = 0.5, 0.05
+"""How long a run tries to write its last checkpoint to a disk that fails for good, and how often."""
 
 
 def state_of(path: Path) -> str:
@@ -78,6 +81,7 @@ def run_line(out: Path, args: list[str], run: str | None, record: list[Any] | No
         recorder = ctypes.CDLL(os.environ["LD_PRELOAD"])
         recorder.recorder_start.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_long] * 2 + [ctypes.c_int]
         recorder.recorder_start(root.encode(), log.encode(), first, last, error)
+    saving._PATIENCE_S, saving._RETRY_S = PATIENCE_S, RETRY_S
     if restored:
         say_what_is_restored(out / "restored")
     try:
