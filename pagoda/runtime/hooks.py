@@ -193,7 +193,10 @@ class ModelHooks:
 
         self._kept += [before, after]
         catch()
+        trained = param.requires_grad
+        param.requires_grad_(True)  # torch refuses hooks on frozen parameters, which may be unfrozen later
         self._catches.append(param.register_post_accumulate_grad_hook(_weakly(after)))  # type: ignore[no-untyped-call]
+        param.requires_grad_(trained)
 
     def _marker(self, unit: LiveUnit, slot: int) -> GradientMarker:
         return GradientMarker.of(unit.blanks[slot], unit, slot, self._engine.stepper)

@@ -176,6 +176,7 @@ class GraphMemory:
     def _note(self, storage: SavedStorage) -> None:
         """A graph saves a storage."""
         if not _in_backward():
+            self.offloader.write_free()  # what compute no longer holds since the last one
             self._trace.save(storage)
 
     def _share(self, graphs: int) -> None:
