@@ -66,7 +66,9 @@ def test_a_forward_waits_for_the_forward_of_another_thread(wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_threads_that_train_at_once_add_up_their_gradients(activations: str, wrap: Wrap, tmp_path: Path) -> None:
-    """Integers, so that sums do not depend on the order. One forward waits for its backward while others run."""
+    """Integers, so that sums do not depend on the order. One forward waits for its backward while others run. Backwards
+    wait for each other, because those that meet are refused."""
+    backward_alone = threading.Lock()
 
     class Integers(nn.Module):
         def __init__(self) -> None:
@@ -86,7 +88,9 @@ def test_threads_that_train_at_once_add_up_their_gradients(activations: str, wra
 
         def turn(value: float) -> None:
             for _ in range(8):
-                model(torch.full((2, 64), value)).backward()
+                loss = model(torch.full((2, 64), value))
+                with backward_alone:
+                    loss.backward()
 
         run(turn)
         optimizer.step()
