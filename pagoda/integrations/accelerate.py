@@ -1,7 +1,6 @@
 """Accelerate with training state in pages: its `Accelerator` wraps the models that it prepares."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,7 +166,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             project.automatic_checkpoint_naming = automatic
         if automatic and self.is_main_process and project.total_limit is not None:
             for directory in self._automatic()[: -project.total_limit]:
-                shutil.rmtree(directory)
+                Saves(directory).delete()
         return str(outer)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -56,10 +56,15 @@ class Saves:
                 with suppress(CheckpointError, StorageError):
                     _delete(save)
             raise
-        for path in older if is_main else ():
-            with _warned():
-                _delete(path)
+        if is_main:
+            _delete_all(older)
         wait()
+
+    def delete(self) -> None:
+        """Delete all saves, and the directory if nothing else is in it."""
+        _delete_all(self._all())
+        with suppress(OSError):  # something of the user's is there
+            self._directory.rmdir()
 
     def newest(self) -> Path:
         """The last complete save. Warns of later ones that are not complete or are damaged.
@@ -110,6 +115,12 @@ def _warned() -> Iterator[None]:
         yield
     except CheckpointError as error:
         warnings.warn(f"{str(error).rstrip('.')}. It is skipped.", stacklevel=4)
+
+
+def _delete_all(saves: Sequence[Path]) -> None:
+    for save in saves:
+        with _warned():
+            _delete(save)
 
 
 def _delete(save: Path) -> None:

@@ -158,10 +158,13 @@ def test_a_process_that_ends_while_it_saves_leaves_one_whole_save(
 def test_automatic_names_keep_the_limit_and_the_last_save_that_is_whole(paged: Make, tmp_path: Path) -> None:
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
     run = Run(paged(project_config=project))
+    (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "checkpoint_0" / "notes.txt").touch()
     for _ in range(3):
         run.steps(1)
         run.accelerator.save_state()
-    kept = sorted((tmp_path / "checkpoints").iterdir())
+    first, *kept = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in first.iterdir()] == ["notes.txt"], "files of the user's stay"
     assert [path.name for path in kept] == ["checkpoint_1", "checkpoint_2"]
     project.iteration = 2
     with pytest.raises(pagoda.CheckpointError, match=r"checkpoint_2 exists already.*iteration"):
