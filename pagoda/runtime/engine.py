@@ -105,9 +105,9 @@ class Engine:
         warm_up(rule, precision, kept, elsewhere=moves)
         device.warm_up(rule, precision, kept)
         self.gradients = Gradients(self.store, self._lanes, device, self._meter)
-        self.leases = Leases(self.store, units, device, self._lanes)
-        updaters = open_updaters(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
+        self.leases = Leases(self.store, units, device, self._lanes, self.scheduler)
+        updaters = open_updaters(self.store, self._lanes, rule, precision, device)
         self.plan = plan
         """The current plan."""
         self._follow_trace()

@@ -91,7 +91,7 @@ class Operation:
     """Whether a FETCH waits for the UNDO that restores its version. Only if ranks must agree. Otherwise the FETCH is
     issued later."""
     about: Any = None
-    """The lease, gradient or update of the operation. Only the scheduler uses it."""
+    """The lease, gradient or update of the operation. The executor keeps in `about.payload` what it knows of it."""
 
     @property
     def writes(self) -> Writes:

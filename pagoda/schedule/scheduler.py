@@ -235,6 +235,10 @@ class Scheduler:
         out, self._out = self._out, []
         return out
 
+    def lease(self, unit: int) -> Lease | None:
+        """A unit's lease that has not ended, which may not be filled yet. None if it has none."""
+        return self.leases.of(unit)
+
     def ready(self, unit: int) -> bool:
         """Whether compute can read the weights of a unit that it has accessed."""
         return not self.leases.waits(unit)
