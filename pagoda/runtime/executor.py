@@ -79,8 +79,6 @@ class Executor:
     """unit -> its speculative update, until it is kept or undone."""
     _standing: list[Guess] = field(default_factory=list)
     """Speculative updates that are kept. Their old states must be given up."""
-    _updating: dict[int, UnitGradient] = field(default_factory=dict)
-    """unit -> the gradient of its latest UPDATE that is kept."""
     _unpersisted: dict[int, UnitGradient] = field(default_factory=dict)
     """unit -> the gradient of an update whose second part has not begun."""
     latest: dict[int, UnitGradient] = field(default_factory=dict)
@@ -109,7 +107,7 @@ class Executor:
             Kind.PERSIST: self._persist,
             Kind.READ_AHEAD: lambda op: self.updaters[op.unit in self._on_device].read_ahead(op.unit),
             Kind.UNDO: self._undo,
-            Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
+            Kind.SHARE: lambda op: self._follow(op, op.gradients[0].payload.shown),
             Kind.PUBLISH: self._publish,
             Kind.SAVE: self._save,
         }
@@ -133,8 +131,7 @@ class Executor:
                 if self._leases.in_place(self._units[unit]):
                     self._leases.lease_home(self._units[unit])
                 self._standing.append(guess)
-                record = self._updating[unit] = guess.record
-                self._gradients.forget(record)
+                record = guess.record
                 record.begun = True
                 guess.updated.then(record.updated.finish)
                 guess.written.then(record.written.finish)
@@ -181,7 +178,6 @@ class Executor:
     def close(self) -> bool:
         """Release all memory. Every lane must have ended. Returns whether someone still holds weights of a lease."""
         self.latest.clear()
-        self._updating.clear()
         self._gradients.close()
         return self._leases.close()
 
@@ -238,9 +234,7 @@ class Executor:
 
     def _awaited(self, operation: Operation) -> UnitGradient | None:
         """The gradient whose update an operation waits for, if any."""
-        if not operation.steps:
-            return None
-        return self._gradients.find(operation) or self._updating.get(operation.unit)
+        return operation.gradients[-1].payload if operation.gradients else None
 
     def _issued(self, operation: Operation, handle: Handle) -> None:
         if not handle.done:  # else it has been reported as ended, or is about to be
@@ -257,7 +251,7 @@ class Executor:
         self._scheduler.let_go(operation)
 
     def _update(self, operation: Operation) -> None:
-        records = self._gradients.of(operation)
+        records = [gradient.payload for gradient in operation.gradients]
         last = records[-1]
         guess = None
         if operation.undoable:
@@ -267,9 +261,6 @@ class Executor:
         else:
             updated, written, seen = last.updated, last.written, last.shown
             last.begun = True
-            self._updating[operation.unit] = last
-            for record in records:
-                self._gradients.forget(record)
         store, unit = self._store, operation.unit
         target = operation.home if self._asynchronous else store.newest[unit] if guess is None else guess.extent
         extents = Extents(store.extents(unit, store.newest[unit]), store.extents(unit, target))

@@ -16,7 +16,7 @@ from pagoda.optim.rule import Rule
 from pagoda.plan.tiers import HOST
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_error
+from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient, non_finite_error
 from pagoda.runtime.hidden import outside_use
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
@@ -125,8 +125,8 @@ class Stepper:
 
     def _offload(self, record: UnitGradient, last: bool) -> None:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
-        nbytes = self._gradients.gather(record)
-        self._request_buffer(record, last)
+        arrival, nbytes = self._gradients.gather(record)
+        self._request_buffer(record, last, arrival)
         self._gradients.hold_back(record, nbytes)
 
     def _offload_all(self) -> None:
@@ -137,10 +137,11 @@ class Stepper:
             if record.made:
                 self._offload(record, last=False)
 
-    def _request_buffer(self, record: UnitGradient, last: bool) -> None:
+    def _request_buffer(self, record: UnitGradient, last: bool, arrival: Transfer) -> None:
         """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
         comes before `step()`."""
-        self._accesses.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
+        event = self._scheduler.gradient
+        self._accesses.tell(event, record.unit.index, record.complete, last, True, record, arrival)
         lane = "update" if self._options.update_during_backward else "ssd_write"
         self._accesses.wait(lambda: not self._scheduler.gradients.held_back, lane, lambda: self._refuse(record))
 
@@ -165,7 +166,7 @@ class Stepper:
         for record in self._early:
             if record.unit.index in self._scheduler.updates.begun_early:
                 record.unit.updated = True
-                self._gradients.take(record)
+                record.taken = True
                 self._ask_for(record)
             else:
                 waiting.append(record)
@@ -190,7 +191,7 @@ class Stepper:
     def _drop_gradients(self) -> None:
         if self._gradients.of_step():
             self._accesses.tell(self._scheduler.drop_gradients)
-        self._gradients.clear()
+        self._gradients.clear(taken=False)
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
@@ -257,7 +258,7 @@ class Stepper:
         With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
         of all parameters.
         """
-        record = self._gradients.get(unit) or self._gradients.taken.get(unit.index)
+        record = self._gradients.latest(unit)
         if record is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
         if self._rank_group is None:
@@ -349,13 +350,13 @@ class Stepper:
     def _check_kept(self, hypers: NextHypers) -> None:
         """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user
         has dropped gradients that these have applied. Calling `step()` again keeps the latter."""
-        applied = [(record.unit, slot) for record in self._gradients.taken.values() for slot in record.used or ()]
+        applied = [(record.unit, slot) for record in self._gradients.taken() for slot in record.used or ()]
         dropped = [(unit, slot) for unit, slot in applied if unit.params[slot].grad is None]
         for unit, slot in dropped:
             unit.params[slot].grad = unit.markers[slot]
         if dropped:
             raise UsageError(_APPLIED)
-        for record in self._gradients.taken.values():
+        for record in self._gradients.taken():
             if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
                 raise UsageError(
                     "param_groups changed between backward and step(), but units were updated during backward "
@@ -373,7 +374,7 @@ class Stepper:
             if clipped or segments != record.segments:
                 changed.append(unit.index)
             record.segments = segments
-            self._gradients.take(record)
+            record.taken = True
             self._ask_for(record)
         self._accesses.tell(self._executor.end_step, clipped, changed)
         self._executor.close_undos()
@@ -416,7 +417,7 @@ class Stepper:
 
     def _clear_step(self) -> None:
         self._forget_gradients()
-        self._gradients.taken.clear()
+        self._gradients.clear(taken=True)
         for unit in self._units:
             unit.used = False
             if unit.updated:  # until now, code that clips had to see the gradient
@@ -433,7 +434,7 @@ class Stepper:
         self._drop_gradients()
         self._accesses.drain()
         applied = []
-        for record in self._gradients.taken.values():
+        for record in self._gradients.taken():
             if record.unit.updated and record.updated.succeeded:
                 applied.append(record.unit)
             elif record.unit.updated:  # the update was refused

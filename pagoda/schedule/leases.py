@@ -297,8 +297,8 @@ class Leases:
         self._filling += 1
         self._fetching[unit].append(version)
         self._before_read(unit)
-        steps, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
-        self._issue(Operation(Kind.FETCH, unit, run, version, steps, after_undo=undoing, about=lease))
+        awaited, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
+        self._issue(Operation(Kind.FETCH, unit, run, version, awaited, after_undo=undoing, about=lease))
         if self._plan.ranks_fetch_alike:
             self._note_idle(unit)
         return True

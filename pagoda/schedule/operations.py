@@ -77,9 +77,9 @@ class Operation:
     states that it keeps for a checkpoint. For a SAVE: where it reads the states, if not in their home."""
     version: int = 0
     """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
-    steps: tuple[int, ...] = ()
-    """The steps whose gradients an UPDATE applies, oldest first, or the step of an OFFLOAD, SPILL or RELOAD. For a
-    FETCH or PUBLISH of a future version, if ranks must agree: the step whose update it waits for."""
+    gradients: tuple[Any, ...] = ()
+    """The gradients that an UPDATE applies, oldest first, or the gradient that an OFFLOAD, SPILL or RELOAD moves. For a
+    FETCH or PUBLISH of a future version, if ranks must agree: the gradient whose update it waits for."""
     home: int = 0
     """Which of the unit's homes for gradients, if it has any. For an UPDATE or PUBLISH with asynchronous updates: which
     extent of the weights."""
@@ -90,8 +90,16 @@ class Operation:
     after_undo: bool = False
     """Whether a FETCH waits for the UNDO that restores its version. Only if ranks must agree. Otherwise the FETCH is
     issued later."""
+    arrival: Any = None
+    """What the event `gradient` told of the part of a gradient that an OFFLOAD moves."""
     about: Any = None
-    """The lease, gradient or update of the operation. The executor keeps in `about.payload` what it knows of it."""
+    """The lease or update of the operation. The executor keeps in `about.payload`, and in the `payload` of gradients,
+    what it knows of them."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the gradients."""
+        return tuple(gradient.step for gradient in self.gradients)
 
     @property
     def writes(self) -> Writes:

@@ -2,6 +2,7 @@
 overview."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from pagoda.plan.trace import Access
 from pagoda.schedule.gradients import Gradients
@@ -63,15 +64,18 @@ class Scheduler:
         self.updates.ask_again(unit)
         self._pump()
 
-    def gradient(self, unit: int, complete: bool, last: bool, here: bool = True) -> None:
+    def gradient(
+        self, unit: int, complete: bool, last: bool, here: bool = True, payload: Any = None, arrival: Any = None
+    ) -> None:
         """Autograd has made a gradient of a unit.
 
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
-        `step()`. `here`: False if only another rank's autograd has made it. Compute must wait while
+        `step()`. `here`: False if only another rank's autograd has made it. `payload`: what the executor knows of the
+        unit's gradient of this step. `arrival`: what it knows of this part of it. Compute must wait while
         `gradients.held_back`.
         """
         self.updates.undo(unit)
-        record = self.gradients.add(unit, self.steps, complete)
+        record = self.gradients.add(unit, self.steps, complete, payload, arrival)
         if complete and last:
             self.updates.ask_early(record)
         self._pump(ranks_agree=here)
@@ -261,7 +265,8 @@ class Scheduler:
         elif operation.kind is Kind.SAVE:
             self.updates.checkpoint.ended(operation.unit)
         else:
-            self.gradients.moved(operation.kind, operation.about, failed)
+            (record,) = operation.gradients
+            self.gradients.moved(operation.kind, record, failed)
         self.updates.retry(operation.unit)
 
     def _drop_gradients(self) -> None:

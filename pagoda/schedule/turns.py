@@ -78,5 +78,5 @@ class Turns:
     def _publish(self, unit: int) -> None:
         """Announce which extent of a unit accesses read, and which update writes that extent."""
         weights = self._versions.of[unit]
-        steps = self._versions.awaited(unit, weights.due - len(weights.open))
-        self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, steps=steps, home=weights.front))
+        awaited = self._versions.awaited(unit, weights.due - len(weights.open))
+        self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, gradients=awaited, home=weights.front))

@@ -113,9 +113,9 @@ class Updates:
         weights.due += 1
         self._leases.changed(unit)
         if self._plan.units[unit].shared and update.state is UpdateState.RUNNING:
-            weights.sharing = update.records[0].step
+            weights.sharing = update.records[0]
             self._pending += 1
-            self._issue(Operation(Kind.SHARE, unit, version=weights.due, steps=(weights.sharing,)))
+            self._issue(Operation(Kind.SHARE, unit, version=weights.due, gradients=(weights.sharing,)))
         for record in update.records if update.has_read else ():
             self._gradients.drop(record)
         self.retry(unit)
@@ -430,12 +430,12 @@ class Updates:
             return
         if False in [self._gradients.usable(record) for record in update.records]:
             return
-        steps = tuple(record.step for record in update.records)
+        gradients = tuple(update.records)
         newest = self._versions.of[update.unit].newest
         if update.persists:
             update.state = UpdateState.RUNNING
             self._ahead = -1  # its blocks replace those that were read ahead
-            self._issue(Operation(Kind.PERSIST, update.unit, version=newest, steps=steps, about=update))
+            self._issue(Operation(Kind.PERSIST, update.unit, version=newest, gradients=gradients, about=update))
             return
         if self.checkpoint.would_lose(update.unit):
             # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
@@ -447,10 +447,18 @@ class Updates:
         if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
-        version, undoable = newest + len(steps), update.speculative
+        version, undoable = newest + len(gradients), update.speculative
         update.in_two = plan.in_two and not undoable
         operation = Operation(
-            Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, update.in_two, about=update
+            Kind.UPDATE,
+            update.unit,
+            update.keeps,
+            version,
+            gradients,
+            update.extent,
+            undoable,
+            update.in_two,
+            about=update,
         )
         self._issue(operation)
 

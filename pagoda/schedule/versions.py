@@ -69,8 +69,8 @@ class Weights:
     """An early update that is not queued yet."""
     guess: Update | None = None
     """A speculative update, in any state, until it is confirmed or undone."""
-    sharing: int | None = None
-    """The step of a confirmed speculative update while the other ranks' parts of it have not arrived."""
+    sharing: Record | None = None
+    """The gradient of a confirmed speculative update while the other ranks' parts of it have not arrived."""
     later: list[Update] = field(default_factory=list)
     """Updates that wait for `update` to end."""
     open: list[Record] = field(default_factory=list)
@@ -113,8 +113,8 @@ class Versions:
         depend on whether the update has ended, because the FETCH waits for that."""
         return self.of[unit].version if self._plan.ranks_fetch_alike else self.readable(unit)
 
-    def awaited(self, unit: int, version: int) -> tuple[int, ...]:
-        """The step whose update a FETCH of this version must wait for, if ranks must agree and the update, or other
+    def awaited(self, unit: int, version: int) -> tuple[Record, ...]:
+        """The gradient whose update a FETCH of this version must wait for, if ranks must agree and the update, or other
         ranks' parts of it, have not ended. Otherwise empty."""
         weights = self.of[unit]
         missing = version - weights.newest
@@ -127,7 +127,7 @@ class Versions:
             return ()
         begun = [] if weights.update.has_written or weights.update is guess else [weights.update]
         records = [record for update in (*begun, *weights.later) for record in update.records]
-        return (records[missing - 1].step,)
+        return (records[missing - 1],)
 
     def undoing(self, unit: int) -> bool:
         """Whether a speculative update of a unit is being undone or will be."""
