@@ -99,7 +99,7 @@ class Accesses:
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
         is due."""
-        if unit.index in self._scheduler.updates.begun_early:
+        if unit.updated:
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed before optimizer.step(), but it was updated during backward. Call "
                 "step() first, or leave out wrap(accumulation_steps=...), so that updates wait for step()."
@@ -113,6 +113,10 @@ class Accesses:
             assert lease is not None, "a unit in use keeps its lease"
             self._uses[phase][unit.index] += 1
         return lease
+
+    def edition(self, unit: LiveUnit) -> int:
+        """How often a unit's weights were changed."""
+        return self._scheduler.edition(unit.index)
 
     def is_leased(self, unit: LiveUnit) -> bool:
         """Whether a unit's weights have a place in compute's memory."""
@@ -185,7 +189,6 @@ class Accesses:
     def overwritten(self, unit: LiveUnit) -> None:
         """A unit's weights were changed, at home or in compute's memory, by something other than an update. Leases and
         graphs with the old weights are outdated."""
-        unit.version += 1
         self.tell(self._scheduler.overwritten, unit.index)
 
     def before_evaluation(self) -> None:

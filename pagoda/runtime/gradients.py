@@ -74,8 +74,6 @@ class UnitGradient:
         """Slot whose gradient is not finite on some rank, if one is known."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
-        self.extent = WEIGHT
-        """The extent of weights that its update writes."""
         self.issued = PAST
         """The point that compute's queue had reached when the update was issued. All work that reads the old weights is
         before it."""
@@ -85,8 +83,6 @@ class UnitGradient:
         """Ends when the update has written this rank's new weights."""
         self.shown = Handle() if shared else self.updated
         """Ends when all new weights are in their home."""
-        self.sharing = False
-        """Whether ranks have been asked to gather the updated weights."""
         self.written = Handle()
         """Ends when every state is written."""
 
@@ -107,6 +103,12 @@ class UnitGradient:
         unit."""
         counts = {self.arrivals[slot] for slot in self.unit.expected}
         return len(counts) == 1 and 0 not in counts
+
+    def request(self) -> None:
+        """Its update is requested, with these hyperparameters."""
+        self.taken, self.used = True, list(self.hypers)
+        for slot, hyper in self.hypers.items():
+            self.unit.steps[slot] = hyper.step
 
     def settle(self) -> None:
         """Wait until every started OFFLOAD has ended."""

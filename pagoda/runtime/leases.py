@@ -95,12 +95,15 @@ class Leases:
                 self.lease_home(unit)
 
     def lease_home(self, unit: LiveUnit) -> None:
-        """Lease a unit in place. Views of an earlier place may see its contents change."""
+        """Lease a unit in place, where its home is now. Views of an earlier place may see its contents change."""
         scheduled = self._scheduler.lease(unit.index)
         assert scheduled is not None
-        if scheduled.payload is not None:
-            del self._by_storage[scheduled.payload.storage]
-        self._add(scheduled, Lease(unit, self._store.in_place(unit.index, unit.spec.numel), None))
+        base, before = self._store.in_place(unit.index, unit.spec.numel), scheduled.payload
+        if before is not None:
+            if before.base.data_ptr() == base.data_ptr():
+                return
+            del self._by_storage[before.storage]
+        self._add(scheduled, Lease(unit, base, None))
 
     def of(self, unit: LiveUnit) -> Lease | None:
         """The lease of a unit that has not ended, which may not be ready yet. None if it has none."""
@@ -117,7 +120,7 @@ class Leases:
         lease = self._by_storage.get(storage)
         return None if lease is None else lease.payload
 
-    def fetch(self, operation: Operation, unit: LiveUnit, after: tuple[Handle, ...]) -> Handle:
+    def fetch(self, operation: Operation, unit: LiveUnit, after: Sequence[Handle]) -> Handle:
         """Start a FETCH once `after` have ended."""
         run = operation.about.run
         dtype, page = self._store.dtype(WEIGHT), self._region.page_bytes

@@ -106,12 +106,6 @@ class RankGroup:
             dist.all_gather_object(said, value, group=self.mesh.tensor.get_group())
         return said
 
-    def share(self, record: UnitGradient) -> None:
-        """Bring all new weights of a unit here, once this rank has updated its slice of them."""
-        if record.shown is not record.updated and not record.sharing:
-            record.sharing = True
-            self.gathering.share(record).then(record.shown.finish)
-
     def parameter_square_sums(self, what: str) -> dict[int, list[float]]:
         """Unit -> the square sum of each of its parameters' gradients, over all ranks.
 

@@ -170,7 +170,7 @@ class Reducer:
         if self._collectives.order.failed:
             self._reduce(unit.spec, None, nothing, None)
             return
-        if unit.version != version:
+        if self._collectives.edition(unit) != version:
             mine = self._collectives.shards.rank
             raise RankError(
                 f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {mine} has updated it for "

@@ -71,8 +71,6 @@ class Stepper:
         """All param groups, in order."""
         self.queued = 0
         """Number of updates queued so far. Each is of one unit."""
-        self._early: list[UnitGradient] = []
-        """Gradients of units that will be updated during backward, whose update had not begun at the last look."""
         self._early_hypers: NextHypers | None = None
         """The hyperparameters at the time when the first update before this `step()` was prepared."""
         self._factors: dict[tuple[int, int], float] = {}
@@ -113,15 +111,14 @@ class Stepper:
                 f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run, or None if "
                 "their number varies. With a Trainer, that is Paging(backward_passes=...)."
             )
-        self._note_begun()
         last = record.complete and record.arrivals[slot] == announced
         if last and (self._options.update_during_backward or self._options.may_speculate):
             self._prepare_early(record)
+            last = bool(record.segments)
         if self._gradients.is_due(record):
             self._offload(record, last)
         elif self._rank_group is not None and record.complete:
             self._rank_group.flush(last)
-        self._note_begun()
 
     def _offload(self, record: UnitGradient, last: bool) -> None:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
@@ -157,27 +154,12 @@ class Stepper:
             self._early_hypers = NextHypers(self.group_of, self._rule)
         record.hypers = self._early_hypers.of(record.unit, lambda _: 1.0 / self.scaler.scale)
         record.segments = segments_of(record.unit, record.hypers)
-        if self._options.update_during_backward:
-            self._early.append(record)
-
-    def _note_begun(self) -> None:
-        """Record which updates during backward have begun and will not be undone."""
-        waiting = []
-        for record in self._early:
-            if record.unit.index in self._scheduler.updates.begun_early:
-                record.unit.updated = True
-                record.taken = True
-                self._ask_for(record)
-            else:
-                waiting.append(record)
-        self._early = waiting
 
     def updates_have_begun(self) -> bool:
         """Whether some unit has begun its update of this step during backward."""
         with self._accesses.turn:
             self._accesses.end_read()
             self._executor.poll()
-            self._note_begun()
             return any(unit.updated for unit in self._units)
 
     def zero_grad(self) -> None:
@@ -196,7 +178,6 @@ class Stepper:
 
     def _forget_gradients(self) -> None:
         """Forget what is known of gradients that are gone."""
-        self._early.clear()
         self._early_hypers = None
         self._factors.clear()
         self._of_ranks = None
@@ -205,7 +186,6 @@ class Stepper:
 
     def drop_step(self) -> None:
         """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
-        self._early.clear()
         for unit in self._units:
             unit.updated = False
             for param in unit.params:
@@ -366,7 +346,7 @@ class Stepper:
 
     def _queue_updates(self, hypers: NextHypers, clipped: bool) -> None:
         """Ask for the update of every unit with a gradient, with the current hyperparameters."""
-        changed = []
+        changed, unused = [], []
         for record in self._gradients.records():
             unit = record.unit
             record.hypers = hypers.of(unit, partial(self._scale_of, unit))
@@ -374,10 +354,13 @@ class Stepper:
             if clipped or segments != record.segments:
                 changed.append(unit.index)
             record.segments = segments
-            record.taken = True
-            self._ask_for(record)
-        self._accesses.tell(self._executor.end_step, clipped, changed)
-        self._executor.close_undos()
+            if not segments:
+                unused.append(unit.index)
+            for slot in record.hypers:
+                unit.params[slot].grad = None
+            record.request()
+        self.queued += sum(bool(record.segments) for record in self._gradients.taken())
+        self._accesses.tell(self._executor.end_step, clipped, changed, unused)
 
     def _factor(self, unit: LiveUnit, slot: int) -> float:
         return self._factors.get((unit.index, slot), 1.0)
@@ -453,21 +436,6 @@ class Stepper:
             "before that gradient was seen, and keep this update; the others do not have it. To undo it, load a "
             "checkpoint. To update all units or none, leave out wrap(accumulation_steps=...), or give clip_grad_norm."
         )
-
-    def _ask_for(self, record: UnitGradient) -> None:
-        """A unit's update was asked for, or has begun, with the hyperparameters of its record."""
-        unit = record.unit
-        record.used = list(record.hypers)
-        for slot, hyper in record.hypers.items():
-            if not unit.updated:
-                unit.params[slot].grad = None
-            unit.steps[slot] = hyper.step
-        self.queued += bool(record.segments)
-        if self._options.max_staleness is not None:
-            return  # its weights change with PUBLISH
-        unit.version += bool(record.segments)
-        self._executor.latest[unit.index] = record
-        self._executor.share(record)
 
 
 def _not_scaled(what: str) -> UsageError:

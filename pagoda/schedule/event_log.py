@@ -94,7 +94,7 @@ def _describe(operation: Operation) -> list[Any]:
     """All fields of an operation as JSON, except `about` and `arrival`."""
     run = None if operation.run is None else [operation.run.start, operation.run.count]
     steps = list(operation.steps)
-    flags = [operation.undoable, operation.after_undo]
+    flags = [operation.undoable, operation.undoing is not None]
     return [operation.kind, operation.unit, run, operation.version, steps, operation.home, *flags]
 
 

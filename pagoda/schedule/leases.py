@@ -298,7 +298,7 @@ class Leases:
         self._fetching[unit].append(version)
         self._before_read(unit)
         awaited, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
-        self._issue(Operation(Kind.FETCH, unit, run, version, awaited, after_undo=undoing, about=lease))
+        self._issue(Operation(Kind.FETCH, unit, run, version, awaited, undoing=undoing, about=lease))
         if self._plan.ranks_fetch_alike:
             self._note_idle(unit)
         return True
