@@ -225,13 +225,11 @@ class _Placer:
 
     def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
         """Units whose gradients live in RAM, and pages of the staging region."""
-        all_fit = self.grads <= left and self.split.grad_share >= 1
         if self.during_backward:
-            return frozenset(), min(self.most_staging, self.grads if all_fit else left)
-        if all_fit:
+            return frozenset(), min(self.most_staging, self.grads, left)
+        if self.grads <= left:
             return self.all, 0
-        room = min(int(self.split.grad_share * self.grads), left - self.least_staging)
-        return first_that_fit(self.grad, room), self.least_staging
+        return first_that_fit(self.grad, left - self.least_staging), self.least_staging
 
     def _fixed_lines(self) -> dict[str, int]:
         """Lines of RAM that do not depend on where other states live."""
