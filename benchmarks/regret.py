@@ -44,8 +44,6 @@ from predict import ALL_ON_SSD, EFFORT, PROFILE_S, SEQ_LEN, SSD_STATE, Case, Tra
 
 SEARCHED, USUAL, AGAIN = "searched", "usual", "usual, again"
 SPLITS = {
-    "half of the weights in RAM": Split(weight_share=0.5),
-    "no weights in RAM": Split(weight_share=0.0),
     "four leases ahead": Split(leases_ahead=4),
 }
 

@@ -25,8 +25,6 @@ class Split:
     Raises ConfigError for a share or a number that is out of range.
     """
 
-    weight_share: float = 1.0
-    """Largest share of the weights, in pages, with their home in RAM."""
     leases_ahead: int = 2
     """Number of leases, each of the size of the largest unit, in addition to those in use at once. Fewer if the budget
     is tight."""
@@ -40,13 +38,12 @@ class Split:
     of the parameters that it updates."""
 
     def __post_init__(self) -> None:
-        for name in ("weight_share", "device_update_share", "device_home_share"):
+        for name in ("device_update_share", "device_home_share"):
             require(0 <= getattr(self, name) <= 1, f"split.{name}", getattr(self, name), "from 0 to 1")
         require_count("split.leases_ahead", self.leases_ahead, 1)
 
     def __str__(self) -> str:
         return (
-            f"RAM is home to at most {self.weight_share:.0%} of weights; "
             f"at most {self.leases_ahead} leases are fetched ahead"
             f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
             f"{f'; {self.device_home_share:.0%} of the device is home to states' if self.device_home_share else ''}"

@@ -18,8 +18,6 @@ from pagoda.simulate.timeline import Timeline
 
 USUAL = "the usual plan"
 _SPLITS = {
-    "half of the weights stay on SSD for moments": Split(weight_share=0.5),
-    "all weights stay on SSD for moments": Split(weight_share=0.0),
     "one lease ahead of what is in use": Split(leases_ahead=1),
     "three leases ahead of what is in use": Split(leases_ahead=3),
     "four leases ahead of what is in use": Split(leases_ahead=4),

@@ -199,11 +199,10 @@ class _Placer:
         """Units whose weights live in RAM, pages of leases, and pages left for gradients and moments. `everything` is
         the number of pages that would be needed without SSD."""
         layout, weights = self.layout, sum(self.weight.values())
-        most = int(self.split.weight_share * weights)
         taken = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=False)
         leased_anyway = LEASES in self.fixed
         if not leased_anyway:
-            kept = first_that_fit(self.weight, min(most, self.host - taken))
+            kept = first_that_fit(self.weight, self.host - taken)
             if kept == self.all:
                 return kept, 0, self.host - taken - weights + self.least_staging
         slots = layout.least_ring_slots * self._slot(weights_on_ssd=True)
@@ -220,7 +219,7 @@ class _Placer:
                 needed = min(needed, taken + weights, everything)
             self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
         leases = min(leases, left)
-        kept = first_that_fit(self.weight, min(most, left - leases))
+        kept = first_that_fit(self.weight, left - leases)
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
 
     def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
