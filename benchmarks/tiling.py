@@ -1,8 +1,8 @@
 """Batch tiling against ordinary accumulation: bytes of weights moved per step, step time and loss, in one run.
 
-All but a little state is on SSD, and compute has an arena of its own for a few layers, as a small GPU would.
-How much faster a step gets depends on what binds ordinary accumulation: here compute has two cores, and the drive is
-fast. With `--ssd-rate` every transfer takes as long as it would at that rate in each direction.
+All but a little state is on SSD, and compute has an arena of its own for a few layers, as a small GPU would. How much
+faster a step gets depends on what binds ordinary accumulation: here compute has two cores, and the drive is fast. With
+`--ssd-rate` every transfer takes as long as it would at that rate in each direction.
 
     python benchmarks/tiling.py --ssd DIR [--ssd-rate 500MB] [--layers 12] [--hidden 768] [--passes 16] [--seq-len 16] \
         [--out FILE]

@@ -212,7 +212,7 @@ class _Placer:
         if self.device is not None:
             leases = least = FETCH_SLOTS * layout.fetch_piece_pages
         elif not leased_anyway:
-            leases, least = layout.lease_pages(self.split.leases_ahead), layout.lease_pages(ahead=1)
+            leases, least = layout.lease_pages(), layout.lease_pages(ahead=1)
         if left < least:
             needed = taken_if_streamed + least
             if not leased_anyway:
@@ -406,7 +406,7 @@ class _Placer:
             gradients = everything.index(GRAD)
             weights, moments = everything[:gradients], everything[gradients + 1 :]
             groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
-        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_buffers(layout).pages
+        needed = layout.lease_pages() + self.update_ring + reduce_buffers(layout).pages
         room = int(share * (self.device - needed))
         at_home: set[tuple[int, str]] = set()
         for of_units, states in groups:
