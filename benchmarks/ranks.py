@@ -276,24 +276,21 @@ def tables(result: dict[str, Any]) -> str:
         f"{result['machine']}, one core a rank ({os.cpu_count()} cores), {settings['model']} "
         f"({parameters / 1e6:.1f} M parameters).",
         "",
-        "| tokens a rank and step | ranks | | step | memory of a rank | collectives | sent by a rank |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for tokens, figures in result["speed"]["figures"].items():
-        for ranks in (1, *settings["ranks"]):
-            for kind, name in NAMES.items():
-                if (one := figures.get(f"{kind} x{ranks}")) is not None:
-                    cells = [f"{one['step_s']:.3f} s", f"{one['peak_bytes'] / 2**20:,.0f} MiB"]
-                    cells += [f"{one['messages']:.0f}", f"{one['sent_bytes'] / 2**20:,.1f} MiB"]
-                    lines.append("| " + " | ".join([tokens, str(ranks), name, *cells]) + " |")
-    lines += [
-        "",
-        "| ranks | 12 bytes a parameter / N | state in the plan | the whole plan | resident after a step | peak |",
+        "| tokens a rank and step | ranks | | step | memory of a rank | sent by a rank |",
         "|---|---|---|---|---|---|",
     ]
+    for tokens, figures in result["speed"]["figures"].items():
+        for ranks in settings["ranks"]:
+            for kind, name in NAMES.items():
+                if (one := figures.get(f"{kind} x{ranks}")) is not None:
+                    cells = [f"{one['step_s']:.2f} s", f"{one['peak_bytes'] / 2**20:,.0f} MiB"]
+                    sent = f"{one['sent_bytes'] / 2**20:,.0f} MiB" if one["messages"] else "-"
+                    lines.append("| " + " | ".join([tokens, str(ranks), name, *cells, sent]) + " |")
+    lines += ["", "| ranks | 12 bytes a parameter / N | state in the plan | the whole plan | peak |"]
+    lines.append("|---|---|---|---|---|")
     for name, figures in result["memory"].items():
         ranks = int(name.removeprefix("x"))
-        cells = [12 * parameters / ranks, *(figures[f"{key}_bytes"] for key in ("state", "ledger", "kept", "peak"))]
+        cells = [12 * parameters / ranks, *(figures[f"{key}_bytes"] for key in ("state", "ledger", "peak"))]
         lines.append("| " + " | ".join([str(ranks), *(f"{cell / 2**20:,.0f} MiB" for cell in cells)]) + " |")
     return "\n".join(lines)
 
