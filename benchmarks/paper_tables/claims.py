@@ -98,8 +98,8 @@ CLAIMS: Sequence[Claim] = (
 
 
 def claim_table() -> Iterator[str]:
-    yield "| source | the paper's | Pagoda's plan | tokens a GPU | step | TFLOP/s a GPU | binding lane | reason |"
-    yield "|---|---|---:|---:|---:|---:|---|---|"
+    yield "| source | the paper's | Pagoda's plan | tokens a GPU | step | TFLOP/s a GPU | reason |"
+    yield "|---|---|---:|---:|---:|---:|---|"
     for claim in CLAIMS:
         setting = claim.setting
         if claim.named is None:
@@ -114,7 +114,6 @@ def claim_table() -> Iterator[str]:
             f"{setting.batch * shape.seq_len:,}",
             f"{result.step_s:,.1f} s",
             f"{result.flops / result.step_s / 1e12:.0f}",
-            result.timeline.binding_lane,
             claim.why,
         ]
         yield f"| {' | '.join(cells)} |"

@@ -15,7 +15,7 @@ def tables(result: Figures) -> str:
     """The main figures. Quartiles, saving, loading, starting and settings are in the file of results only."""
     lines: list[str] = []
     if variants := result.get("speed"):
-        lines += [*_ratios(variants), *_costs(*next(iter(variants.items()))), *_failures(variants)]
+        lines += [*_speed(variants), *_failures(variants)]
     if "largest" in result:
         lines += _largest(result["largest"])
     return "\n".join(lines).strip()
@@ -35,50 +35,62 @@ def _machine(part: Figures, variant: str) -> str:
     return f"{text} in {variant}, clipping at {settings['clip']}"
 
 
-def _ratios(variants: Figures) -> list[str]:
-    """A step over that of plain PyTorch, of all variants."""
+def _speed(variants: Figures) -> list[str]:
+    """A step over that of plain PyTorch, of all variants; seconds, RAM and bytes written of the first variant, with its
+    middle number of tokens."""
     lines, labels = [], {}
     for variant, part in variants.items():
         lines.append(f"- {_machine(part, variant)}; {part['settings']['rounds']} rounds.")
         labels |= {name: one["label"] for name, one in part["figures"].items() if "error" not in one}
     columns = [(variant, str(count)) for variant, part in variants.items() for count in part["settings"]["tokens"]]
-    lines += ["", "Median of a step's seconds over those of plain PyTorch with checkpointing in the same round:"]
-    lines += _head("system", *(f"{variant}: {int(count):,} tokens" for variant, count in columns))
+    first, part = next(iter(variants.items()))
+    middle = str(sorted(part["settings"]["tokens"])[len(part["settings"]["tokens"]) // 2])
+    lines += ["", "Median of a step's seconds over those of plain PyTorch with checkpointing in the same round. The"]
+    lines += [f"last columns are of {first} with {middle} tokens."]
+    heads = [f"{variant}: {int(count):,} tokens" for variant, count in columns]
+    lines += _head("system", *heads, "a step", "most RAM of the process", "written a step")
     for name, label in labels.items():
-        cells = [variants[variant]["figures"].get(name, {}).get("tokens", {}).get(count) for variant, count in columns]
-        lines.append(_row(label, *(NOTHING if at is None else f"{at['ratio']['median']:.2f}" for at in cells)))
+        figures = [_at(variants[variant], name, count) for variant, count in columns]
+        cells = [NOTHING if at is None else f"{at['ratio']['median']:.2f}" for at in figures]
+        lines.append(_row(label, *cells, *_costs(_at(part, name, middle))))
     return lines
 
 
-def _costs(variant: str, part: Figures) -> list[str]:
-    """Seconds, RAM and bytes written, with the middle number of tokens."""
-    tokens = sorted(part["settings"]["tokens"])
-    middle = str(tokens[len(tokens) // 2])
-    heads = f"{variant}, {middle} tokens: a step", "most RAM of the process", "written a step"
-    lines = _head("system", *heads)
-    for one in part["figures"].values():
-        if "error" not in one:
-            at = one["tokens"][middle]
-            cells = [f"{statistics.median(at['step_s']):.2f} s", f"{at['peak_bytes'] / MIB:,.0f} MiB"]
-            lines.append(_row(one["label"], *cells, f"{at['written_bytes'] / MIB:,.0f} MiB"))
-    return lines
+def _at(part: Figures, name: str, tokens: str) -> Figures | None:
+    """The figures of a system with a number of tokens, if it ran."""
+    figures: Figures = part["figures"].get(name, {}).get("tokens", {})
+    return figures.get(tokens)
+
+
+def _costs(at: Figures | None) -> list[str]:
+    """Seconds of a step, RAM and bytes written of a system that ran."""
+    if at is None:
+        return [NOTHING] * 3
+    return [
+        f"{statistics.median(at['step_s']):.2f} s",
+        f"{at['peak_bytes'] / MIB:,.0f} MiB",
+        f"{at['written_bytes'] / MIB:,.0f} MiB",
+    ]
 
 
 def _failures(variants: Figures) -> list[str]:
     """Why a system did not run."""
-    systems = [one for part in variants.values() for one in part["figures"].values() if "error" in one]
-    failed = {(one["label"], one["error"].replace("|", "\\|")): None for one in systems}
-    return [*_head("system that did not run", "why"), *(_row(*each) for each in failed), ""] if failed else [""]
+    failed: dict[tuple[str, str], list[str]] = {}
+    for variant, part in variants.items():
+        for one in part["figures"].values():
+            if "error" in one:
+                failed.setdefault((one["label"], one["error"]), []).append(variant)
+    lines = [f"- {label} did not run ({'; '.join(of)}): `{error}`" for (label, error), of in failed.items()]
+    return ["", *lines, ""]
 
 
 def _largest(part: Figures) -> list[str]:
     settings = part["settings"]
     limits = dict(sorted(part["figures"].items(), key=lambda of: parse_bytes(of[0])))
-    lines = [f"{_machine(part, settings['precision'])}, more or fewer layers, {settings['tokens']} tokens,"]
-    lines += [
-        f"three steps, no turn longer than {settings['turn_s']:.0f} s. Memory is limited by {settings['limited_by']}."
+    lines = [
+        f"{_machine(part, settings['precision'])}, more or fewer layers, {settings['tokens']} tokens, three steps."
     ]
-    lines += ["Larger models take more RAM than that, unless a cell has another reason."]
+    lines += [f"Limited by {settings['limited_by']}; no turn is longer than {settings['turn_s']:.0f} s."]
     lines += _head("system", *(f"largest model in {parse_bytes(limit) / GIB:g} GiB" for limit in limits))
     labels = {name: one["label"] for of in limits.values() for name, one in of.items()}
     for name, label in labels.items():
