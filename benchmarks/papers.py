@@ -23,8 +23,8 @@ INTRODUCTION = """\
 
 How do Pagoda's plans compare with the memory, the efficiency and the largest models that papers state?
 
-`python benchmarks/papers.py` writes this page. Nothing was run. The papers' figures are theirs. Pagoda's come from its
-planner and its simulator, on the machines of `pagoda/simulate/machines.py`, which names the source of each figure.
+`python benchmarks/papers.py` writes this page. Nothing was run. Pagoda's figures come from its planner and its
+simulator, on the machines of `pagoda/simulate/machines.py`, which names the source of each figure.
 """
 
 MEMORY = """
@@ -38,11 +38,10 @@ of its fp32 master. Pagoda's figures are from a real plan of one rank, in whole 
 OVERLAP = """
 ## Efficiency by bandwidth
 
-ZeRO-Infinity (arXiv 2104.07857, section 4) computes efficiency as ait * bw / (ait * bw + peak). Its arithmetic
-intensity ait is seq * batch FLOPs a byte for weights and gradients. The table compares this with simulated plans of a
-10B GPT on one GPU: peak 70 TFLOP/s, sequences of 1,024, a link of that bandwidth in each direction, and updates that
-never bind. A model that is *one unit* cannot overlap anything. It moves 4 bytes a parameter where the formula counts 8,
-and agrees with the formula for 4 bytes. *Units of 512 MiB* move 6 bytes, and overlap with compute.
+ZeRO-Infinity (arXiv 2104.07857, section 4) computes efficiency as ait * bw / (ait * bw + peak), with ait = seq * batch
+FLOPs a byte for weights and gradients. The table compares this with simulated plans of a 10B GPT on one GPU: peak 70
+TFLOP/s, sequences of 1,024, a link of that bandwidth in each direction. A model that is *one unit* cannot overlap
+anything, but moves 4 bytes a parameter where the formula counts 8. *Units of 512 MiB* move 6, and overlap with compute.
 """
 
 LARGEST = """
@@ -51,14 +50,12 @@ LARGEST = """
 The largest shape that has a plan, and its simulated step. GPTs are of one family (hidden about 96 times the layers,
 sequences of 1,024), T5s have hidden 8,192 and sequences of 512. Assumptions:
 
-- All ranks are data parallel, with ZeRO stage 3, one micro-batch and no clipping. Units have at most 512 MiB of
-  weights, and are updated during backward. Matrices above 256 MiB are cut into at most 64 tiles.
-- Pages may use nine tenths of RAM and drives, divided evenly over a node's ranks, and all of a GPU but 1 GiB and the
-  activations. Activations follow ZeRO-Infinity's formulas. Activation checkpoints that take more than half of a GPU
-  are in RAM; their copies take no time.
-- Models with more than about 200 units are planned with a part of their layers and of each tier.
-- FLOPs are four forward passes, with attention as a full square. A GPU computes at the rate `reached` in
-  `pagoda/simulate/machines.py`. Latency and imbalance between ranks or experts are not modelled.
+- ZeRO stage 3, data parallel, one micro-batch, no clipping. Units have at most 512 MiB of weights, and are updated
+  during backward. Matrices above 256 MiB are cut into at most 64 tiles.
+- Pages may use nine tenths of RAM and drives, and all of a GPU but 1 GiB and the activations (ZeRO-Infinity's
+  formulas). Activation checkpoints that take more than half of a GPU are in RAM; their copies take no time.
+- Large models are planned with a part of their layers and of each tier. FLOPs and rates are those of [the papers'
+  experiments](papers/experiments.md).
 """
 
 
@@ -68,19 +65,18 @@ EXPERIMENTS_INTRODUCTION = """\
 What does the simulator give for the experiments that papers report?
 
 `python benchmarks/papers.py` writes this page. **Nothing was run.** The papers' figures were measured; Pagoda's are
-simulated, on machines of the same kind. The simulator has no latency and no imbalance, and a GPU computes at the rate
-`reached` in `pagoda/simulate/machines.py`: 70 TFLOP/s for a V100, 187 for an A100. So a ratio above 1 means that
-copies, updates and collectives end before compute where the paper's did not. It does not mean that a run would reach
-that rate. TFLOP/s are of one GPU, unless a table states otherwise. A batch is of one GPU, in sequences.
+simulated, without latency and imbalance. A GPU computes at the rate `reached` in `pagoda/simulate/machines.py`: 70
+TFLOP/s for a V100, 187 for an A100. So a ratio above 1 means that copies, updates and collectives end before compute
+where the paper's did not. It does not mean that a run would reach that rate. TFLOP/s are of one GPU, unless a table
+states otherwise, and count four forward passes with attention as a full square. A batch is of one GPU, in sequences.
 
-Each case is planned and simulated as `pagoda plan` does it:
+Each case is planned as `pagoda plan` does it:
 
 - AdamW in bf16 with fp32 moments, ZeRO stage 3, data parallel, one micro-batch, clipping: 14 bytes a parameter.
 - Layers are recomputed. If their inputs do not fit on the GPU, they are copied to RAM or drives and back.
 - Pages may use nine tenths of RAM and drives, and what CUDA (1 GiB) and activations leave of the GPU.
 - The plan is the fastest of a short search. Units have at most 512 MiB, and larger matrices are cut into tiles. Models
   with many units are planned with a part of their layers and of each tier.
-- TFLOP/s count four forward passes, with attention as a full square.
 - `d2h` on several nodes includes the reduction of gradients between nodes.
 """
 

@@ -126,9 +126,8 @@ def zero_cache() -> Experiment:
         ("the same, 8 x 200 Gb/s", "—", _result(fast), "—"),
     ]
     text = """\
-Articles on AngelPTM: A100-40G nodes with 1 TB of RAM and 100 Gb/s between nodes, against DeepSpeed 0.8.1 and
-Megatron-DeepSpeed. They give ratios, but not the number of tokens. Assumed: 4 sequences of 1,024 a GPU. DeepSpeed's
-speed is the one that PatrickStar measured on such a node."""
+Articles on AngelPTM: A100-40G nodes with 1 TB of RAM and 100 Gb/s between nodes, against DeepSpeed 0.8.1. They give
+ratios. Assumed: 4 sequences of 1,024 a GPU, and the speed of DeepSpeed that PatrickStar measured on such a node."""
     plot = Plot(
         "papers_zero_cache",
         "",
@@ -169,10 +168,9 @@ def angel() -> Experiment:
     text = f"""\
 arXiv 2303.02868. Its abstract states at most +88.9% of throughput over DeepSpeed; Pagoda has {gain}, for {most}B on a
 node. It states that GPT3-175B and T5-MoE-1.2T scale over hundreds of GPUs; its curves were not available. Assumed: 4
-sequences of 2,048 a GPU, and 16 of 512 for T5; experts divided over all ranks, with equal shares of tokens; 100 Gb/s a
-node as in the articles, and the network of a DGX A100. State that does not fit in RAM and on GPUs is on SSD (3.5 GB/s a
-node; 25 GB/s in the DGX). With more GPUs, each has fewer states of experts to update for the same FLOPs. So the T5's
-rate grows faster than the number of GPUs."""
+sequences of 2,048 a GPU, and 16 of 512 for T5; experts divided over all ranks, with equal shares of tokens; state that
+does not fit elsewhere on SSD (3.5 GB/s a node; 25 GB/s with 8 x 200 Gb/s). With more GPUs, each has fewer states of
+experts to update, so the T5's rate grows faster than the number of GPUs."""
     plot = Plot("papers_angel", "GPUs", "PFLOP/s of all GPUs", ours)
     return Experiment(
         "Angel-PTM: throughput and scaling", text, ["| case | Pagoda, simulated |", "|---|---|", *rows], plot
@@ -207,10 +205,9 @@ def zero() -> Experiment:
         ratio = f"{one.flop_per_s / 1e12 / figure:.2f}" if figure else "—"
         rows.append((f"{name[4:].upper()}, {nodes * 16} GPUs, batch {batch}", theirs, _result(one), ratio))
     text = """\
-arXiv 1910.02054, DGX-2 nodes of 16 V100-32G, 800 Gb/s between them. The paper uses GPU memory alone. So do these plans:
-every unit has its home on the GPU (`device_home_share`), and RAM has at most 8 GiB of buffers a rank. Batches of a GPU
-follow from the paper's batches, which are from memory and unverified; 4 for 13B is assumed. The paper's superlinear
-scaling comes from room for more sequences. Stage 3 on 64 GPUs reaches nearly all of a GPU's rate with one sequence."""
+arXiv 1910.02054, DGX-2 nodes of 16 V100-32G, 800 Gb/s between them. All state is in GPU memory, in the paper and here
+(`device_home_share`). The paper's batches are from memory and unverified; 4 for 13B is assumed. Its superlinear scaling
+comes from room for more sequences. Stage 3 on 64 GPUs reaches nearly all of a GPU's rate with one sequence."""
     plot = Plot(
         "papers_zero",
         "GPUs",
@@ -304,10 +301,10 @@ def ten_cache() -> Experiment:
     text = f"""\
 arXiv 2511.14124: seconds of a step and hit rates, ZeRO-Infinity's and 10Cache's, from the plots of its repository (an
 epoch of MRPC, taken as {_STEPS} steps of 16 pairs). Its machine is not known. Assumed: one A100-40G, 128 GiB of RAM,
-one drive of 3.5 GB/s, {_PAIR_TOKENS} tokens a padded pair. So the ratio of seconds compares two machines, and means
-little. A *hit* here is an access to a unit's weights for which compute does not wait; 10Cache counts weights that are
-on the GPU when they are needed. **Pagoda's hit rate is lower**: with so few tokens a step, the link is busy longer than
-compute, and a plan keeps no weights on the GPU between steps unless their states live there too."""
+one drive of 3.5 GB/s, {_PAIR_TOKENS} tokens a pair. So the ratio of seconds compares two machines. A *hit* here is an
+access to a unit's weights for which compute does not wait. **Pagoda's hit rate is lower**: with so few tokens a step,
+the link is busy longer than compute, and a plan keeps no weights on the GPU between steps unless their states live
+there too."""
     names = [one[0] for one in _TRAINED]
     rates = {
         "ZeRO-Infinity": [(float(i), one[-2]) for i, one in enumerate(_TRAINED)],
