@@ -236,7 +236,7 @@ class Snapshot:
     def _adoptable(self, checkpoint: Checkpoint) -> Adoptable:
         """The committed pages of this same store that extents can use as they are.
 
-        Raises CheckpointError if other pages have to be copied and cannot be found.
+        Raises CheckpointError if other pages have to be copied and are missing.
         """
         pages, store = checkpoint.pages, self._engine.store
         found: Adoptable = {}
