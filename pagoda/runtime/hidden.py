@@ -43,8 +43,8 @@ _VIEW_ATTRIBUTES = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
 _VIEW_METHODS = frozenset({"detach", "expand", "expand_as", "permute", "squeeze", "t", "transpose", "unsqueeze", "view", "view_as"})
 """What always gives a view, or the tensor itself. Whether another function does, its result shows."""
 
-_REFUSED = frozenset({"__dlpack__", "__reduce_ex__", "resize_", "resize_as_", "set_", "storage"})
-"""Functions that would keep or replace the memory of the values, which other weights use soon."""
+_REFUSED = frozenset({"__dlpack__", "__reduce_ex__", "as_strided", "resize_", "resize_as_", "set_", "storage"})
+"""Functions that would keep, replace or look around in the memory of the values, which other weights use too."""
 
 _HARMLESS = frozenset(
     {"__hash__", "__len__", "__repr__", "_has_compatible_shallow_copy_type", "can_cast", "data_ptr", "dim"}
@@ -71,10 +71,12 @@ class Hidden:
         # An attribute arrives here as the method of its descriptor.
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         first = args[0] if args else None
-        if name == "copy_" and len(args) > 1 and args[1] is first:
+        if name in ("copy_", "set_") and len(args) > 1 and args[1] is first:
             return first  # `load_state_dict` ends with this, after its values were written to pages
-        if name in _REFUSED or ((name, attribute) == ("__set__", "data") and not isinstance(args[1], Hidden)):
-            _refuse("data =" if attribute else f"{name}()", (args, kwargs))
+        if (name, attribute) == ("__set__", "data") and not isinstance(args[1], Hidden):
+            _refuse("cannot be given other data", args)
+        if name in _REFUSED and not in_forward(first):
+            _refuse(f"cannot be used in {name}()", (args, kwargs))
         if attribute not in _VIEW_ATTRIBUTES if attribute else _reads_no_value(name, first):
             with as_plain():
                 return func(*args, **kwargs)
@@ -93,6 +95,9 @@ class Hidden:
             values = self.detach().clone()  # type: ignore[attr-defined]
             memo[id(self)] = nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
         return memo[id(self)]
+
+    def __format__(self, form: str) -> str:
+        return format(self.__deepcopy__({}), form)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
@@ -123,7 +128,7 @@ def _use(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Carry out a function that uses values."""
     homes = [vars(root).get(HOME) for root in map(root_of, hidden_in((args, kwargs)))]
     if None in homes:
-        _refuse(f"{name}()", (args, kwargs))
+        _refuse(f"cannot be used in {name}()", (args, kwargs))
     return homes[0].open().engine.uses.call(func, name, args, kwargs)
 
 
@@ -146,7 +151,7 @@ def views_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
     Raises ValueError if it has several, and RuntimeError if placeholders have no such view.
     """
-    (of,) = hidden_in(args[:1] if isinstance(args[0], Hidden) else (args, kwargs))
+    (of,) = hidden_in(args[:1] if getattr(func, "__name__", "") in READS_FIRST else (args, kwargs))
     with as_plain():
         views = tree_leaves(func(*args, **kwargs))
     for index, view in enumerate(views):
@@ -251,15 +256,15 @@ def unseen(name: str, what: str) -> str:
 def write_instead(name: str) -> str:
     """How to write a parameter, for errors."""
     return (
-        f"Write values into {name!r} in place, such as with copy_() under torch.no_grad(), or inside `with "
-        "pagoda.gathered(param, modify=True):`. The dtype is wrap(precision=...)'s, and the device memory.device's. "
-        "Save with model.state_dict()."
+        f"Write to {name!r} in place, for example with copy_() under torch.no_grad(), or inside `with "
+        "pagoda.gathered(param, modify=True):`."
     )
 
 
-def _refuse(operation: str, args: Any) -> NoReturn:
+def _refuse(what: str, args: Any) -> NoReturn:
     name = next(map(name_of, hidden_in(args)), "?")
     raise UsageError(
-        f"{operation} was called on parameter {name!r}, whose weights are in pages, and have no memory of their own. "
-        f"{write_instead(name)}"
+        f"Parameter {name!r} {what}: its weights are in pages, whose memory other weights use too. To read it, use "
+        f"param.clone(). {write_instead(name)} Its dtype is wrap(precision=...)'s, and its device memory.device's. Save "
+        "with model.state_dict()."
     )

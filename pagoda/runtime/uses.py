@@ -113,7 +113,7 @@ class Uses:
         state.engine.settle()
         with torch.inference_mode(False), torch.no_grad():
             stored = state.read(WEIGHT).to(state.engine.device.torch_device)
-            return unit.as_param(slot, unit.shown(slot, stored)).requires_grad_(root.requires_grad)
+            return unit.as_param(slot, unit.shown(slot, stored)).data.requires_grad_(root.requires_grad)
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -147,6 +147,8 @@ def _write(state: Any, values: torch.Tensor, name: str, allowed: bool) -> None:
             f"{name}() has written to parameter {state.name!r}, where the write is lost, or changes a part of the "
             f"master's bits alone. {write_instead(state.name)}"
         )
+    if values.grad_fn is not None:
+        raise UsageError(f"{name}() writes to parameter {state.name!r} as a part of a graph: use torch.no_grad().")
     state.overwrite(state.unit.stored(state.slot, values.detach()))
 
 
@@ -171,10 +173,10 @@ def _hidden_again(
 def _views(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     try:
         return views_of(func, args, kwargs)
-    except (RuntimeError, ValueError) as error:  # a placeholder has one element, and so other strides
+    except (RecursionError, RuntimeError, ValueError) as error:  # placeholders have other strides
         of = name_of(hidden_in((args, kwargs))[0])
         raise UsageError(
-            f"{name}() of parameter {of!r} returns a view whose place in pages is not known. Call it on {of}.clone(), "
+            f"{name}() of parameter {of!r} returns a view whose place in pages is not known. Call it on param.clone(), "
             "or inside `with pagoda.gathered(param):`."
         ) from error
 
@@ -193,4 +195,4 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for index in range(len(args[0])):
         of_one = [[arg[index]] if isinstance(arg, list | tuple) else arg for arg in args]
         results.append(func(*of_one, **kwargs))
-    return None if None in results else [*chain(*results)]
+    return None if None in results else (*chain(*results),)
