@@ -90,9 +90,11 @@ class ActiveForwards:
 
     @contextmanager
     def around_function(self) -> Iterator[None]:
-        """Around a function of torch that uses hidden parameters. Outside forwards it is like a forward of its own: other
-        threads wait, it sees the same updates, and what a graph saves is packed. In backward, what runs may repeat a part of
-        a forward whose graph is packed already."""
+        """Around a function of torch that uses hidden parameters.
+
+        Outside forwards it is like a forward of its own: other threads wait, it sees the same updates, and what a graph
+        saves is packed. But in backward, what runs may repeat a part of a forward, whose graph is packed already.
+        """
         if self.runs_here:
             yield
             return
@@ -122,16 +124,12 @@ class ActiveForwards:
         """Whether a forward runs in this thread."""
         return bool(self._running) and self._running[-1].thread == threading.get_ident()
 
-    def _run(
-        self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         _refuse_transforms()
         with self.alone():
             return self._run_alone(units, call, *args, **kwargs)
 
-    def _run_alone(
-        self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run_alone(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._running and not in_backward:
             self._accesses.before_forward()

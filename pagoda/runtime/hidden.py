@@ -40,7 +40,9 @@ READS_FIRST = _LIKE_ANOTHER | _MOVED
 """Functions that use values of the first argument alone."""
 
 _VIEW_ATTRIBUTES = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
-_VIEW_METHODS = frozenset({"detach", "expand", "expand_as", "permute", "squeeze", "t", "transpose", "unsqueeze", "view", "view_as"})
+_VIEW_METHODS = frozenset(
+    {"detach", "expand", "expand_as", "permute", "squeeze", "t", "transpose", "unsqueeze", "view", "view_as"}
+)
 """What always gives a view, or the tensor itself. Whether another function does, its result shows."""
 
 _REFUSED = frozenset({"__dlpack__", "__reduce_ex__", "as_strided", "resize_", "resize_as_", "set_", "storage"})
@@ -77,24 +79,23 @@ class Hidden:
             _refuse("cannot be given other data", args)
         if name in _REFUSED and not in_forward(first):
             _refuse(f"cannot be used in {name}()", (args, kwargs))
-        if attribute not in _VIEW_ATTRIBUTES if attribute else _reads_no_value(name, first):
-            with as_plain():
-                return func(*args, **kwargs)
-        if name == "__set__":
+        is_view = name == "__get__" and attribute in _VIEW_ATTRIBUTES
+        if not is_view if attribute else _reads_no_value(name, first):
             with as_plain():
                 return func(*args, **kwargs)
         if isinstance(first, Hidden) and not in_forward(first):
-            if attribute or name in _VIEW_METHODS:
+            if is_view or name in _VIEW_METHODS:
                 return views_of(func, args, kwargs)[0]
             if name in _MOVED and _moves_nothing(func, args, kwargs):
                 return first
         return _use(func, name, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            values = self.detach().clone()  # type: ignore[attr-defined]
-            memo[id(self)] = nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
-        return memo[id(self)]
+        this: Any = self
+        if id(this) not in memo:
+            values = this.detach().clone()
+            memo[id(this)] = nn.Parameter(values, this.requires_grad) if isinstance(this, nn.Parameter) else values
+        return memo[id(this)]
 
     def __format__(self, form: str) -> str:
         return format(self.__deepcopy__({}), form)
@@ -142,7 +143,7 @@ class _View(NamedTuple):
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    index: int
+    part: int
     """Which tensor of the function's result it is."""
 
 
@@ -167,7 +168,7 @@ def viewed(tensor: Any, values: torch.Tensor) -> torch.Tensor:
         return values
     of = viewed(view.of, values)
     args, kwargs = tree_map(lambda leaf: of if leaf is view.of else leaf, (view.args, view.kwargs))
-    made: torch.Tensor = tree_leaves(view.func(*args, **kwargs))[view.index]
+    made: torch.Tensor = tree_leaves(view.func(*args, **kwargs))[view.part]
     return made
 
 
@@ -265,6 +266,5 @@ def _refuse(what: str, args: Any) -> NoReturn:
     name = next(map(name_of, hidden_in(args)), "?")
     raise UsageError(
         f"Parameter {name!r} {what}: its weights are in pages, whose memory other weights use too. To read it, use "
-        f"param.clone(). {write_instead(name)} Its dtype is wrap(precision=...)'s, and its device memory.device's. Save "
-        "with model.state_dict()."
+        f"param.clone(). {write_instead(name)} Its dtype is wrap(precision=...)'s, and its device memory.device's."
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -93,7 +93,7 @@ class Uses:
         """A parameter's values, or a copy of them, to be read until `stack` ends."""
         unit, slot = state.unit, state.slot
         if self._active_forwards.use([unit]):
-            values: torch.Tensor = root.data  # which it shows now
+            values: torch.Tensor = root.data  # which is shown now
         else:
             phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
             values = unit.as_param(slot, unit.view(slot, self._accesses.read(unit, phase)))
@@ -113,7 +113,8 @@ class Uses:
         state.engine.settle()
         with torch.inference_mode(False), torch.no_grad():
             stored = state.read(WEIGHT).to(state.engine.device.torch_device)
-            return unit.as_param(slot, unit.shown(slot, stored)).data.requires_grad_(root.requires_grad)
+            own: torch.Tensor = unit.as_param(slot, unit.shown(slot, stored)).data
+            return own.requires_grad_(root.requires_grad)
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -128,11 +129,16 @@ def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _given(leaf: Any, values: torch.Tensor, copies: bool, links: bool) -> torch.Tensor:
     """What a function gets in place of a hidden tensor. `values` are those of its root."""
-    if leaf.requires_grad and not isinstance(leaf, Hidden) and not copies:
-        return leaf  # a running forward shows it
-    values = viewed(leaf, values)
+    is_shown = not isinstance(leaf, Hidden)  # by a running forward
     with as_plain():
-        return with_gradient(leaf, values) if links and leaf.requires_grad and torch.is_grad_enabled() else values
+        trains = leaf.requires_grad
+    if is_shown and trains and not copies:
+        return cast(torch.Tensor, leaf)
+    values = viewed(leaf, values)
+    if links and trains and torch.is_grad_enabled():
+        with as_plain():
+            values = with_gradient(leaf, values)
+    return values
 
 
 def _replaced(arguments: Any, given: Mapping[int, torch.Tensor]) -> Any:
