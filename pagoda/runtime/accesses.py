@@ -117,7 +117,7 @@ class Accesses:
 
     def edition(self, unit: LiveUnit) -> int:
         """How often a unit's weights were changed."""
-        return self._scheduler.edition(unit.index)
+        return self._scheduler.weights(unit.index).edition
 
     def is_leased(self, unit: LiveUnit) -> bool:
         """Whether a unit's weights have a place in compute's memory."""
@@ -182,7 +182,7 @@ class Accesses:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:
             recorder.access(f"{phase.name.lower()} {unit.spec.name}")
-            recorder.leased(self._scheduler.leases.frames.in_use * self.plan.page_bytes)
+            recorder.leased(self._scheduler.usage.frames * self.plan.page_bytes)
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
         """A router has chosen experts. `units` are their units, in the order in which they will run."""
@@ -218,7 +218,7 @@ class Accesses:
             return
 
         def ended() -> bool:
-            return until() or self._scheduler.versions.failed
+            return until() or self._scheduler.broken
 
         start = time.perf_counter()
         try:
@@ -240,13 +240,13 @@ class Accesses:
     def drain(self) -> None:
         """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
-        if not self.closed and any(weights.lag for weights in scheduler.versions.of):
+        if not self.closed and any(scheduler.weights(unit.index).lag for unit in self.plan.units):
             self.agree("applying all asynchronous updates, which an evaluation between steps does too")
         with self.turn:
             self._executor.poll()
             self.tell(scheduler.drain, True)
             try:
-                self.wait(lambda: scheduler.updates.drained, "update")
+                self.wait(lambda: scheduler.drained, "update")
             finally:
                 self.tell(scheduler.drain, False)
             self._drop_ahead()
@@ -290,7 +290,7 @@ class Accesses:
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
             before = self.staleness.get(unit.spec.name, Staleness())
-            self.staleness[unit.spec.name] = before.and_one(self._scheduler.versions.of[unit.index].lag)
+            self.staleness[unit.spec.name] = before.and_one(self._scheduler.weights(unit.index).lag)
         self._used.add(unit.index)
 
     def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
@@ -311,7 +311,7 @@ class Accesses:
     def _refuse(self, unit: LiveUnit) -> None:
         """Raise the error for a unit that has no room."""
         tier = self.plan.lease_tier
-        names = ", ".join(repr(self.plan.units[holder].name) for holder in self._scheduler.leases.holders())
+        names = ", ".join(repr(self.plan.units[holder].name) for holder in self._scheduler.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
             f"memory.{tier}, or lower memory.unit_limit.",

@@ -240,7 +240,7 @@ class Engine:
         states are.
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
-        self.accesses.wait(lambda: self.scheduler.updates.prepared, "update")
+        self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, "update")
         if self.plan.options.max_staleness is not None:
             self.drain()
 
@@ -301,9 +301,9 @@ class Engine:
 
     def _follow_trace(self) -> bool:
         """Update the plan to the steps that the scheduler expects. Returns whether it changed."""
-        changed = self.scheduler.order.trace is not self.plan.trace
+        changed = self.scheduler.trace is not self.plan.trace
         if changed:
-            self.plan = self.plan.retraced(self.scheduler.order.trace)
+            self.plan = self.plan.retraced(self.scheduler.trace)
         return changed
 
     # --- parts ----------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Engine:
         """`norms` are None if the step was skipped."""
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
-        kept, undone = self.scheduler.updates.times_kept, self.scheduler.updates.times_undone
+        *_, kept, undone = self.scheduler.usage
         activations = self.graphs.end_step()
         self.stats = StepStats(
             step=self._step,
@@ -350,9 +350,9 @@ class Engine:
     def peak_bytes(self) -> dict[str, int]:
         """tier -> most bytes of pages in use at once, to compare with `Plan.peak_bytes`."""
         page, scheduler = self.plan.page_bytes, self.scheduler
-        peaks = {HOST: self.store.host_bytes + scheduler.gradients.pages.peak * page}
+        peaks = {HOST: self.store.host_bytes + scheduler.usage.most_pages * page}
         if (tier := self.plan.lease_tier) is not None:
-            peaks[tier] = peaks.get(tier, 0) + scheduler.leases.frames.peak * page
+            peaks[tier] = peaks.get(tier, 0) + scheduler.usage.most_frames * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
         if self.store.ssd is not None:

@@ -122,7 +122,7 @@ class Executor:
         """Another rank is about to read a unit's weights in their home. Returns the handle that it must wait for, if
         any."""
         self.driver.tell(self._scheduler.others_read, unit.index)
-        guess = self._scheduler.guess(unit.index)
+        guess = self._scheduler.weights(unit.index).guess
         return None if guess is None or guess.payload is None else guess.payload.over
 
     def take_back(self, unit: LiveUnit) -> None:
@@ -141,7 +141,7 @@ class Executor:
 
     def _requested(self, unit: LiveUnit) -> UnitGradient | None:
         """The gradient of the unit's latest requested update."""
-        record = self._scheduler.requested(unit.index)
+        record = self._scheduler.weights(unit.index).requested
         return None if record is None else record.payload
 
     def begin_checkpoint(self, capture: Capture) -> None:
@@ -182,14 +182,14 @@ class Executor:
         elif operation.kind is Kind.SPILL:
             self.spill_failure = self.spill_failure or error
         self._scheduler.failed(operation)
-        if self._scheduler.versions.failed or operation.kind is Kind.RELOAD:
+        if self._scheduler.broken or operation.kind is Kind.RELOAD:
             self.damage.note(error)
         self._end_pending()
         self._end_lost_capture()
 
     def _end_pending(self) -> None:
         """After an update has failed, no other begins. End the handles of the pending ones with the error."""
-        if not self._scheduler.versions.failed:
+        if not self._scheduler.broken:
             return
         for unit in self._units:
             record = self._requested(unit)
@@ -198,7 +198,7 @@ class Executor:
                 record.written.finish(self.damage.cause)
 
     def _end_lost_capture(self) -> None:
-        if self.capture is not None and self._scheduler.updates.checkpoint.lost:
+        if self.capture is not None and self._scheduler.checkpoint_lost:
             self.capture.end(self.damage.cause)
 
     def _fetch(self, operation: Operation) -> None:

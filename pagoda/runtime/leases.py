@@ -18,8 +18,8 @@ from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-from pagoda.schedule.leases import Lease as ScheduledLease
 from pagoda.schedule.operations import Operation
+from pagoda.schedule.records import Lease as ScheduledLease
 from pagoda.schedule.scheduler import Scheduler
 
 _PIECE_BYTES = 8 << 20

@@ -140,7 +140,7 @@ class Stepper:
         event = self._scheduler.gradient
         self._accesses.tell(event, record.unit.index, record.complete, last, True, record, arrival)
         lane = "update" if self._options.update_during_backward else "ssd_write"
-        self._accesses.wait(lambda: not self._scheduler.gradients.held_back, lane, lambda: self._refuse(record))
+        self._accesses.wait(lambda: not self._scheduler.held_back, lane, lambda: self._refuse(record))
 
     def _refuse(self, record: UnitGradient) -> None:
         """Raise the error for a gradient without a buffer."""

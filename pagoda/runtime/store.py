@@ -137,15 +137,15 @@ class Store:
 
     def newest_extents(self, unit: int) -> dict[str, str]:
         """State -> name of the extent with its newest values."""
-        return self.extents(unit, self._scheduler.extents(unit)[1])
+        return self.extents(unit, self._scheduler.weights(unit).extent)
 
     def front_extent(self, unit: int) -> str:
         """Name of the extent of the weights that compute reads."""
-        return self.extent(unit, WEIGHT, self._scheduler.extents(unit)[0])
+        return self.extent(unit, WEIGHT, self._scheduler.weights(unit).front)
 
     def newest_extent(self, unit: int, state: str) -> str:
         """Name of the extent with the newest values of a state."""
-        return self.extent(unit, state, self._scheduler.extents(unit)[1])
+        return self.extent(unit, state, self._scheduler.weights(unit).extent)
 
     def poison(self, unit: int, number: int) -> None:
         """In debug mode, fill with NaN what an update writes of an extent, for states that have two."""

@@ -21,35 +21,19 @@ ends no lease, because a lease is a copy of the weights.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 from pagoda.memory.page import Run
 from pagoda.schedule.agenda import Agenda
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.records import Lease
 from pagoda.schedule.versions import Versions
 
 MOST_PREFETCHES = 2
 """A prefetch starts only while fewer FETCHes than this run. More would delay fetches for which compute waits."""
 _CANDIDATES = 16
 """The number of slabs in which a prefetch looks for frames. A fetch for which compute waits looks in all slabs."""
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """Frames that hold, or are about to hold, one version of a unit's weights. If compute reads a unit's home, the unit
-    has a lease without frames, which never ends."""
-
-    unit: int
-    run: Run
-    version: int
-    filled: bool = False
-    """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
-    over: bool = False
-    """Whether the lease has ended, so that nothing new uses it."""
-    payload: Any = None
-    """What the executor knows of the lease. The scheduler does not read it."""
 
 
 @dataclass(eq=False, repr=False)

@@ -11,6 +11,7 @@ from pagoda.plan.placement import CHECKPOINT, LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Trace
+from pagoda.schedule.records import GradientRecord, Update
 
 
 class Kind(StrEnum):
@@ -66,7 +67,7 @@ class Operation:
     states that it keeps for a checkpoint. For a SAVE: where it reads the states, if not in their home."""
     version: int = 0
     """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
-    gradients: tuple[Any, ...] = ()
+    gradients: tuple[GradientRecord, ...] = ()
     """The gradients that an UPDATE applies, oldest first, or the gradient that an OFFLOAD, SPILL or RELOAD moves. For a
     FETCH or PUBLISH of a future version, if ranks must agree: the gradient whose update it waits for."""
     home: int = 0
@@ -74,7 +75,7 @@ class Operation:
     writes. For a PUBLISH, which extent of the weights is read."""
     undoable: bool = False
     """Whether an UPDATE keeps what it changes, because an UNDO may have to restore it."""
-    undoing: Any = None
+    undoing: Update | None = None
     """The speculative update whose UNDO restores the version of a FETCH. The FETCH waits for that. Only if ranks must
     agree. Otherwise the FETCH is issued later."""
     arrival: Any = None

@@ -2,15 +2,31 @@
 overview."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from pagoda.plan.trace import Access
-from pagoda.schedule.gradients import Gradients, Record
-from pagoda.schedule.leases import Lease, Leases
+from pagoda.plan.trace import Access, Trace
+from pagoda.schedule.gradients import Gradients
+from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.records import GradientRecord, Lease, Weights
 from pagoda.schedule.updates import Updates
-from pagoda.schedule.versions import Update, Versions
+from pagoda.schedule.versions import Versions
+
+
+class Usage(NamedTuple):
+    """What a scheduler's operations have used so far."""
+
+    frames: int
+    """Frames that leases hold now."""
+    most_frames: int
+    pages: int
+    """Pages that gradient buffers hold now."""
+    most_pages: int
+    kept: int
+    """Speculative updates that were confirmed."""
+    undone: int
+    """Speculative updates that were undone or called off."""
 
 
 class Scheduler:
@@ -72,7 +88,7 @@ class Scheduler:
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
         `step()`. `here`: False if only another rank's autograd has made it. `payload`: what the executor knows of the
         unit's gradient of this step. `arrival`: what it knows of this part of it. Compute must wait while
-        `gradients.held_back`.
+        `held_back`.
         """
         self.updates.undo(unit)
         record = self.gradients.add(unit, self.steps, complete, payload, arrival)
@@ -118,7 +134,7 @@ class Scheduler:
 
     def drain(self, draining: bool) -> None:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
-        Compute waits until `updates.drained`."""
+        Compute waits until `drained`."""
         self.updates.drain(draining)
         self._pump()
 
@@ -137,7 +153,7 @@ class Scheduler:
         self._pump()
 
     def prepare_checkpoint(self) -> None:
-        """A checkpoint is requested. It can begin once `updates.prepared` is true and asynchronous updates are
+        """A checkpoint is requested. It can begin once `checkpoint_prepared` is true and asynchronous updates are
         drained."""
         self.updates.undo_all()
         self._pump()
@@ -246,23 +262,9 @@ class Scheduler:
         out, self._out = self._out, []
         return out
 
-    def requested(self, unit: int) -> Record | None:
-        """The last gradient of the latest update of a unit that accesses see, or will see once it has ended."""
-        return self.versions.of[unit].requested
-
-    def guess(self, unit: int) -> Update | None:
-        """The speculative update of a unit, in any state, until it is confirmed or undone."""
-        return self.versions.of[unit].guess
-
-    def edition(self, unit: int) -> int:
-        """How often the weights of a unit that accesses read were changed, by updates or otherwise."""
-        return self.versions.of[unit].edition
-
-    def extents(self, unit: int) -> tuple[int, int]:
-        """The numbers of the extents of a unit that accesses read and that has the newest values: see
-        `Weights.front`."""
-        weights = self.versions.of[unit]
-        return weights.front, weights.extent
+    def weights(self, unit: int) -> Weights:
+        """The record of a unit's weights: its versions, updates and extents."""
+        return self.versions.of[unit]
 
     def lease(self, unit: int) -> Lease | None:
         """A unit's lease that has not ended, which may not be filled yet. None if it has none."""
@@ -281,6 +283,51 @@ class Scheduler:
         """Whether nothing is under way. If compute waits now, it waits forever, because there is too little memory."""
         return self._under_way == 0
 
+    @property
+    def held_back(self) -> bool:
+        """Whether compute must wait before it makes more gradients, because a gradient has no buffer yet."""
+        return self.gradients.held_back
+
+    @property
+    def drained(self) -> bool:
+        """Whether no update is queued or under way."""
+        return self.updates.drained
+
+    @property
+    def checkpoint_prepared(self) -> bool:
+        """Whether a checkpoint can begin: the previous checkpoint has read everything, and no update is speculative."""
+        return self.updates.prepared
+
+    @property
+    def checkpoint_lost(self) -> bool:
+        """Whether the checkpoint waits for an update after one has failed. It may then never end."""
+        return self.updates.checkpoint.lost
+
+    @property
+    def broken(self) -> bool:
+        """Whether an update has failed. States are then damaged until all are `restored`."""
+        return self.versions.failed
+
+    @property
+    def trace(self) -> Trace:
+        """The step that is expected next."""
+        return self.order.trace
+
+    @property
+    def position(self) -> int:
+        """The number of accesses of this step so far, as the trace counts them."""
+        return self.order.position
+
+    @property
+    def usage(self) -> Usage:
+        """What leases, gradient buffers and speculative updates have used so far."""
+        frames, pages, updates = self.leases.frames, self.gradients.pages, self.updates
+        return Usage(frames.in_use, frames.peak, pages.in_use, pages.peak, updates.times_kept, updates.times_undone)
+
+    def holders(self) -> list[int]:
+        """Units whose frames cannot be taken now."""
+        return self.leases.holders()
+
     # --- parts ---
 
     def _moved(self, operation: Operation, failed: bool) -> None:
@@ -294,7 +341,7 @@ class Scheduler:
             self.gradients.moved(operation.kind, record, failed)
         self.updates.retry(operation.unit)
 
-    def _drop(self, record: Record) -> None:
+    def _drop(self, record: GradientRecord) -> None:
         self.updates.call_off_early(record.unit)
         self.gradients.drop(record)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
-from pagoda.schedule.versions import Update, Versions
+from pagoda.schedule.records import Update
+from pagoda.schedule.versions import Versions
 
 
 @dataclass(eq=False, repr=False)

@@ -22,12 +22,13 @@ from heapq import heappop, heappush
 from itertools import count
 
 from pagoda.schedule.checkpoints import Checkpoint
-from pagoda.schedule.gradients import Gradients, Record
+from pagoda.schedule.gradients import Gradients
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.records import GradientRecord, Update, UpdateState
 from pagoda.schedule.turns import Turns
-from pagoda.schedule.versions import Update, UpdateState, Versions
+from pagoda.schedule.versions import Versions
 
 MOST_ADMITTED = 2
 """Updates under way at once. With two, the executor's ring of buffers does not run empty between units."""
@@ -80,7 +81,7 @@ class Updates:
 
     # --- updates requested by `step()` ---
 
-    def queue(self, record: Record) -> None:
+    def queue(self, record: GradientRecord) -> None:
         """`step()` requests a unit's update with a gradient that has arrived."""
         weights = self._versions.of[record.unit]
         weights.asking = None
@@ -142,7 +143,7 @@ class Updates:
 
     # --- early updates ---
 
-    def ask_early(self, record: Record) -> None:
+    def ask_early(self, record: GradientRecord) -> None:
         """Backward has finished with a unit. Update it as soon as nothing refers to its weights: for good if nothing
         will be clipped, otherwise speculatively."""
         weights, speculative = self._versions.of[record.unit], not self._plan.during_backward

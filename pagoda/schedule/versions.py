@@ -3,93 +3,8 @@
 A version is the number of steps whose gradients the weights contain.
 """
 
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any
-
-from pagoda.memory.page import Run
-from pagoda.schedule.gradients import Record
-from pagoda.schedule.operations import Operation, SchedulePlan
-
-
-class UpdateState(Enum):
-    ASKING = auto()
-    """The update is early. RECLAIM asks whether anything refers to the weights, or the answer was that something
-    does."""
-    QUEUED = auto()
-    LOADING = auto()
-    """The gradient is being moved to RAM. From here on, the update counts as under way."""
-    RUNNING = auto()
-    UNDOING = auto()
-
-
-@dataclass(eq=False, slots=True)
-class Update:
-    """One update of a unit."""
-
-    unit: int
-    records: list[Record]
-    speculative: bool = False
-    """True until `step()` confirms the update."""
-    state: UpdateState = UpdateState.QUEUED
-    query: Operation | None = None
-    """The RECLAIM under way."""
-    urgent: bool = False
-    """Whether compute waits for the update."""
-    keeps: Run | None = None
-    """Where the update keeps the old states for a checkpoint, if it does."""
-    admitted: bool = False
-    """Whether the update counts toward the limit of updates under way."""
-    has_read: bool = False
-    """Whether the update has read its gradient for the last time."""
-    has_written: bool = False
-    """Whether the update has written the new weights."""
-    extent: int = 0
-    """The extent that the update writes: see `Weights.front`."""
-    withdrawn: bool = False
-    """Whether the update will be undone as soon as it has ended."""
-    payload: Any = None
-    """What the executor knows of the update. The scheduler does not read it."""
-
-
-@dataclass(eq=False, slots=True)
-class Weights:
-    """The versions of one unit's weights."""
-
-    newest: int = 0
-    """The version that the latest update has written."""
-    due: int = 0
-    """The number of steps that have requested an update."""
-    lag: int = 0
-    """The number of these steps that accesses do not see yet. Not 0 only with asynchronous updates."""
-    update: Update | None = None
-    """The update that is queued or under way."""
-    asking: Update | None = None
-    """An early update that is not queued yet."""
-    guess: Update | None = None
-    """A speculative update, in any state, until it is confirmed or undone."""
-    sharing: list[Update] = field(default_factory=list)
-    """Requested updates of which other ranks' parts have not arrived, oldest first."""
-    later: list[Update] = field(default_factory=list)
-    """Updates that wait for `update` to end."""
-    open: list[Record] = field(default_factory=list)
-    """Gradients that an asynchronous update will apply together with those of coming steps."""
-    closed: Update | None = None
-    """An asynchronous update that no PUBLISH has announced yet."""
-    requested: Record | None = None
-    """The last gradient of the latest update that accesses see, or will see once it has ended."""
-    edition: int = 0
-    """How often the weights that accesses read were changed, by updates or otherwise."""
-    front: int = 0
-    """The extent that accesses read: 0 or 1. Weights have two extents if updates are asynchronous. Every state in
-    RAM of a unit that is updated speculatively has two as well. Where there is only one, both numbers mean it."""
-    extent: int = 0
-    """The extent with the newest values."""
-
-    @property
-    def version(self) -> int:
-        """The version that accesses read."""
-        return self.due - self.lag
+from pagoda.schedule.operations import SchedulePlan
+from pagoda.schedule.records import GradientRecord, Update, UpdateState, Weights
 
 
 class Versions:
@@ -119,7 +34,7 @@ class Versions:
         depend on whether the update has ended, because the FETCH waits for that."""
         return self.of[unit].version if self._plan.ranks_fetch_alike else self.readable(unit)
 
-    def awaited(self, unit: int, version: int) -> tuple[Record, ...]:
+    def awaited(self, unit: int, version: int) -> tuple[GradientRecord, ...]:
         """The gradient whose update a FETCH of this version must wait for, if ranks must agree and the update, or other
         ranks' parts of it, have not ended. Otherwise empty."""
         weights = self.of[unit]

@@ -62,7 +62,7 @@ class Execution:
         while operations := self._scheduler.take():
             for operation in operations:
                 self._begin(operation)
-        in_use = self._scheduler.leases.frames.in_use, self._scheduler.gradients.pages.in_use
+        in_use = self._scheduler.usage.frames, self._scheduler.usage.pages
         if in_use != self.in_use[-1][1]:
             self.in_use.append((self._lanes.now, in_use))
 

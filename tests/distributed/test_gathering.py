@@ -102,8 +102,8 @@ def collectives_of(table: Table, rank: int) -> Collectives:
     transport: Any = FakeWire(table, rank)
     shards: Any = SimpleNamespace(family=lambda _: everyone, sharers=lambda _: everyone)
     units: Any = [SimpleNamespace(index=0, spec=SimpleNamespace(name="unit"))]
-    order, plan = SimpleNamespace(position=0, trace=None), SimpleNamespace(units=())
-    scheduler: Any = SimpleNamespace(order=order, plan=plan, edition=lambda _: 0)
+    plan, weights = SimpleNamespace(units=()), SimpleNamespace(edition=0)
+    scheduler: Any = SimpleNamespace(position=0, trace=None, plan=plan, weights=lambda _: weights)
     return Collectives(Mesh(World(rank, size), Ranks(size, size)), transport, shards, Device(), units, scheduler)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.records import UpdateState
 from pagoda.schedule.updates import MOST_ADMITTED
-from pagoda.schedule.versions import UpdateState
 
 from .rules import Rules
 
@@ -364,7 +364,7 @@ class Memory:
         require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")
         begun = unit in self.begun_early and self.steps not in truth.applied
         require(truth.asked <= home.newest and not begun, f"READ_AHEAD of unit {unit}, whose update is queued")
-        guess = self.scheduler.guess(unit)
+        guess = self.scheduler.weights(unit).guess
         require(
             guess is None or guess.state is UpdateState.ASKING, f"READ_AHEAD of unit {unit}, whose update may be undone"
         )

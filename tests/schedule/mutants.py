@@ -126,12 +126,24 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     gradients: {
         "a gradient buffer is taken while it moves": (
-            "return self.arriving > 0 or self.transferring or self.in_use",
-            "return self.in_use",
+            "        if record.dropped and not record.busy:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.busy else",
+            "        if record.dropped and not record.in_use:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.in_use else",
         ),
         "a gradient buffer is taken while an update reads it": (
-            "return self.arriving > 0 or self.transferring or self.in_use",
-            "return self.arriving > 0 or self.transferring",
+            "        if record.dropped and not record.busy:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.busy else",
+            "        if record.dropped and not (record.arriving or record.transferring):\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.arriving or record.transferring else",
         ),
         "what SSD holds counts though more has arrived": ("record.clean = record.clean and not record.made", "pass"),
         "a spill that failed counts": ("record.clean = record.clean and not failed", "pass"),
