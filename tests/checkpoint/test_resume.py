@@ -261,7 +261,7 @@ def assert_refused_untouched(run: Run, directory: Path, message: str) -> None:
         (Recipe("conv"), "does not belong to this model: only one of the two trains"),
         (
             Recipe("llama", moments="8bit"),
-            "this run keeps .*exp_avg_sq_8bit.*precision, optimizer and moments of the run that",
+            "this run keeps .*exp_avg_sq_fp8.*precision, optimizer and moments of the run that",
         ),
     ],
     ids=["model", "moments"],
