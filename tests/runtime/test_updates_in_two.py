@@ -139,7 +139,7 @@ def test_a_second_part_that_fails_is_said_until_every_state_is_replaced(
 
 
 @pytest.mark.parametrize(
-    "rule", [pagoda.SGD(lr=1e-2, momentum=0.9), pagoda.AdamW(moments="8bit")], ids=["needs weights", "scales in RAM"]
+    "rule", [pagoda.SGD(lr=1e-2, momentum=0.9), pagoda.AdamW(moments="8bit")], ids=["needs weights", "floors in RAM"]
 )
 def test_rules_whose_moments_cannot_be_computed_apart_are_updated_whole(rule: Rule, tmp_path: Path) -> None:
     recipe = replace(RECIPE, rule=rule, steps=1)
