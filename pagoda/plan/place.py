@@ -94,8 +94,6 @@ class _Placer:
         self.asynchronous = options.max_staleness is not None
         self.during_backward = options.update_during_backward
         self.speculates = options.may_speculate
-        self.in_two = layout.in_two and layout.ranks.count == 1 and not (self.asynchronous or self.during_backward)
-        """Whether updates of states on SSD may have two parts."""
         self.update_ring = 0
         """Pages of the device for slots through which states pass for their update."""
         if self.split.device_update_share and self.device is not None:
@@ -165,22 +163,7 @@ class _Placer:
         host[CHECKPOINT] += max(0, copied)
         self._add_spare(ssd)
         lines = {tier: pages for tier, pages in ((HOST, host), (SSD, ssd), (DEVICE, device)) if pages}
-        in_two = self._updated_in_two(kept, on_device)
-        return Placement(homes, lines, slots, speculated, on_device, in_two)
-
-    def _updated_in_two(self, kept: _InRam, on_device: frozenset[int]) -> frozenset[int]:
-        """Units whose updates have two parts: the first ones of forward, because their weights are needed soonest.
-        Their gradients live in RAM, where they wait for the second part."""
-        indices = kept.grads - kept.moments - on_device
-        able = [unit for unit in self.layout.units if unit.index in indices and unit.trainable_numel]
-        most = self.split.two_part_share * sum(unit.trainable_numel for unit in able) if self.in_two else 0
-        chosen = set[int]()
-        for unit in able:
-            most -= unit.trainable_numel
-            if most < 0:
-                break
-            chosen.add(unit.index)
-        return frozenset(chosen)
+        return Placement(homes, lines, slots, speculated, on_device)
 
     # --- host RAM -----------------------------------------------------------------------------------------
 
@@ -216,11 +199,10 @@ class _Placer:
         """Units whose weights live in RAM, pages of leases, and pages left for gradients and moments. `everything` is
         the number of pages that would be needed without SSD."""
         layout, weights = self.layout, sum(self.weight.values())
-        most = int(self.split.weight_share * weights)
         taken = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=False)
         leased_anyway = LEASES in self.fixed
         if not leased_anyway:
-            kept = first_that_fit(self.weight, min(most, self.host - taken))
+            kept = first_that_fit(self.weight, self.host - taken)
             if kept == self.all:
                 return kept, 0, self.host - taken - weights + self.least_staging
         slots = layout.least_ring_slots * self._slot(weights_on_ssd=True)
@@ -230,25 +212,23 @@ class _Placer:
         if self.device is not None:
             leases = least = FETCH_SLOTS * layout.fetch_piece_pages
         elif not leased_anyway:
-            leases, least = layout.lease_pages(self.split.leases_ahead), layout.lease_pages(ahead=1)
+            leases, least = layout.lease_pages(), layout.lease_pages(ahead=1)
         if left < least:
             needed = taken_if_streamed + least
             if not leased_anyway:
                 needed = min(needed, taken + weights, everything)
             self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
         leases = min(leases, left)
-        kept = first_that_fit(self.weight, min(most, left - leases))
+        kept = first_that_fit(self.weight, left - leases)
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
 
     def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
         """Units whose gradients live in RAM, and pages of the staging region."""
-        all_fit = self.grads <= left and self.split.grad_share >= 1
         if self.during_backward:
-            return frozenset(), min(self.most_staging, self.grads if all_fit else left)
-        if all_fit:
+            return frozenset(), min(self.most_staging, self.grads, left)
+        if self.grads <= left:
             return self.all, 0
-        room = min(int(self.split.grad_share * self.grads), left - self.least_staging)
-        return first_that_fit(self.grad, room), self.least_staging
+        return first_that_fit(self.grad, left - self.least_staging), self.least_staging
 
     def _fixed_lines(self) -> dict[str, int]:
         """Lines of RAM that do not depend on where other states live."""
@@ -302,10 +282,8 @@ class _Placer:
         return lines
 
     def _slot(self, weights_on_ssd: bool) -> int:
-        """Pages of a block of the states that stream through RAM. The second part of an update leaves the weights that
-        it computes there, because nobody needs them."""
+        """Pages of a block of the states that stream through RAM."""
         layout = self.layout
-        weights_on_ssd = weights_on_ssd or (self.in_two and self.split.two_part_share > 0)
         return sum(layout.block_pages(s.name) for s in (*[layout.weight] * weights_on_ssd, *layout.moments))
 
     def _ring_slots(self, slot: int, taken: int) -> int:
@@ -428,7 +406,7 @@ class _Placer:
             gradients = everything.index(GRAD)
             weights, moments = everything[:gradients], everything[gradients + 1 :]
             groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
-        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_buffers(layout).pages
+        needed = layout.lease_pages() + self.update_ring + reduce_buffers(layout).pages
         room = int(share * (self.device - needed))
         at_home: set[tuple[int, str]] = set()
         for of_units, states in groups:

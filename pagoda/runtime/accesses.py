@@ -99,7 +99,7 @@ class Accesses:
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
         is due."""
-        if unit.index in self._scheduler.updates.begun_early:
+        if unit.updated:
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed before optimizer.step(), but it was updated during backward. Call "
                 "step() first, or leave out wrap(accumulation_steps=...), so that updates wait for step()."
@@ -107,13 +107,20 @@ class Accesses:
         self.check_usable()
         unit.used = True
         with self.turn:
-            lease = self._leases.get(unit) if self._uses[phase][unit.index] else self._access(unit, phase)
+            if not self._uses[phase][unit.index]:
+                self._access(unit, phase)
+            lease = self._leases.of(unit)
+            assert lease is not None, "a unit in use keeps its lease"
             self._uses[phase][unit.index] += 1
         return lease
 
+    def edition(self, unit: LiveUnit) -> int:
+        """How often a unit's weights were changed."""
+        return self._scheduler.edition(unit.index)
+
     def is_leased(self, unit: LiveUnit) -> bool:
         """Whether a unit's weights have a place in compute's memory."""
-        return self._leases.latest(unit) is not None
+        return self._leases.of(unit) is not None
 
     def end(self, unit: LiveUnit, phase: Phase) -> None:
         """One use of a unit has ended."""
@@ -146,7 +153,7 @@ class Accesses:
             if unit is not None:
                 self.end(unit, Phase.BACKWARD)
 
-    def _access(self, unit: LiveUnit, phase: Phase) -> Lease:
+    def _access(self, unit: LiveUnit, phase: Phase) -> None:
         """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
         self._device.computing()
         self._executor.poll()
@@ -163,8 +170,8 @@ class Accesses:
         try:
             if not self._scheduler.ready(unit.index):
                 self._wait(unit)
-            lease = self._leases.get(unit)
-            if lease.ready is not None and not lease.ready.succeeded:
+            lease = self._leases.of(unit)
+            if lease is not None and lease.ready is not None and not lease.ready.succeeded:
                 self._device.wait_for(lease.ready.wait_until_issued())
         except BaseException:
             self.tell(self._scheduler.release, unit.index)
@@ -174,7 +181,6 @@ class Accesses:
         if (recorder := self.meter.recorder) is not None:
             recorder.access(f"{phase.name.lower()} {unit.spec.name}")
             recorder.leased(self._scheduler.leases.frames.in_use * self.plan.page_bytes)
-        return lease
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
         """A router has chosen experts. `units` are their units, in the order in which they will run."""
@@ -183,7 +189,6 @@ class Accesses:
     def overwritten(self, unit: LiveUnit) -> None:
         """A unit's weights were changed, at home or in compute's memory, by something other than an update. Leases and
         graphs with the old weights are outdated."""
-        unit.version += 1
         self.tell(self._scheduler.overwritten, unit.index)
 
     def before_evaluation(self) -> None:
@@ -258,7 +263,7 @@ class Accesses:
             raise error
 
     def _lane_of_fetch(self, unit: LiveUnit) -> str:
-        lease = self._leases.latest(unit)
+        lease = self._leases.of(unit)
         if lease is not None and lease.ready is not None:
             return lease.ready.lane
         return "h2d" if self.plan.budgets.device is not None else "ssd_read"
@@ -269,7 +274,7 @@ class Accesses:
             return Found.IN_PLACE
         if self._scheduler.found is None:
             return Found.FAULT
-        lease = self._leases.latest(unit)
+        lease = self._leases.of(unit)
         arrived = self._scheduler.found and lease is not None and lease.ready is not None and lease.ready.done
         return Found.ARRIVED if arrived else Found.LATE
 

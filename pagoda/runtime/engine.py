@@ -94,7 +94,8 @@ class Engine:
         self.device = device
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, mesh)
-        self.store = Store(plan, directories, poison, device, shards)
+        self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
+        self.store = Store(plan, directories, poison, device, shards, self.scheduler)
         side_by_side = not plan.layout.weight.copied  # else updates share a work area
         on_cpu = device.torch_device.type == "cpu"
         threads = update_threads(torch.get_num_threads()) if side_by_side else 1
@@ -105,9 +106,8 @@ class Engine:
         warm_up(rule, precision, kept, elsewhere=moves)
         device.warm_up(rule, precision, kept)
         self.gradients = Gradients(self.store, self._lanes, device, self._meter)
-        self.leases = Leases(self.store, units, device, self._lanes)
+        self.leases = Leases(self.store, units, device, self._lanes, self.scheduler)
         updaters = open_updaters(self.store, self._lanes, rule, precision, device)
-        self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
         self.plan = plan
         """The current plan."""
         self._follow_trace()
@@ -210,7 +210,6 @@ class Engine:
             self.damage.note(error)
             raise
         self.accesses.wait_until_idle()
-        self._executor.latest.clear()
         self.accesses.tell(self.scheduler.restored)
         self.damage.cause = None
 
@@ -314,7 +313,7 @@ class Engine:
         )
         self._lanes[COLLECTIVE] = rank_group.collectives.lane
         self.leases.gather = rank_group.gathering.gather
-        self._executor.share = rank_group.share
+        self._executor.share = rank_group.gathering.share
         return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:

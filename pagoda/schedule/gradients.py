@@ -10,7 +10,8 @@ its buffer until another gradient needs the pages. So a gradient that is used so
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from pagoda.memory.page import Run
 from pagoda.schedule.frames import Frames
@@ -27,8 +28,8 @@ class Record:
     """The record's buffer, if it is in shared pages and exists now."""
     home: int | None = None
     """Which of the unit's homes the record has, if the unit has homes."""
-    made: int = 0
-    """The number of gradients that autograd has made and that wait for the buffer."""
+    made: list[Any] = field(default_factory=list)
+    """What autograd has made and what waits for the buffer. Each is given to an OFFLOAD of its own."""
     arriving: int = 0
     """The number of OFFLOAD operations under way."""
     transferring: bool = False
@@ -45,6 +46,8 @@ class Record:
     """Whether a part of the gradient failed to arrive or to be read back. A lost gradient cannot be used."""
     dropped: bool = False
     """Whether the gradient is no longer needed. Its buffer is free once nothing moves it."""
+    payload: Any = None
+    """What the executor knows of the gradient. The scheduler does not read it."""
 
     @property
     def busy(self) -> bool:
@@ -94,13 +97,13 @@ class Gradients:
 
     # --- events ---
 
-    def add(self, unit: int, step: int, complete: bool) -> Record:
+    def add(self, unit: int, step: int, complete: bool, payload: Any, arrival: Any) -> Record:
         """Autograd has made a gradient of a unit. `complete`: backward has finished with the unit."""
         record = self._records.get(unit)
         if record is None:
-            record = self._records[unit] = Record(unit, step)
+            record = self._records[unit] = Record(unit, step, payload=payload)
         self._spilling_fails = False
-        record.made += 1
+        record.made.append(arrival)
         record.complete = complete
         self._wait(record)
         return record
@@ -139,7 +142,7 @@ class Gradients:
     def drop(self, record: Record) -> None:
         """Drop a gradient that is no longer needed."""
         self._waiting.pop(record, None)
-        record.made, record.dropped = 0, True
+        record.made, record.dropped = [], True
         self._changed(record)
 
     def take(self, unit: int) -> Record:
@@ -179,14 +182,15 @@ class Gradients:
             del self._waiting[record]
             record.wanted = False
             record.clean = record.clean and not record.made
-            record.arriving += record.made
+            record.arriving += len(record.made)
             self._changed(record)
-            for _ in range(record.made):
-                self._begin(Kind.OFFLOAD, record)
-            record.made = 0
+            for arrival in record.made:
+                self._begin(Kind.OFFLOAD, record, arrival)
+            record.made = []
 
-    def _begin(self, kind: Kind, record: Record) -> None:
-        self._issue(Operation(kind, record.unit, record.run, steps=(record.step,), home=record.home or 0, about=record))
+    def _begin(self, kind: Kind, record: Record, arrival: Any = None) -> None:
+        home = record.home or 0
+        self._issue(Operation(kind, record.unit, record.run, gradients=(record,), home=home, arrival=arrival))
 
     def _has_buffer(self, record: Record) -> bool:
         """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""

@@ -21,6 +21,7 @@ ends no lease, because a lease is a copy of the weights.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from pagoda.memory.page import Run
 from pagoda.schedule.agenda import Agenda
@@ -37,7 +38,8 @@ _CANDIDATES = 16
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """Frames that hold, or are about to hold, one version of a unit's weights."""
+    """Frames that hold, or are about to hold, one version of a unit's weights. If compute reads a unit's home, the unit
+    has a lease without frames, which never ends."""
 
     unit: int
     run: Run
@@ -46,6 +48,8 @@ class Lease:
     """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
     over: bool = False
     """Whether the lease has ended, so that nothing new uses it."""
+    payload: Any = None
+    """What the executor knows of the lease. The scheduler does not read it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -68,7 +72,9 @@ class Leases:
         plan = self._plan
         self.frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
         self._leases: dict[int, Lease] = {}
-        """unit -> its lease that has not ended."""
+        """unit -> its lease of frames that has not ended."""
+        self._in_place = [None if of.lease_frames else Lease(unit, Run(0, 0), 0) for unit, of in enumerate(plan.units)]
+        """By unit, its lease without frames."""
         self._owner: dict[int, Lease] = {}
         """first frame -> the lease that holds it. Includes ended leases."""
         self._users = [0] * len(plan.units)
@@ -186,6 +192,10 @@ class Leases:
 
     # --- questions ---
 
+    def of(self, unit: int) -> Lease | None:
+        """A unit's lease that has not ended, which may not be filled yet."""
+        return self._leases.get(unit) or self._in_place[unit]
+
     def waits(self, unit: int) -> bool:
         """Whether compute has accessed a unit and cannot read its weights yet."""
         return unit in self._waiting
@@ -287,8 +297,8 @@ class Leases:
         self._filling += 1
         self._fetching[unit].append(version)
         self._before_read(unit)
-        steps, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
-        self._issue(Operation(Kind.FETCH, unit, run, version, steps, after_undo=undoing, about=lease))
+        awaited, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
+        self._issue(Operation(Kind.FETCH, unit, run, version, awaited, undoing=undoing, about=lease))
         if self._plan.ranks_fetch_alike:
             self._note_idle(unit)
         return True

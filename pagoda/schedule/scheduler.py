@@ -2,14 +2,15 @@
 overview."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from pagoda.plan.trace import Access
-from pagoda.schedule.gradients import Gradients
+from pagoda.schedule.gradients import Gradients, Record
 from pagoda.schedule.leases import Lease, Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.updates import Updates
-from pagoda.schedule.versions import Versions
+from pagoda.schedule.versions import Update, Versions
 
 
 class Scheduler:
@@ -63,34 +64,43 @@ class Scheduler:
         self.updates.ask_again(unit)
         self._pump()
 
-    def gradient(self, unit: int, complete: bool, last: bool, here: bool = True) -> None:
+    def gradient(
+        self, unit: int, complete: bool, last: bool, here: bool = True, payload: Any = None, arrival: Any = None
+    ) -> None:
         """Autograd has made a gradient of a unit.
 
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
-        `step()`. `here`: False if only another rank's autograd has made it. Compute must wait while
+        `step()`. `here`: False if only another rank's autograd has made it. `payload`: what the executor knows of the
+        unit's gradient of this step. `arrival`: what it knows of this part of it. Compute must wait while
         `gradients.held_back`.
         """
         self.updates.undo(unit)
-        record = self.gradients.add(unit, self.steps, complete)
+        record = self.gradients.add(unit, self.steps, complete, payload, arrival)
         if complete and last:
             self.updates.ask_early(record)
         self._pump(ranks_agree=here)
 
-    def end_step(self, clipped: bool = False, skipped: bool = False, changed: Collection[int] = ()) -> None:
+    def end_step(
+        self,
+        clipped: bool = False,
+        skipped: bool = False,
+        changed: Collection[int] = (),
+        unused: Collection[int] = (),
+    ) -> None:
         """`step()` was called: queue an update of each unit that has a gradient. OFFLOADs may still be under way.
 
         `clipped`: gradients are clipped, so speculative updates are undone first. `skipped`: there are no updates, and
         gradients are dropped. `changed`: units whose hyperparameters differ from those that their speculative update
-        used. Their updates are undone too.
+        used. Their updates are undone too. `unused`: units whose gradients were dropped.
         """
         if clipped or skipped:
             self.updates.undo_all()
-        for unit in changed:
+        for unit in (*changed, *unused):
             self.updates.undo(unit)
-        if skipped:
-            self._drop_gradients()
         for record in self.gradients.take_all():
-            if not self.updates.stands(record.unit):
+            if skipped or record.unit in unused:
+                self._drop(record)
+            elif not self.updates.stands(record.unit):
                 self.updates.queue(record)
         self.steps += 1
         retraced = self.order.end_step()
@@ -101,9 +111,9 @@ class Scheduler:
     def drop_gradients(self) -> None:
         """The gradients of this step are dropped, by `zero_grad()` or by an exception before `step()`."""
         self.updates.undo_all()
-        self._drop_gradients()
+        for record in self.gradients.take_all():
+            self._drop(record)
         self.steps += 1
-        self.updates.step_over()
         self._pump()
 
     def drain(self, draining: bool) -> None:
@@ -115,6 +125,7 @@ class Scheduler:
     def overwritten(self, unit: int) -> None:
         """Something other than an update has written a unit's weights in their home. No update is queued or under
         way."""
+        self.versions.of[unit].edition += 1
         self.leases.changed(unit)
         self._pump()
 
@@ -167,12 +178,12 @@ class Scheduler:
 
     def ended(self, operation: Operation) -> None:
         """An operation has ended."""
-        if operation.kind in (Kind.UPDATE, Kind.PERSIST):
+        if operation.kind is Kind.UPDATE:
             self.updates.ended(operation.about)
         elif operation.kind is Kind.UNDO:
             self.updates.undone(operation.about)
         elif operation.kind is Kind.SHARE:
-            self.updates.shared(operation.unit)
+            self.updates.shared(operation.about)
         else:
             self._moved(operation, failed=False)
         self._over()
@@ -184,7 +195,7 @@ class Scheduler:
         when compute next makes a gradient. After a failed OFFLOAD the step must be dropped. A failed speculative UPDATE
         is undone. After any other failure, no state can be used until all are `restored`.
         """
-        if operation.kind in (Kind.UPDATE, Kind.PERSIST):
+        if operation.kind is Kind.UPDATE:
             self.updates.update_failed(operation.about)
         elif operation.kind in (Kind.UNDO, Kind.SHARE):
             self.versions.failed = True
@@ -203,7 +214,7 @@ class Scheduler:
         self._pump(ranks_agree=False)
 
     def gradient_used(self, operation: Operation) -> None:
-        """A running UPDATE or PERSIST has read its gradients for the last time."""
+        """A running UPDATE has read its gradients for the last time."""
         self.updates.gradient_used(operation.about)
         self._pump(ranks_agree=False)
 
@@ -235,6 +246,28 @@ class Scheduler:
         out, self._out = self._out, []
         return out
 
+    def requested(self, unit: int) -> Record | None:
+        """The last gradient of the latest update of a unit that accesses see, or will see once it has ended."""
+        return self.versions.of[unit].requested
+
+    def guess(self, unit: int) -> Update | None:
+        """The speculative update of a unit, in any state, until it is confirmed or undone."""
+        return self.versions.of[unit].guess
+
+    def edition(self, unit: int) -> int:
+        """How often the weights of a unit that accesses read were changed, by updates or otherwise."""
+        return self.versions.of[unit].edition
+
+    def extents(self, unit: int) -> tuple[int, int]:
+        """The numbers of the extents of a unit that accesses read and that has the newest values: see
+        `Weights.front`."""
+        weights = self.versions.of[unit]
+        return weights.front, weights.extent
+
+    def lease(self, unit: int) -> Lease | None:
+        """A unit's lease that has not ended, which may not be filled yet. None if it has none."""
+        return self.leases.of(unit)
+
     def ready(self, unit: int) -> bool:
         """Whether compute can read the weights of a unit that it has accessed."""
         return not self.leases.waits(unit)
@@ -257,13 +290,13 @@ class Scheduler:
         elif operation.kind is Kind.SAVE:
             self.updates.checkpoint.ended(operation.unit)
         else:
-            self.gradients.moved(operation.kind, operation.about, failed)
+            (record,) = operation.gradients
+            self.gradients.moved(operation.kind, record, failed)
         self.updates.retry(operation.unit)
 
-    def _drop_gradients(self) -> None:
-        for record in self.gradients.take_all():
-            self.updates.call_off_early(record.unit)
-            self.gradients.drop(record)
+    def _drop(self, record: Record) -> None:
+        self.updates.call_off_early(record.unit)
+        self.gradients.drop(record)
 
     def _over(self, ranks_agree: bool = False) -> None:
         self._under_way -= 1
@@ -283,5 +316,5 @@ class Scheduler:
         self.leases.serve()
 
     def _issue(self, operation: Operation) -> None:
-        self._under_way += operation.kind not in (Kind.PUBLISH, Kind.READ_AHEAD)
+        self._under_way += operation.kind not in (Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD)
         self._out.append(operation)

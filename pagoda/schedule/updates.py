@@ -12,10 +12,6 @@ so that an UNDO can restore them; the plan has room for that. Ranks may speculat
 affects only what this rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows
 once the update is confirmed.
 
-An update of states on SSD may have two parts. The first part, UPDATE, makes the new weights, for which the next forward
-waits. The second part, PERSIST, writes the moments when compute no longer waits for any unit's weights. It reads the
-gradient again, so the unit's next gradient waits until PERSIST has ended. Checkpoints and drains wait for it too.
-
 An asynchronous update does not overwrite the weights that accesses read. It writes a second extent. `turns.py` decides
 when.
 """
@@ -35,8 +31,6 @@ from pagoda.schedule.versions import Update, UpdateState, Versions
 
 MOST_ADMITTED = 2
 """Updates under way at once. With two, the executor's ring of buffers does not run empty between units."""
-_LATER = 1e15
-"""Greater than the time of every use: the second parts of updates come after all others."""
 CALM_STEPS = 4
 """Speculation resumes after this number of consecutive steps without clipping."""
 
@@ -72,8 +66,6 @@ class Updates:
         """The unit that is being read ahead, or -1."""
         self._may_read_ahead = True
         """False between a drain and compute's next access, because the program may then write states in their homes."""
-        self.begun_early: set[int] = set()
-        """Units whose final update was queued in this step before `step()`."""
         self.times_kept = self.times_undone = 0
         """The number of speculative updates so far that were confirmed, and that were undone or called off."""
         self._calm = CALM_STEPS
@@ -83,7 +75,7 @@ class Updates:
         """The number of updates that are queued or under way."""
         self._draining = False
         """Whether all updates must end."""
-        self._turns = Turns(self._plan, self._versions, self._leases, self._queue, self._issue)
+        self._turns = Turns(self._plan, self._versions, self._leases, self._queue, self._share, self._issue)
         """Starts asynchronous updates."""
 
     # --- updates requested by `step()` ---
@@ -97,8 +89,9 @@ class Updates:
             weights.lag += 1
             weights.open.append(record)
             return
-        self._leases.changed(record.unit)
-        self._queue(Update(record.unit, [record]))
+        update = Update(record.unit, [record], extent=weights.extent)
+        self._request(update)
+        self._queue(update)
 
     def stands(self, unit: int) -> bool:
         """`step()` confirms the speculative update of a unit. Returns False if there is none."""
@@ -111,12 +104,14 @@ class Updates:
         self.times_kept += 1
         update.speculative = False
         weights.due += 1
-        self._leases.changed(unit)
-        if self._plan.units[unit].shared and update.state is UpdateState.RUNNING:
-            weights.sharing = update.records[0].step
-            self._pending += 1
-            self._issue(Operation(Kind.SHARE, unit, version=weights.due, steps=(weights.sharing,)))
-        for record in update.records if update.has_read else ():
+        (record,) = update.records
+        if update.state is UpdateState.RUNNING:
+            weights.front = weights.extent = update.extent
+            self._issue(Operation(Kind.KEEP, unit, gradients=(record,), about=update))
+        else:
+            update.extent = weights.extent
+        self._request(update)
+        if update.has_read:
             self._gradients.drop(record)
         self.retry(unit)
         self._leases.changes = True
@@ -126,11 +121,24 @@ class Updates:
         """`step()` has queued its updates."""
         self._calm = 0 if clipped else self._calm + 1
         self._turns.end_step()
-        self.step_over()
 
-    def step_over(self) -> None:
-        """The step has ended or was dropped."""
-        self.begun_early.clear()
+    def _request(self, update: Update) -> None:
+        """From now on, accesses see an update, and wait for it."""
+        weights = self._versions.of[update.unit]
+        weights.requested = update.records[-1]
+        weights.edition += 1
+        self._leases.changed(update.unit)
+        self._share(update)
+
+    def _share(self, update: Update) -> None:
+        """Bring the parts of an update that other ranks make, if each rank makes a part."""
+        unit = update.unit
+        weights = self._versions.of[unit]
+        if self._plan.units[unit].shared:
+            weights.sharing.append(update)
+            self._pending += 1
+            version, gradients = weights.due - len(weights.open), (update.records[-1],)
+            self._issue(Operation(Kind.SHARE, unit, None, version, gradients, update.extent, about=update))
 
     # --- early updates ---
 
@@ -142,7 +150,8 @@ class Updates:
             return
         if weights.asking is not None or (speculative and weights.update is not None):
             return  # earlier requests come first
-        weights.asking = Update(record.unit, [record], speculative, UpdateState.ASKING)
+        extent = 1 - weights.extent if speculative else weights.extent
+        weights.asking = Update(record.unit, [record], speculative, UpdateState.ASKING, extent=extent)
         if speculative:
             weights.guess = weights.asking
         self._ask(weights.asking)
@@ -166,9 +175,10 @@ class Updates:
             weights.asking = None
             self._queue(update)
         else:
-            self.queue(update.records[0])
+            (record,) = update.records
+            self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))
+            self.queue(record)
             self._gradients.take(asked.unit)
-            self.begun_early.add(asked.unit)
 
     def call_off_early(self, unit: int) -> None:
         """Cancel the early update of a unit if it has not been queued."""
@@ -176,11 +186,6 @@ class Updates:
         if weights.guess is weights.asking:
             weights.guess = None
         weights.asking = None
-
-    def speculates(self, unit: int) -> bool:
-        """Whether a speculative update of a unit is queued, under way, waiting for `step()`, or being undone."""
-        guess = self._versions.of[unit].guess
-        return guess is not None and guess.state is not UpdateState.ASKING
 
     def undo(self, unit: int) -> None:
         """Undo the speculative update of a unit, so that nothing sees its result."""
@@ -242,32 +247,30 @@ class Updates:
         update.has_read = True
         for record in update.records:
             self._gradients.used(record, last=not update.speculative)
-        if self._plan.ranks_fetch_alike:
-            # The update's end waits for the other ranks, whose order of updates differs from the order here.
-            self._release(update)
 
     def weights_written(self, update: Update) -> None:
         """An update has written the new weights."""
         update.has_written = True
-        self._versions.of[update.unit].newest += len(update.records)
+        weights = self._versions.of[update.unit]
+        weights.newest += len(update.records)
+        if not update.speculative:
+            weights.extent = update.extent
         self._leases.changes = True
 
     def ended(self, update: Update) -> None:
-        """An update has written all states. If the update has two parts, one part has written its states."""
+        """An update has written all states."""
         self._release(update)
-        if update.in_two and not update.persists:
-            update.persists, update.state = True, UpdateState.QUEUED
-            self._push(update)
-        elif update.withdrawn:
+        if update.withdrawn:
             self._begin_undo(update)
         else:
             self._finish(update)
 
-    def shared(self, unit: int) -> None:
-        """The parts of a unit that other ranks have updated are here."""
-        self._versions.of[unit].sharing = None
+    def shared(self, update: Update) -> None:
+        """The parts of an update that other ranks make are here."""
+        self._versions.of[update.unit].sharing.remove(update)
         self._pending -= 1
-        self._settled(unit)
+        self._settled(update.unit)
+        self.retry(update.unit)
 
     def update_failed(self, update: Update) -> None:
         """An update has failed and may have changed anything. A speculative update is undone, and `step()` requests it
@@ -291,7 +294,6 @@ class Updates:
             self._calm = 0
             self._over(update)
             return
-        self.begun_early.discard(unit)
         self._versions.of[unit].due -= steps
         self.checkpoint.refused(unit, steps, kept=update.keeps is not None)
         self._finish(update)
@@ -327,7 +329,6 @@ class Updates:
         for queue in self._queues:
             queue.clear()
         self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
-        self.begun_early.clear()
         self._admitted, self._pending, self._ahead = [0, 0], 0, -1
         self._turns.restored()
 
@@ -391,15 +392,12 @@ class Updates:
         self._push(update)
 
     def _push(self, update: Update) -> None:
-        if update.persists:  # after all first parts; backward begins with the units used last
-            urgency = _LATER - min(self._order.first_use(update.unit), _LATER / 2)
-        else:
-            urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
+        urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
         heappush(self._queues[self._plan.units[update.unit].updater], (urgency, next(self._sequence), update))
 
     def _admit(self, update: Update) -> None:
         """Begin an update, unless it has to wait. In that case `retry` is called when the reason may have ended."""
-        if not update.persists and self._must_wait(update):
+        if self._must_wait(update):
             return
         unit = update.unit
         update.state = UpdateState.LOADING
@@ -413,6 +411,8 @@ class Updates:
         """Whether something still uses what an update would change."""
         unit = update.unit
         if self._leases.in_use(unit):
+            return True
+        if any(other is not update for other in self._versions.of[unit].sharing):
             return True
         if not all(record.arrived for record in update.records):
             return True
@@ -430,13 +430,7 @@ class Updates:
             return
         if False in [self._gradients.usable(record) for record in update.records]:
             return
-        steps = tuple(record.step for record in update.records)
-        newest = self._versions.of[update.unit].newest
-        if update.persists:
-            update.state = UpdateState.RUNNING
-            self._ahead = -1  # its blocks replace those that were read ahead
-            self._issue(Operation(Kind.PERSIST, update.unit, version=newest, steps=steps, about=update))
-            return
+        gradients = tuple(update.records)
         if self.checkpoint.would_lose(update.unit):
             # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
             update.keeps = self.checkpoint.keep(update.unit)
@@ -447,12 +441,10 @@ class Updates:
         if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
-        version, undoable = newest + len(steps), update.speculative
-        update.in_two = plan.in_two and not undoable
-        operation = Operation(
-            Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, update.in_two, about=update
+        version, undoable = self._versions.of[update.unit].newest + len(gradients), update.speculative
+        self._issue(
+            Operation(Kind.UPDATE, update.unit, update.keeps, version, gradients, update.extent, undoable, about=update)
         )
-        self._issue(operation)
 
     def _release(self, update: Update) -> None:
         """An update makes room for another update."""

@@ -5,6 +5,7 @@ A version is the number of steps whose gradients the weights contain.
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from pagoda.memory.page import Run
 from pagoda.schedule.gradients import Record
@@ -43,14 +44,12 @@ class Update:
     """Whether the update has read its gradient for the last time."""
     has_written: bool = False
     """Whether the update has written the new weights."""
-    in_two: bool = False
-    """Whether the update has two parts."""
-    persists: bool = False
-    """Whether the first part is over. The update is then queued again for the second part."""
     extent: int = 0
-    """The extent of the weights that the update writes: see `Weights.front`."""
+    """The extent that the update writes: see `Weights.front`."""
     withdrawn: bool = False
     """Whether the update will be undone as soon as it has ended."""
+    payload: Any = None
+    """What the executor knows of the update. The scheduler does not read it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,14 +68,23 @@ class Weights:
     """An early update that is not queued yet."""
     guess: Update | None = None
     """A speculative update, in any state, until it is confirmed or undone."""
-    sharing: int | None = None
-    """The step of a confirmed speculative update while the other ranks' parts of it have not arrived."""
+    sharing: list[Update] = field(default_factory=list)
+    """Requested updates of which other ranks' parts have not arrived, oldest first."""
     later: list[Update] = field(default_factory=list)
     """Updates that wait for `update` to end."""
     open: list[Record] = field(default_factory=list)
     """Gradients that an asynchronous update will apply together with those of coming steps."""
+    closed: Update | None = None
+    """An asynchronous update that no PUBLISH has announced yet."""
+    requested: Record | None = None
+    """The last gradient of the latest update that accesses see, or will see once it has ended."""
+    edition: int = 0
+    """How often the weights that accesses read were changed, by updates or otherwise."""
     front: int = 0
-    """The extent that accesses read. With asynchronous updates, weights have two extents, 0 and 1."""
+    """The extent that accesses read: 0 or 1. Weights have two extents if updates are asynchronous. Every state in
+    RAM of a unit that is updated speculatively has two as well. Where there is only one, both numbers mean it."""
+    extent: int = 0
+    """The extent with the newest values."""
 
     @property
     def version(self) -> int:
@@ -95,7 +103,7 @@ class Versions:
 
     def restored(self) -> None:
         """Every state has been replaced, in all extents."""
-        self.of = [Weights(front=weights.front) for weights in self.of]
+        self.of = [Weights(front=each.front, extent=each.extent, edition=each.edition) for each in self.of]
         self.failed = False
         """Whether an update has failed. States are then damaged until all are `restored`."""
 
@@ -104,40 +112,37 @@ class Versions:
         weights = self.of[unit]
         if self.failed or weights.guess is not None or weights.newest < weights.version:
             return None
-        if weights.sharing is not None:
-            return None
-        return weights.version
+        return None if weights.sharing else weights.version
 
     def fetchable(self, unit: int) -> int | None:
         """The version of a unit's weights for which a FETCH can be issued. If ranks must agree on fetches, it does not
         depend on whether the update has ended, because the FETCH waits for that."""
         return self.of[unit].version if self._plan.ranks_fetch_alike else self.readable(unit)
 
-    def awaited(self, unit: int, version: int) -> tuple[int, ...]:
-        """The step whose update a FETCH of this version must wait for, if ranks must agree and the update, or other
+    def awaited(self, unit: int, version: int) -> tuple[Record, ...]:
+        """The gradient whose update a FETCH of this version must wait for, if ranks must agree and the update, or other
         ranks' parts of it, have not ended. Otherwise empty."""
         weights = self.of[unit]
         missing = version - weights.newest
         guess = weights.guess
         if guess is not None and guess.withdrawn and guess.has_written:  # `newest` includes it until it is undone
             missing += len(guess.records)
-        if missing == 0 and weights.sharing is not None:
-            return (weights.sharing,)
+        if missing == 0 and weights.sharing:
+            return (weights.sharing[-1].records[-1],)
         if not self._plan.ranks_fetch_alike or missing <= 0 or weights.update is None:
             return ()
         begun = [] if weights.update.has_written or weights.update is guess else [weights.update]
         records = [record for update in (*begun, *weights.later) for record in update.records]
-        return (records[missing - 1].step,)
+        return (records[missing - 1],)
 
-    def undoing(self, unit: int) -> bool:
-        """Whether a speculative update of a unit is being undone or will be."""
+    def undoing(self, unit: int) -> Update | None:
+        """The speculative update of a unit that is being undone or will be."""
         guess = self.of[unit].guess
-        return guess is not None and guess.withdrawn
+        return guess if guess is not None and guess.withdrawn else None
 
     def settled(self, unit: int) -> int | None:
         """The version of a unit's states. None while they change."""
         weights = self.of[unit]
         update = weights.update
-        running = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
-        busy = running or (update is not None and update.persists)
-        return None if busy or weights.sharing is not None else weights.newest
+        busy = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
+        return None if busy or any(each.has_written for each in weights.sharing) else weights.newest

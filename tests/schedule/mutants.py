@@ -66,7 +66,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             ".newest - 9 * asynchronous",
         ),
         "a fetch does not undo a guess": ("        self._before_read(unit)\n", ""),
-        "a fetch does not wait for an UNDO": ("after_undo=undoing", "after_undo=False"),
+        "a fetch does not wait for an UNDO": ("undoing=undoing", "undoing=None"),
         "weights that another rank reads are updated": ("or (self._others_read[unit] > 0 and", "or (False and"),
         "a unit in use may be evicted": ("settled and not self._users[lease.unit] and", "settled and"),
         "what compute waits for is not fetched first": ("for wanted in [*self._waiting]", "for wanted in ()"),
@@ -97,7 +97,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     versions: {
-        "a checkpoint reads the states between two parts": ("or (update is not None and update.persists)", "or False"),
         "a fetch ahead of its update names none": (
             "if not self._plan.ranks_fetch_alike or missing <= 0",
             "if True or missing <= 0",
@@ -112,11 +111,11 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
         "speculative weights are read": ("if self.failed or weights.guess is not None or", "if self.failed or"),
         "weights are read before all ranks' parts are there": (
-            "        if weights.sharing is not None:\n            return None\n",
-            "",
+            "return None if weights.sharing else weights.version",
+            "return weights.version",
         ),
         "a fetch does not wait for other ranks' parts": (
-            "if missing == 0 and weights.sharing is not None:",
+            "if missing == 0 and weights.sharing:",
             "if False:",
         ),
         "what has failed stays so": (
@@ -174,8 +173,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
         "an asynchronous update writes what is read": ("extent=1 - weights.front", "extent=weights.front"),
         "leases outlive a PUBLISH": (
-            "            weights.front = 1 - weights.front\n            self._leases.changed(unit)",
-            "            weights.front = 1 - weights.front",
+            "            weights.edition += 1\n            self._leases.changed(unit)",
+            "            weights.edition += 1",
         ),
     },
     updates: {
@@ -188,19 +187,28 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "",
         ),
         "a lease outlives a guess that stands": (
-            "        weights.due += 1\n        self._leases.changed(unit)\n        if self",
-            "        weights.due += 1\n        if self",
+            "        weights.edition += 1\n        self._leases.changed(update.unit)\n",
+            "        weights.edition += 1\n",
         ),
-        "what stands is not shared": ("if self._plan.units[unit].shared and", "if False and"),
+        "updates are not shared": ("if self._plan.units[unit].shared:", "if False:"),
+        "an update writes over what other ranks still read": (
+            "any(other is not update for other in self._versions.of[unit].sharing)",
+            "False",
+        ),
+        "a guess is kept in the extent of old values": ("weights.front = weights.extent = update.extent", "pass"),
+        "a guess writes over the old values": ("1 - weights.extent if speculative else", "weights.extent if True else"),
         "drained updates are not shared": (
-            "            self._pending += 1\n            self._issue",
-            "            self._issue",
+            "            self._pending += 1\n            version, gradients",
+            "            version, gradients",
         ),
         "an early update does not wait until nothing refers to the weights": (
             "if not free or self._leases.uses(asked.unit):",
             "if self._leases.uses(asked.unit):",
         ),
-        "what is due early is not said": ("            self.begun_early.add(asked.unit)\n", ""),
+        "what is due early is not said": (
+            "            self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))\n",
+            "",
+        ),
         "an update begins before its gradients have arrived": (
             "        if not all(record.arrived for record in update.records):\n            return True\n",
             "",
@@ -271,29 +279,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            queue.clear()\n        self.checkpoint = Checkpoint(self._plan,",
             "            queue.clear()\n        Checkpoint(self._plan,",
         ),
-        "a second part does not come": ("if update.in_two and not update.persists:", "if False:"),
-        "a second part comes twice": (
-            "            self._issue(Operation(Kind.PERSIST, ",
-            "            self._issue(Operation(Kind.PERSIST, update.unit, version=newest, steps=steps, about=update))\n"
-            "            self._issue(Operation(Kind.PERSIST, ",
-        ),
-        "the gradient of a second part is given up": (
-            "            update.persists, update.state = True, UpdateState.QUEUED\n",
-            "            update.persists, update.state = True, UpdateState.QUEUED\n"
-            "            self._gradients.used(update.records[0], last=True)\n",
-        ),
-        "a second part waits while compute uses the weights": (
-            "if not update.persists and self._must_wait(update):",
-            "if self._must_wait(update):",
-        ),
-        "a second part does the first again": (
-            "        if update.persists:\n            update.state = UpdateState.RUNNING",
-            "        if False:\n            update.state = UpdateState.RUNNING",
-        ),
-        "a guess has two parts": (
-            "update.in_two = plan.in_two and not undoable",
-            "update.in_two = plan.in_two",
-        ),
         "states are kept before the gradient is there": (
             "        update.state = UpdateState.LOADING\n",
             "        update.state = UpdateState.LOADING\n"
@@ -301,23 +286,17 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     scheduler: {
-        "what was due early is said of the step after one that was dropped": ("        self.updates.step_over()\n", ""),
         "an update that stood is done again": (
             "if not self.updates.stands(record.unit):",
             "if not self.updates.stands(record.unit) or True:",
         ),
-        "a second part that fails is forgotten": (
-            "        if operation.kind in (Kind.UPDATE, Kind.PERSIST):\n            self.updates.update_failed",
-            "        if operation.kind is Kind.PERSIST:\n            self.updates.ended(operation.about)\n"
-            "        elif operation.kind is Kind.UPDATE:\n            self.updates.update_failed",
-        ),
-        "a skipped step is applied": ("        if skipped:\n            self._drop_gradients()\n", ""),
+        "a skipped step is applied": ("if skipped or record.unit in unused:", "if record.unit in unused:"),
         "a speculative update stands though gradients are clipped": (
             "        if clipped or skipped:\n            self.updates.undo_all()\n",
             "",
         ),
         "a speculative update stands though it was another": (
-            "        for unit in changed:\n            self.updates.undo(unit)\n",
+            "        for unit in (*changed, *unused):\n            self.updates.undo(unit)\n",
             "",
         ),
         "an access does not undo": (
@@ -335,8 +314,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "",
         ),
         "old leases outlive what has been overwritten": (
-            '        way."""\n        self.leases.changed(unit)',
-            '        way."""',
+            "        self.versions.of[unit].edition += 1\n        self.leases.changed(unit)",
+            "        self.versions.of[unit].edition += 1",
         ),
         "what waits for the checkpoint is forgotten": (
             "        self.updates.retry(operation.unit)\n",
