@@ -332,6 +332,10 @@ class Stepper:
             self._accesses.tell(self._scheduler.end_step, False, True)
             self.scaler.end_step(skipped=True)
             return None
+        except Exception as error:
+            if any(unit.updated for unit in self._units):  # this step can be neither taken nor dropped any more
+                self._executor.damage.note(error)
+            raise
         if self._clip_grad_norm is not None and norms.total is not None:
             self._limit(norms.total, self._clip_grad_norm)
         factors = [self._factor(record.unit, slot) for record, slot in self._shown()]
