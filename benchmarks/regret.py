@@ -48,7 +48,6 @@ SPLITS = {
     "half of the weights in RAM": Split(weight_share=0.5),
     "no weights in RAM": Split(weight_share=0.0),
     "four leases ahead": Split(leases_ahead=4),
-    "half of the updates in two parts": Split(two_part_share=0.5),
 }
 
 

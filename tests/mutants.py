@@ -292,19 +292,9 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "runtime/updates.py": {
-        "the second part of an update changes weights in RAM": (
-            "if home is not None and state.name not in discarded:",
-            "if home is not None:",
-            "runtime/test_updates_in_two.py",
-        ),
-        "the moments of an update in two parts stay as they were": (
-            "return (streamed, master) if writes is Writes.WEIGHTS else (moments, moments)",
-            "return (streamed, master) if writes is Writes.WEIGHTS else (moments, ())",
-            "runtime/test_updates_in_two.py",
-        ),
         "a block is written before it is updated": (
-            "parts, into, changed, (handle,)):",
-            "parts, into, changed, ()):",
+            "parts, into, streamed, (handle,)):",
+            "parts, into, streamed, ()):",
             "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
         ),
         "a block is read while its page is being written": (

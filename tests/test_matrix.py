@@ -65,10 +65,8 @@ UPDATED, HOME, BOTH = "updated-on-device", "home-on-device", "both-on-device"
 some and is home to a part of their states."""
 UPDATED_FROM_SSD = "updated-on-device-from-ssd"
 """As UPDATED, with as much on SSD as can be."""
-IN_TWO = "updated-in-two-parts"
-"""As HOST_WEIGHTS, with gradients in RAM too."""
-PLACES = (RAM, *PLACEMENTS, UPDATED, UPDATED_FROM_SSD, HOME, BOTH, IN_TWO)
-ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD, IN_TWO)
+PLACES = (RAM, *PLACEMENTS, UPDATED, UPDATED_FROM_SSD, HOME, BOTH)
+ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD)
 NO_WEIGHTS_IN_RAM = (ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
@@ -157,15 +155,13 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     memory = pagoda.Memory(host="64MiB", page_size=page, unit_limit=case["unit"], activations="400KiB")
     if place == RAM:
         return memory
-    if place == IN_TWO:
-        memory = replace(memory, split=pagoda.Split(two_part_share=1.0))
     training, states = training_of(**settings(case)), RULES[case["rule"]].states(case["numbers"].partition("+")[0])
     options, model = Options.of(training, memory), build(case)
     if training.tile_bytes is not None:
         Tiling(model, training.tile_bytes // states[0].dtype.itemsize)
     root = describe(model)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
-    if place not in (HOST_WEIGHTS, ALL_ON_SSD, IN_TWO):
+    if place not in (HOST_WEIGHTS, ALL_ON_SSD):
         split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in COPIED
         if place in (UPDATED, UPDATED_FROM_SSD):
             split = pagoda.Split(device_update_share=1.0 if few or whole else 0.6)
@@ -183,21 +179,18 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
         options = replace(options, split=split)
     if place in ON_SSD:
         host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options)
-        if place in (HOST_WEIGHTS, IN_TWO):
-            held = ("weight",) if place == HOST_WEIGHTS else ("weight", GRAD)
+        if place == HOST_WEIGHTS:
             pages = range(host // page, (64 << 20) // page)
-            host = (
-                page * pages[bisect(pages, False, key=lambda count: holds(held, count * page, root, states, options))]
-            )
+            host = page * pages[bisect(pages, False, key=lambda count: holds(count * page, root, states, options))]
         memory = replace(memory, host=host)
     if place in ON_SSD or case["activations"] in OFFLOADS:
         memory = replace(memory, ssd=f"{directory}:1GiB")
     return memory
 
 
-def holds(held: tuple[str, ...], host: int, root: ModuleSpec, states: tuple[StateSpec, ...], options: Options) -> bool:
-    """Whether so many bytes of RAM are home to all of some states."""
-    return not {*held} & {*make_plan(root, states, Budgets(host, None, 1 << 40), options).bytes.get("ssd", {})}
+def holds(host: int, root: ModuleSpec, states: tuple[StateSpec, ...], options: Options) -> bool:
+    """Whether so many bytes of RAM are home to all weights."""
+    return "weight" not in make_plan(root, states, Budgets(host, None, 1 << 40), options).bytes.get("ssd", {})
 
 
 def factors_of(case: Case) -> tuple[float, ...]:
@@ -237,8 +230,7 @@ def check(case: Case, directory: Path) -> None:
     assert "weight" not in on_ssd or place in NO_WEIGHTS_IN_RAM
     assert not on_ssd or place in ON_SSD
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
-    assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD, IN_TWO))
-    assert not plan.placement.in_two or place == IN_TWO
+    assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
     there = plan.placement.units_with("device", ["weight"])
     updating = (UPDATED, UPDATED_FROM_SSD, BOTH)
     for units, places in ((plan.placement.passing, updating), (there, (HOME, BOTH))):

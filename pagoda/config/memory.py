@@ -40,15 +40,9 @@ class Split:
     leases and the update ring need does not count. By itself, this makes the GPU home to whole units. With
     `device_update_share`, if RAM holds the rest, the GPU is home to weights first, then to gradients, then to moments
     of the parameters that it updates."""
-    two_part_share: float = 0.0
-    """With clipping: largest share of the parameters with moments on SSD and gradients in RAM whose updates have two
-    parts, unless they are speculative. The first part computes the new weights, for which the next forward waits. The
-    second part reads the moments again, and writes them while forward and backward run. The SSD then moves up to 40%
-    more bytes, but over the whole step. This works only with Lion and with AdamW with moments in fp32 or bf16, on one
-    rank."""
 
     def __post_init__(self) -> None:
-        for name in ("weight_share", "grad_share", "device_update_share", "device_home_share", "two_part_share"):
+        for name in ("weight_share", "grad_share", "device_update_share", "device_home_share"):
             require(0 <= getattr(self, name) <= 1, f"split.{name}", getattr(self, name), "from 0 to 1")
         require_count("split.leases_ahead", self.leases_ahead, 1)
 
@@ -58,7 +52,6 @@ class Split:
             f"at most {self.leases_ahead} leases are fetched ahead"
             f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
             f"{f'; {self.device_home_share:.0%} of the device is home to states' if self.device_home_share else ''}"
-            f"{f'; {self.two_part_share:.0%} of the updates on SSD have two parts' if self.two_part_share else ''}"
             " (as set)."
         )
 

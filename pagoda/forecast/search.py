@@ -26,7 +26,6 @@ _SPLITS = {
     "four leases ahead of what is in use": Split(leases_ahead=4),
 }
 """Splits that are tried in addition to the default."""
-_TWO_PART_SHARES = (0.1, 0.3, 1.0)
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of the default."""
 _MOST_UPDATES = 0.75
@@ -100,7 +99,7 @@ def search(problem: Problem) -> Choice:
 
     Options that the problem fixes stay fixed. The default plan of `make_plan` is always tried, and stays unless another
     plan is clearly faster. Open options are tried one after another, each on top of the fastest plan so far: the unit
-    limit, the split of RAM, the share of updates in two parts, the page size, and the share of updates on the device.
+    limit, the split of RAM, the page size, and the share of updates on the device.
     The search ends once no plan can be clearly faster, because compute alone takes that long.
     If there are many units, kinds of plans are compared on a part of the layers, and the fastest two are then tried on
     all layers.
@@ -128,7 +127,7 @@ def search(problem: Problem) -> Choice:
 def _compare(problem: Problem, found: list[Candidate]) -> None:
     """Try all other plans and add them to the default one."""
     fastest = usual = found[0]
-    for variations in (_unit_limits, _splits, _two_parts, _page_sizes, _device_updates):
+    for variations in (_unit_limits, _splits, _page_sizes, _device_updates):
         for name, options in variations(problem, fastest):
             if _is_best(problem, _fastest(found)):
                 return
@@ -168,13 +167,6 @@ def _splits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options
     if problem.options.split is None and len(fastest.plan.placement.lines) > 1:
         for name, split in _SPLITS.items():
             yield name, replace(fastest.options, split=split)
-
-
-def _two_parts(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """Shares of the updates on SSD that have two parts, so that the SSD has less to do in forward and more later."""
-    if problem.options.split is None:
-        for share in _TWO_PART_SHARES:
-            yield f"{share:.0%} of the updates on SSD have two parts", _with_split(fastest, two_part_share=share)
 
 
 def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:

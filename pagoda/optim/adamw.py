@@ -31,8 +31,8 @@ MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 """torch's names of the moments, for every codec."""
 # States of different codecs have different names, so that no checkpoint is loaded with a wrong codec.
 _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
-    "fp32": tuple(StateSpec(name, torch.float32, of_gradients=True) for name in MOMENT_NAMES),
-    "bf16": tuple(StateSpec(f"{name}_bf16", torch.bfloat16, of_gradients=True) for name in MOMENT_NAMES),
+    "fp32": tuple(StateSpec(name, torch.float32) for name in MOMENT_NAMES),
+    "bf16": tuple(StateSpec(f"{name}_bf16", torch.bfloat16) for name in MOMENT_NAMES),
     "8bit": (
         *(StateSpec(f"{name}_8bit", torch.uint8) for name in MOMENT_NAMES),
         *(StateSpec(f"{name}_scale", torch.float32, per=BLOCK) for name in MOMENT_NAMES),

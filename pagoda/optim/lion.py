@@ -47,7 +47,7 @@ class Lion(ElementwiseRule):
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum."""
-        return (StateSpec("exp_avg", torch.float32, of_gradients=True),)
+        return (StateSpec("exp_avg", torch.float32),)
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
         """grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2 and lr: the same in every step."""

@@ -66,8 +66,6 @@ class StateSpec:
     ``whole`` is a function of a parameter's name and shape. It returns whether the update needs the whole state. None:
     no update does, so any block of elements can be updated by itself. ``copied``: whether an update of the whole state
     computes on fp32 copies (`TensorRule.copies`).
-
-    ``of_gradients``: its new value is a function of gradients and of its old value, but not of weights.
     """
 
     name: str
@@ -76,7 +74,6 @@ class StateSpec:
     shape_of: Callable[[str, Shape], Shape | None] | None = None
     whole: Callable[[str, Shape], bool] | None = None
     copied: bool = False
-    of_gradients: bool = False
 
     def elements(self, numel: int) -> int:
         """Number of elements of the state for ``numel`` elements of the parameter. Also converts an index in the

@@ -14,8 +14,6 @@ from pagoda.plan.slices import Slices, slice_elements
 from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
-MASTER = (WEIGHT, "weight_low")
-"""The states that hold a parameter's fp32 master."""
 
 
 def back(state: str) -> str:
@@ -100,13 +98,6 @@ class Layout:
     def moments(self) -> tuple[StateSpec, ...]:
         """The states other than the weight that live in RAM or on SSD: the low half of the master, and the moments."""
         return tuple(state for state in self.states[1:] if state not in self.small)
-
-    @property
-    def in_two(self) -> bool:
-        """Whether an update of moments on SSD may have two parts. The moments must be functions of gradients alone,
-        without other states in RAM."""
-        own = [state for state in self.states if state.name not in MASTER]
-        return bool(own) and self.weight.whole is None and all(state.of_gradients for state in own)
 
     @cached_property
     def small(self) -> tuple[StateSpec, ...]:

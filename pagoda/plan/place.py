@@ -94,8 +94,6 @@ class _Placer:
         self.asynchronous = options.max_staleness is not None
         self.during_backward = options.update_during_backward
         self.speculates = options.may_speculate
-        self.in_two = layout.in_two and layout.ranks.count == 1 and not (self.asynchronous or self.during_backward)
-        """Whether updates of states on SSD may have two parts."""
         self.update_ring = 0
         """Pages of the device for slots through which states pass for their update."""
         if self.split.device_update_share and self.device is not None:
@@ -165,22 +163,7 @@ class _Placer:
         host[CHECKPOINT] += max(0, copied)
         self._add_spare(ssd)
         lines = {tier: pages for tier, pages in ((HOST, host), (SSD, ssd), (DEVICE, device)) if pages}
-        in_two = self._updated_in_two(kept, on_device)
-        return Placement(homes, lines, slots, speculated, on_device, in_two)
-
-    def _updated_in_two(self, kept: _InRam, on_device: frozenset[int]) -> frozenset[int]:
-        """Units whose updates have two parts: the first ones of forward, because their weights are needed soonest.
-        Their gradients live in RAM, where they wait for the second part."""
-        indices = kept.grads - kept.moments - on_device
-        able = [unit for unit in self.layout.units if unit.index in indices and unit.trainable_numel]
-        most = self.split.two_part_share * sum(unit.trainable_numel for unit in able) if self.in_two else 0
-        chosen = set[int]()
-        for unit in able:
-            most -= unit.trainable_numel
-            if most < 0:
-                break
-            chosen.add(unit.index)
-        return frozenset(chosen)
+        return Placement(homes, lines, slots, speculated, on_device)
 
     # --- host RAM -----------------------------------------------------------------------------------------
 
@@ -302,10 +285,8 @@ class _Placer:
         return lines
 
     def _slot(self, weights_on_ssd: bool) -> int:
-        """Pages of a block of the states that stream through RAM. The second part of an update leaves the weights that
-        it computes there, because nobody needs them."""
+        """Pages of a block of the states that stream through RAM."""
         layout = self.layout
-        weights_on_ssd = weights_on_ssd or (self.in_two and self.split.two_part_share > 0)
         return sum(layout.block_pages(s.name) for s in (*[layout.weight] * weights_on_ssd, *layout.moments))
 
     def _ring_slots(self, slot: int, taken: int) -> int:

@@ -68,9 +68,6 @@ class Placement:
     that is known."""
     on_device: frozenset[int] = frozenset()
     """Units that the device updates. Their states that do not live there pass it."""
-    in_two: frozenset[int] = frozenset()
-    """Units whose updates have two parts, unless they are speculative. The first part writes weights, the second
-    moments."""
 
     @cached_property
     def resident(self) -> frozenset[int]:

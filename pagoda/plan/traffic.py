@@ -6,7 +6,7 @@ from itertools import groupby
 
 from pagoda.plan.activations import OFFLOAD_LANES, recomputes
 from pagoda.plan.exchanges import Exchange
-from pagoda.plan.layout import GRAD, MASTER, WEIGHT
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.slices import slice_elements
@@ -36,9 +36,6 @@ class Traffic:
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
     """UPDATE: states that come from SSD and go back there."""
-    streamed_master: int
-    """UPDATE: the part of these states that holds weights. In an update in two parts, the first part writes only these.
-    The second part reads and writes the others."""
     passed: int
     """UPDATE: states that come to the device and go back to RAM."""
     brought: int
@@ -78,7 +75,6 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     on_device, made_at_home = index in placement.on_device, placement.home(index, GRAD) == DEVICE
     states = sum(layout.updated_bytes(unit, state) for state in layout.states)
     moving = {state.name: layout.updated_bytes(unit, state) for state in placement.streamed(index, layout.states)}
-    on_ssd = {name: nbytes for name, nbytes in moving.items() if placement.home(index, name) == SSD}
     return Traffic(
         fetched=fetched,
         gathered=gathered,
@@ -86,8 +82,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         merged=merged,
         offloaded=0 if made_at_home else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
         buffer=layout.pages(unit, GRAD) * page,
-        streamed=sum(on_ssd.values()),
-        streamed_master=sum(nbytes for name, nbytes in on_ssd.items() if name in MASTER),
+        streamed=sum(nbytes for name, nbytes in moving.items() if placement.home(index, name) == SSD),
         passed=sum(moving.values()) if on_device else 0,
         brought=gradient if on_device and not made_at_home else 0,
         touched=2 * states + gradient if unit.trainable_numel else 0,

@@ -81,8 +81,6 @@ class Executor:
     """Speculative updates that are kept. Their old states must be given up."""
     _updating: dict[int, UnitGradient] = field(default_factory=dict)
     """unit -> the gradient of its latest UPDATE that is kept."""
-    _unpersisted: dict[int, UnitGradient] = field(default_factory=dict)
-    """unit -> the gradient of an update whose second part has not begun."""
     latest: dict[int, UnitGradient] = field(default_factory=dict)
     """unit -> the gradient of the latest update that was asked for."""
     failures: dict[int, BaseException] = field(default_factory=dict)
@@ -106,7 +104,6 @@ class Executor:
             Kind.SPILL: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.UPDATE: self._update,
-            Kind.PERSIST: self._persist,
             Kind.READ_AHEAD: lambda op: self.updaters[op.unit in self._on_device].read_ahead(op.unit),
             Kind.UNDO: self._undo,
             Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
@@ -216,8 +213,6 @@ class Executor:
         """After an update has failed, no other begins. End the handles of the pending ones with the error."""
         if not self._scheduler.versions.failed:
             return
-        while self._unpersisted:
-            self._unpersisted.popitem()[1].written.finish(self.damage.cause)
         for record in self.latest.values():
             if not record.begun and not record.written.done:
                 record.updated.finish(self.damage.cause)
@@ -289,8 +284,6 @@ class Executor:
             for record in records[:-1]:
                 record.updated.finish(error)
                 record.written.finish(error)
-            if error is not None and operation.in_two and self._unpersisted.pop(operation.unit, None) is not None:
-                last.written.finish(error)
             if guess is not None:
                 tell(guess.end)
             if isinstance(error, NonFiniteGradientError):
@@ -298,23 +291,12 @@ class Executor:
             else:
                 self._ended(operation, error)
 
-        if operation.in_two:
-            self._unpersisted[operation.unit], written = last, Handle()
         seen.then(shown)
         all_of([written, seen]).then(ended)
         kept = None if operation.run is None else self._keep(operation, operation.run)
-        used = (lambda: None) if operation.in_two else partial(tell, scheduler.gradient_used, operation)
+        used = partial(tell, scheduler.gradient_used, operation)
         pieces = [(record, record.segments) for record in records]
-        self.updaters[on_device].submit(Update(pieces, extents, guess, kept, updated, written, used, operation.writes))
-
-    def _persist(self, operation: Operation) -> None:
-        record = self._unpersisted.pop(operation.unit)
-        record.written.then(partial(self._ended, operation))
-        used = partial(self.driver.tell, self._scheduler.gradient_used, operation)
-        pieces = [(record, record.segments)]
-        names = self._store.extents(operation.unit, self._store.newest[operation.unit])
-        update = Update(pieces, Extents(names, names), None, None, Handle(), record.written, used, operation.writes)
-        self.updaters[0].submit(update)
+        self.updaters[on_device].submit(Update(pieces, extents, guess, kept, updated, written, used))
 
     def _refused(self, operation: Operation) -> None:
         guess = self._guesses.pop(operation.unit, None)

@@ -10,7 +10,7 @@ import torch
 from pagoda.errors import UsageError
 from pagoda.memory.page import pages_for
 from pagoda.memory.region import Region
-from pagoda.plan.layout import MASTER, WEIGHT
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
@@ -18,7 +18,6 @@ from pagoda.runtime.next_update import Segment
 from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-from pagoda.schedule.operations import Writes
 
 Pieces = Sequence[tuple[UnitGradient, Sequence[Segment]]]
 """The gradients of one or several steps, applied one after another, each with the segments that it changes."""
@@ -53,7 +52,6 @@ class Update(NamedTuple):
     """Ends when every state is in its home."""
     used: Callable[[], None]
     """Called when the gradients have been read."""
-    writes: Writes = Writes.ALL
 
     @property
     def unit(self) -> LiveUnit:
@@ -221,17 +219,18 @@ class Updater:
         """Submit a block to the lanes. Adds to the lists the handles of its computation, and of the writes of its
         states to SSD. If it raises, the lists contain everything that was submitted."""
         unit, extents = block.update.unit.index, block.update.extents
-        slot, using = self._take_slot(block.start) if self._streamed[unit] else (None, [])
-        parts, (read, changed) = self._parts(unit, block.start, block.stop), self._moved(unit, block.update.writes)
+        streamed = self._streamed[unit]
+        slot, using = self._take_slot(block.start) if streamed else (None, [])
+        parts = self._parts(unit, block.start, block.stop)
         try:
             if slot is not None and not using:
-                using.extend(self._transfers("ssd_read", unit, slot, parts, extents.read, read))
+                using.extend(self._transfers("ssd_read", unit, slot, parts, extents.read, streamed))
             handle = self._compute(block, parts, slot, tuple(using))
             computed.append(handle)
             using.append(handle)
             if slot is not None:
                 into = extents.write
-                for write in self._transfers("ssd_write", unit, slot, parts, into, changed, (handle,)):
+                for write in self._transfers("ssd_write", unit, slot, parts, into, streamed, (handle,)):
                     written.append(write)
                     using.append(write)
         except BaseException:
@@ -307,14 +306,6 @@ class Updater:
                 self._tails[unit, name] = part.page_at + nbytes, handle
             yield handle
 
-    def _moved(self, unit: int, writes: Writes) -> tuple[Sequence[str], Sequence[str]]:
-        """The states on SSD that a part of an update reads, and those that it writes."""
-        streamed = self._streamed[unit]
-        if writes is Writes.ALL:
-            return streamed, streamed
-        master, moments = ([name for name in streamed if (name in MASTER) is of] for of in (True, False))
-        return (streamed, master) if writes is Writes.WEIGHTS else (moments, moments)
-
     # --- blocks ---
 
     def _is_small(self, unit: UnitSpec) -> bool:
@@ -343,17 +334,13 @@ class Updater:
     def _tensors(
         self, block: Block, extents: Mapping[str, str], parts: Mapping[str, Part], slot: Region | None
     ) -> dict[str, torch.Tensor]:
-        """A block's part of each state, at home or in the ring. `extents` names the extent of each state.
-
-        If only moments change, weights are computed in the ring from whatever it contains, and left there.
-        """
-        unit, discarded = block.update.unit.index, MASTER if block.update.writes is Writes.MOMENTS else ()
-        found = {}
+        """A block's part of each state, at home or in the ring. `extents` names the extent of each state."""
+        unit, found = block.update.unit.index, {}
         for state in self._states:
             if (part := parts.get(state.name)) is None:
                 continue
             home = self._store.tensor(unit, extents[state.name])
-            if home is not None and state.name not in discarded:
+            if home is not None:
                 found[state.name] = home[part.elements.start : part.elements.stop]
             else:
                 assert slot is not None

@@ -93,7 +93,7 @@ def _describe(operation: Operation) -> list[Any]:
     """All fields of an operation, except `about`, as JSON."""
     run = None if operation.run is None else [operation.run.start, operation.run.count]
     steps = list(operation.steps)
-    flags = [operation.undoable, operation.in_two, operation.after_undo]
+    flags = [operation.undoable, operation.after_undo]
     return [operation.kind, operation.unit, run, operation.version, steps, operation.home, *flags]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from typing import Any
 
 from pagoda.memory.page import Run
@@ -11,16 +11,6 @@ from pagoda.plan.placement import CHECKPOINT, LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Trace
-
-
-class Writes(Enum):
-    """Which states an UPDATE, or a PERSIST, writes."""
-
-    ALL = auto()
-    WEIGHTS = auto()
-    """The master weights. The other states are read, but not written."""
-    MOMENTS = auto()
-    """All states except the master weights, which are neither read nor written."""
 
 
 class Kind(StrEnum):
@@ -40,11 +30,7 @@ class Kind(StrEnum):
     """Read a spilled gradient back into a buffer."""
     UPDATE = "update"
     """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order. If it
-    keeps the old states, it reports `old_states_kept` before these. If it is `in_two`, it is only the first of two
-    parts: it writes the weights but not the moments, and does not report `gradient_used`."""
-    PERSIST = "persist"
-    """The second part of an update `in_two`, in the same step: compute the moments again from the old moments and the
-    same gradient, and write them. It reports `gradient_used` and `ended`."""
+    keeps the old states, it reports `old_states_kept` before these."""
     PUBLISH = "publish"
     """Make compute read another extent of a unit's weights from now on, the one that the UPDATE of `steps` writes or
     has written. Only asynchronous updates need it. If a drain comes in the middle of a step, the extent stays the same.
@@ -85,20 +71,11 @@ class Operation:
     extent of the weights."""
     undoable: bool = False
     """Whether an UPDATE keeps what it changes, because an UNDO may have to restore it."""
-    in_two: bool = False
-    """Whether an UPDATE writes only the weights. A PERSIST follows."""
     after_undo: bool = False
     """Whether a FETCH waits for the UNDO that restores its version. Only if ranks must agree. Otherwise the FETCH is
     issued later."""
     about: Any = None
     """The lease, gradient or update of the operation. Only the scheduler uses it."""
-
-    @property
-    def writes(self) -> Writes:
-        """Which states an UPDATE or PERSIST writes."""
-        if self.kind is Kind.PERSIST:
-            return Writes.MOMENTS
-        return Writes.WEIGHTS if self.in_two else Writes.ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +93,6 @@ class UnitPlan:
     trained: bool = True
     speculated: bool = False
     """Whether the unit may be updated during backward, before it is known whether gradients are clipped."""
-    in_two: bool = False
-    """Whether updates have two parts, UPDATE and PERSIST, unless they are speculative. The unit's gradient then has a
-    home in RAM, updates are synchronous, and no final update starts before `step()`."""
     updater: int = 0
     """Which of the executor's updaters (such as the CPU's and the GPU's) updates the unit: 0 or 1. Updaters do not wait
     for each other."""
@@ -175,7 +149,6 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
             streamed=any(placement.home(unit.index, state.name) == SSD for state in plan.layout.states),
             trained=unit.trainable_numel > 0,
             speculated=unit.index in placement.speculated,
-            in_two=unit.index in placement.in_two,
             updater=int(unit.index in on_device),
             shared=plan.layout.gathers_after_update(unit),
             routed=unit.index in plan.layout.expert_units,

@@ -115,10 +115,6 @@ class Order:
             use = self._next_uses[unit] = now + self._uses.after(self._stand_in[unit], self._cursor.position)
         return use
 
-    def first_use(self, unit: int) -> float:
-        """Ticks from the end of a step to the first use of a unit in the next step. Infinite if there is none."""
-        return self._uses.after(self._stand_in[unit], self._uses.period - 1)
-
     def is_expected(self, unit: int) -> bool:
         """Whether a unit is expected to be used. Experts that the last step did not use are not."""
         return unit in self._chosen.coming or self._experts.is_expected(unit)

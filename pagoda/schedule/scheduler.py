@@ -167,7 +167,7 @@ class Scheduler:
 
     def ended(self, operation: Operation) -> None:
         """An operation has ended."""
-        if operation.kind in (Kind.UPDATE, Kind.PERSIST):
+        if operation.kind is Kind.UPDATE:
             self.updates.ended(operation.about)
         elif operation.kind is Kind.UNDO:
             self.updates.undone(operation.about)
@@ -184,7 +184,7 @@ class Scheduler:
         when compute next makes a gradient. After a failed OFFLOAD the step must be dropped. A failed speculative UPDATE
         is undone. After any other failure, no state can be used until all are `restored`.
         """
-        if operation.kind in (Kind.UPDATE, Kind.PERSIST):
+        if operation.kind is Kind.UPDATE:
             self.updates.update_failed(operation.about)
         elif operation.kind in (Kind.UNDO, Kind.SHARE):
             self.versions.failed = True
@@ -203,7 +203,7 @@ class Scheduler:
         self._pump(ranks_agree=False)
 
     def gradient_used(self, operation: Operation) -> None:
-        """A running UPDATE or PERSIST has read its gradients for the last time."""
+        """A running UPDATE has read its gradients for the last time."""
         self.updates.gradient_used(operation.about)
         self._pump(ranks_agree=False)
 

@@ -12,10 +12,6 @@ so that an UNDO can restore them; the plan has room for that. Ranks may speculat
 affects only what this rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows
 once the update is confirmed.
 
-An update of states on SSD may have two parts. The first part, UPDATE, makes the new weights, for which the next forward
-waits. The second part, PERSIST, writes the moments when compute no longer waits for any unit's weights. It reads the
-gradient again, so the unit's next gradient waits until PERSIST has ended. Checkpoints and drains wait for it too.
-
 An asynchronous update does not overwrite the weights that accesses read. It writes a second extent. `turns.py` decides
 when.
 """
@@ -35,8 +31,6 @@ from pagoda.schedule.versions import Update, UpdateState, Versions
 
 MOST_ADMITTED = 2
 """Updates under way at once. With two, the executor's ring of buffers does not run empty between units."""
-_LATER = 1e15
-"""Greater than the time of every use: the second parts of updates come after all others."""
 CALM_STEPS = 4
 """Speculation resumes after this number of consecutive steps without clipping."""
 
@@ -253,12 +247,9 @@ class Updates:
         self._leases.changes = True
 
     def ended(self, update: Update) -> None:
-        """An update has written all states. If the update has two parts, one part has written its states."""
+        """An update has written all states."""
         self._release(update)
-        if update.in_two and not update.persists:
-            update.persists, update.state = True, UpdateState.QUEUED
-            self._push(update)
-        elif update.withdrawn:
+        if update.withdrawn:
             self._begin_undo(update)
         else:
             self._finish(update)
@@ -391,15 +382,12 @@ class Updates:
         self._push(update)
 
     def _push(self, update: Update) -> None:
-        if update.persists:  # after all first parts; backward begins with the units used last
-            urgency = _LATER - min(self._order.first_use(update.unit), _LATER / 2)
-        else:
-            urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
+        urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
         heappush(self._queues[self._plan.units[update.unit].updater], (urgency, next(self._sequence), update))
 
     def _admit(self, update: Update) -> None:
         """Begin an update, unless it has to wait. In that case `retry` is called when the reason may have ended."""
-        if not update.persists and self._must_wait(update):
+        if self._must_wait(update):
             return
         unit = update.unit
         update.state = UpdateState.LOADING
@@ -431,12 +419,6 @@ class Updates:
         if False in [self._gradients.usable(record) for record in update.records]:
             return
         steps = tuple(record.step for record in update.records)
-        newest = self._versions.of[update.unit].newest
-        if update.persists:
-            update.state = UpdateState.RUNNING
-            self._ahead = -1  # its blocks replace those that were read ahead
-            self._issue(Operation(Kind.PERSIST, update.unit, version=newest, steps=steps, about=update))
-            return
         if self.checkpoint.would_lose(update.unit):
             # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
             update.keeps = self.checkpoint.keep(update.unit)
@@ -447,12 +429,10 @@ class Updates:
         if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
-        version, undoable = newest + len(steps), update.speculative
-        update.in_two = plan.in_two and not undoable
-        operation = Operation(
-            Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, update.in_two, about=update
+        version, undoable = self._versions.of[update.unit].newest + len(steps), update.speculative
+        self._issue(
+            Operation(Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, about=update)
         )
-        self._issue(operation)
 
     def _release(self, update: Update) -> None:
         """An update makes room for another update."""

@@ -43,10 +43,6 @@ class Update:
     """Whether the update has read its gradient for the last time."""
     has_written: bool = False
     """Whether the update has written the new weights."""
-    in_two: bool = False
-    """Whether the update has two parts."""
-    persists: bool = False
-    """Whether the first part is over. The update is then queued again for the second part."""
     extent: int = 0
     """The extent of the weights that the update writes: see `Weights.front`."""
     withdrawn: bool = False
@@ -138,6 +134,5 @@ class Versions:
         """The version of a unit's states. None while they change."""
         weights = self.of[unit]
         update = weights.update
-        running = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
-        busy = running or (update is not None and update.persists)
+        busy = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
         return None if busy or weights.sharing is not None else weights.newest

@@ -84,7 +84,7 @@ class Execution:
         kind, unit = operation.kind, operation.unit
         if kind is Kind.RECLAIM:
             self._scheduler.reclaimed(operation, freed=True)
-        elif kind in (Kind.UPDATE, Kind.PERSIST):
+        elif kind is Kind.UPDATE:
             self._reading[unit] = None
             self._updates[unit].update(operation)
         elif kind is Kind.READ_AHEAD:

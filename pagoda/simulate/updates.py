@@ -11,7 +11,7 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import Traffic
-from pagoda.schedule.operations import Kind, Operation, Writes
+from pagoda.schedule.operations import Operation
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 
@@ -34,7 +34,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Feeding:
-    """An UPDATE or PERSIST that is not completely submitted yet."""
+    """An UPDATE that is not completely submitted yet."""
 
     operation: Operation
     chunks: Sequence[_Chunk]
@@ -48,7 +48,7 @@ class _Feeding:
 
 @dataclass(eq=False, repr=False)
 class SimulatedUpdates:
-    """Carries out UPDATE, PERSIST and READ_AHEAD chunk by chunk, as one of the runtime's updaters does. A chunk of
+    """Carries out UPDATE and READ_AHEAD chunk by chunk, as one of the runtime's updaters does. A chunk of
     streamed states is read, updated and written, and holds a slot of the ring meanwhile. Updates take slots in the
     order in which they come."""
 
@@ -58,11 +58,11 @@ class SimulatedUpdates:
     _rates: Rates
     _on_device: bool
     _gradient_used: Report
-    """Called when an UPDATE or PERSIST has used its gradients."""
+    """Called when an UPDATE has used its gradients."""
     _weights_written: Report
     """Called when an UPDATE has written the new weights."""
     _ended: Report
-    """Called when an UPDATE or PERSIST has ended."""
+    """Called when an UPDATE has ended."""
 
     def __post_init__(self) -> None:
         plan, on_device = self._plan, self._on_device
@@ -85,11 +85,11 @@ class SimulatedUpdates:
         """Tasks that must end before the next unit is shared through RAM."""
 
     def update(self, operation: Operation) -> None:
-        """Carry out an UPDATE or PERSIST."""
+        """Carry out an UPDATE."""
         if operation.unit != self._ahead_unit:
             self._drop_ahead()
         steps = len(operation.steps)
-        chunks = self._chunks(operation.unit, steps, operation.writes)
+        chunks = self._chunks(operation.unit, steps)
         self._queue.append(_Feeding(operation, chunks, steps, self._ahead))
         self._ahead, self._ahead_unit = [], -1
         self._feed()
@@ -109,7 +109,7 @@ class SimulatedUpdates:
                 return
             if feeding.fed == len(feeding.chunks):
                 self._queue.popleft()
-        chunks = self._chunks(self._ahead_unit, 1, Writes.ALL) if self._ahead_unit >= 0 else ()
+        chunks = self._chunks(self._ahead_unit, 1) if self._ahead_unit >= 0 else ()
         for chunk in chunks[len(self._ahead) :]:
             read = self._read(chunk)
             if read is None:
@@ -138,11 +138,7 @@ class SimulatedUpdates:
         """Report how an update proceeds. Its last chunk is the last one in every lane: the first of `tasks` computes
         it, and the others take its states home."""
         computed, last = tasks[0], tasks[-1]
-        if not operation.in_two:
-            computed.then.append(partial(self._gradient_used, operation))
-        if operation.kind is Kind.PERSIST:
-            self._lanes.when_ended(last, partial(self._ended, operation))
-            return
+        computed.then.append(partial(self._gradient_used, operation))
         home = self._plan.placement.home(operation.unit, WEIGHT)
         passes = self._on_device and home != DEVICE
         published = last if home == SSD else tasks[1] if passes else computed
@@ -181,18 +177,15 @@ class SimulatedUpdates:
         self._slots += 1
         self._feed()
 
-    def _cut(self, unit: int, steps: int, writes: Writes) -> Sequence[_Chunk]:
-        """The chunks of a unit's update by the gradients of `steps` steps, or of a part of that update. The compute
-        time is that of one step. Each part of an update computes all states."""
+    def _cut(self, unit: int, steps: int) -> Sequence[_Chunk]:
+        """The chunks of a unit's update by the gradients of `steps` steps. The compute time is that of one step."""
         traffic, name = self._traffic[unit], self._plan.units[unit].name
         layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
         moving = placement.streamed(unit, layout.states)
         on_ssd = sum(placement.home(unit, state.name) == SSD for state in moving)
-        moments, passed = traffic.streamed - traffic.streamed_master, traffic.passed
-        read = moments if writes is Writes.MOMENTS else traffic.streamed
-        write = {Writes.WEIGHTS: traffic.streamed_master, Writes.MOMENTS: moments}.get(writes, traffic.streamed)
-        coming = [("ssd_read", read, on_ssd), ("h2d", passed + steps * traffic.brought, len(moving))]
-        going = [("d2h", passed, len(moving)), ("ssd_write", write, on_ssd)]
+        streamed, passed = traffic.streamed, traffic.passed
+        coming = [("ssd_read", streamed, on_ssd), ("h2d", passed + steps * traffic.brought, len(moving))]
+        going = [("d2h", passed, len(moving)), ("ssd_write", streamed, on_ssd)]
         chunks = []
         rates, block = self._rates, self._blocks[unit]
         for start in range(0, max(1, total), self._chunk):

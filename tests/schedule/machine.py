@@ -30,9 +30,6 @@ class Machine(Memory):
             self.scheduler.old_states_kept(op)
         elif op.kind is Kind.UPDATE and self.stages[op] < 2:
             self.advance_update(op)
-        elif op.kind is Kind.PERSIST and not self.stages[op]:
-            self.stages[op] = 1
-            self.use_gradients(op)
         elif op.kind is Kind.FETCH and not self.stages[op] and self.haste.random() < 0.5:
             self.stages[op] = 1
             self.fill(op)
@@ -84,8 +81,6 @@ class Machine(Memory):
         elif self.haste.random() < self.rules.failures:
             self.lanes[self.lane(op)].remove(op)
             self.fail(op)
-        elif self.stages[op] == 1 and op.in_two:
-            self.check_gradients_are_as_found(op)  # PERSIST needs them again
         elif self.stages[op] == 1:
             self.use_gradients(op)
         else:
@@ -150,8 +145,8 @@ class Machine(Memory):
             del self.readings[op]
         elif op.kind in (Kind.OFFLOAD, Kind.SPILL, Kind.RELOAD):
             self.end_move(op, (op.unit, op.steps[0]))
-        elif op.kind in (Kind.UPDATE, Kind.PERSIST):
-            home.states = op.version - op.in_two
+        elif op.kind is Kind.UPDATE:
+            home.states = op.version
             del self.stages[op]
         elif op.kind is Kind.UNDO:
             truth = self.truths[op.unit]
@@ -191,11 +186,6 @@ class Machine(Memory):
         home = self.homes[op.unit]
         if op.kind is Kind.UPDATE:
             self.fail_update(op)
-            return
-        if op.kind is Kind.PERSIST:
-            del self.stages[op]
-            self.scheduler.failed(op)
-            require(self.scheduler.versions.failed, f"a PERSIST of unit {op.unit} has failed, and nobody cares")
             return
         if op.kind is Kind.FETCH:
             home.readers[self.read_from[op]] -= 1

@@ -29,7 +29,7 @@ LANES = {
     Kind.SAVE: "saver",
     Kind.SHARE: "collective",
 }
-"""UPDATE, PERSIST and UNDO are in the lane of the unit's updater."""
+"""UPDATE and UNDO are in the lane of the unit's updater."""
 
 
 class ViolationError(AssertionError):
@@ -203,8 +203,6 @@ class Memory:
                 self.begin_fetch(op)
         elif op.kind is Kind.UPDATE:
             self.begin_update(op)
-        elif op.kind is Kind.PERSIST:
-            self.begin_persist(op)
         elif op.kind is Kind.SAVE:
             require(op.run is None or op.unit in self.copied, f"SAVE of unit {op.unit}, whose copy is not there yet")
             home.state_readers += op.run is None
@@ -281,7 +279,7 @@ class Memory:
 
     def begin_update(self, op: Operation) -> None:
         home, truth = self.homes[op.unit], self.truths[op.unit]
-        others = [other for other in self.lanes[self.lane(op)] if other.kind in (Kind.UPDATE, Kind.PERSIST)]
+        others = [other for other in self.lanes[self.lane(op)] if other.kind is Kind.UPDATE]
         if self.plan.ranks_fetch_alike:  # those that have read their gradients may wait for other ranks
             others = [other for other in others if not self.truths[other.unit].consumed.issuperset(other.steps)]
         require(len(others) <= MOST_ADMITTED, f"{len(others)} updates in one lane")
@@ -306,21 +304,7 @@ class Memory:
                 self.updated[step].add(op.unit)
         early = self.plan.during_backward or self.plan.units[op.unit].speculated
         require(truth.asked >= op.version or early, "an update that nobody has asked for")
-        home.extents[op.home] = home.newest = TORN
-        if not op.in_two:  # else its moments stay the old ones
-            home.states = TORN
-        self.stages[op] = 0
-
-    def begin_persist(self, op: Operation) -> None:
-        """The second part of an update: it needs the old moments, and the gradient of the first part."""
-        home, (step,) = self.homes[op.unit], op.steps
-        require(home.newest == op.version, f"PERSIST of version {op.version}, but the weights have {home.newest}")
-        require(home.states == op.version - 1, f"PERSIST of version {op.version} from states of {home.states}")
-        require(not home.state_readers, "PERSIST of states that a checkpoint reads")
-        self.check_gradient(op.unit, step)
-        self.found[op, step] = Counter(self.gradients.get((op.unit, step)))
-        self.ahead.pop(self.plan.units[op.unit].updater, None)
-        home.states = TORN
+        home.extents[op.home] = home.newest = home.states = TORN
         self.stages[op] = 0
 
     def keep(self, op: Operation, home: Home) -> None:

@@ -97,7 +97,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     versions: {
-        "a checkpoint reads the states between two parts": ("or (update is not None and update.persists)", "or False"),
         "a fetch ahead of its update names none": (
             "if not self._plan.ranks_fetch_alike or missing <= 0",
             "if True or missing <= 0",
@@ -271,29 +270,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            queue.clear()\n        self.checkpoint = Checkpoint(self._plan,",
             "            queue.clear()\n        Checkpoint(self._plan,",
         ),
-        "a second part does not come": ("if update.in_two and not update.persists:", "if False:"),
-        "a second part comes twice": (
-            "            self._issue(Operation(Kind.PERSIST, ",
-            "            self._issue(Operation(Kind.PERSIST, update.unit, version=newest, steps=steps, about=update))\n"
-            "            self._issue(Operation(Kind.PERSIST, ",
-        ),
-        "the gradient of a second part is given up": (
-            "            update.persists, update.state = True, UpdateState.QUEUED\n",
-            "            update.persists, update.state = True, UpdateState.QUEUED\n"
-            "            self._gradients.used(update.records[0], last=True)\n",
-        ),
-        "a second part waits while compute uses the weights": (
-            "if not update.persists and self._must_wait(update):",
-            "if self._must_wait(update):",
-        ),
-        "a second part does the first again": (
-            "        if update.persists:\n            update.state = UpdateState.RUNNING",
-            "        if False:\n            update.state = UpdateState.RUNNING",
-        ),
-        "a guess has two parts": (
-            "update.in_two = plan.in_two and not undoable",
-            "update.in_two = plan.in_two",
-        ),
         "states are kept before the gradient is there": (
             "        update.state = UpdateState.LOADING\n",
             "        update.state = UpdateState.LOADING\n"
@@ -305,11 +281,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "an update that stood is done again": (
             "if not self.updates.stands(record.unit):",
             "if not self.updates.stands(record.unit) or True:",
-        ),
-        "a second part that fails is forgotten": (
-            "        if operation.kind in (Kind.UPDATE, Kind.PERSIST):\n            self.updates.update_failed",
-            "        if operation.kind is Kind.PERSIST:\n            self.updates.ended(operation.about)\n"
-            "        elif operation.kind is Kind.UPDATE:\n            self.updates.update_failed",
         ),
         "a skipped step is applied": ("        if skipped:\n            self._drop_gradients()\n", ""),
         "a speculative update stands though gradients are clipped": (

@@ -1,7 +1,7 @@
 """What a random world is like."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.operations import SchedulePlan, UnitPlan
@@ -53,8 +53,6 @@ class Rules:
             layers = layers[routed:]
         routed_units = frozenset(unit for some in experts.values() for unit in some)
         units = draw_units(rng, count, mode, speculates, shared, routed_units)
-        if mode == "clipped" and not agreed:
-            units = [replace(u, in_two=u.streamed and not u.buffer_pages and rng.random() < 0.6) for u in units]
         accumulation = rng.choice([1, 1, 2])
         uses = [Access(u, Phase.FORWARD) for u in layers] + [Access(u, Phase.BACKWARD) for u in reversed(layers)]
         holds = rng.random() < 0.4
