@@ -102,9 +102,10 @@ class Truth:
 
     def overwrite(self, slot: int, weight: float) -> None:
         """The program writes a parameter's weights."""
-        values = list(self.newest)
-        values[slot] = values[slot]._replace(weight=np.float32(weight))
-        self.values[-1] = tuple(values)
+        for version in {self.shown, self.asked}:
+            values = list(self.values[version])
+            values[slot] = values[slot]._replace(weight=np.float32(weight))
+            self.values[version] = tuple(values)
 
     def rewound(self) -> "Truth":
         """A copy with the newest version alone, as a checkpoint has it."""

@@ -564,6 +564,8 @@ class World:
             self.check_failure(error)
         with self.healthy(), suppress(Exception):
             self.optimizer.wait_for_checkpoint()
+        if self.saving is not None and self.save_error is None:
+            self.saved = self.saving  # which has replaced the one before
         self.saving = None
         self.load()
         return False
