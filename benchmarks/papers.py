@@ -100,7 +100,7 @@ Each case is planned and simulated as `pagoda plan` does it, with these settings
   ("activations copied"); these copies are counted.
 - Pages may use nine tenths of RAM and of drives. Of the GPU, what 1 GiB for CUDA and the activations leave. The
   planner decides what is home to a unit: GPU, RAM or drive.
-- The plan is the fastest of a short search (splits of memory, GPU memory as a home, updates on the GPU), with units of
+- The plan is the fastest of a short search (GPU memory as a home, updates on the GPU), with units of
   at most 512 MiB, or a matrix. Of shapes with many units, a part of the layers is planned, with the same part of every
   tier; activations are those of all layers.
 - Matrices of more than 512 MiB are cut in tiles.

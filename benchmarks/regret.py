@@ -2,10 +2,10 @@
 
 For each configuration, the machine and the model's modules are measured, and a plan is searched with these figures, as
 `pagoda plan --plan search` does. Then this plan, the usual one and hand-made ones train the same model in turns, all
-open at once. The hand-made plans are the usual one with a single setting changed: another split of RAM, other units,
-or another page size. Plans that are equal run once. A plan's time is the median over its turns. The regret is the time
-of the searched plan over that of the fastest plan, less one. Noise counts as regret, since the fastest of several equal
-plans is always a little faster than one given plan. To show how much, the usual plan runs twice.
+open at once. The hand-made plans are the usual one with a single setting changed: other units or another page size.
+Plans that are equal run once. A plan's time is the median over its turns. The regret is the time of the searched plan
+over that of the fastest plan, less one. Noise counts as regret, since the fastest of several equal plans is always a
+little faster than one given plan. To show how much, the usual plan runs twice.
 
     python benchmarks/regret.py --ssd DIR [--models llama-15m llama-110m] [--batches 1] [--rounds 7] [--out FILE]
 """
@@ -29,7 +29,6 @@ import pagoda
 from pagoda.calibrate import ComputeProfiler, calibrate
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.calibrate.model import profile_of
-from pagoda.config.memory import Split
 from pagoda.config.training import Precision
 from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError
@@ -43,12 +42,6 @@ from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from predict import ALL_ON_SSD, EFFORT, PROFILE_S, SEQ_LEN, SSD_STATE, Case, Trainer, budgets
 
 SEARCHED, USUAL, AGAIN = "searched", "usual", "usual, again"
-SPLITS = {
-    "no gradients in RAM": Split(grad_share=0.0),
-    "half of the weights in RAM": Split(weight_share=0.5),
-    "no weights in RAM": Split(weight_share=0.0),
-    "four leases ahead": Split(leases_ahead=4),
-}
 
 
 @dataclass(frozen=True)
@@ -85,8 +78,6 @@ class Result:
 def hand_made(problem: Problem, usual: Plan) -> Iterator[tuple[str, Options]]:
     """The usual plan with a single setting changed."""
     options = problem.options
-    for name, split in SPLITS.items():
-        yield name, replace(options, split=split)
     largest = max(unit.numel for unit in usual.units) * usual.layout.weight.dtype.itemsize
     for factor in (0.5, 2):
         yield f"units of {factor:g} times the size", replace(options, unit_limit=int(largest * factor))

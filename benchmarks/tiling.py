@@ -1,8 +1,8 @@
 """Batch tiling against ordinary accumulation: bytes of weights moved per step, step time and loss, in one run.
 
-Weights are on SSD, all other state in RAM, and compute has an arena of its own for a few layers, as a small GPU would.
-How much faster a step gets depends on what binds ordinary accumulation: here compute has two cores, and the drive is
-fast. With `--ssd-rate` every transfer takes as long as it would at that rate in each direction.
+All but a little state is on SSD, and compute has an arena of its own for a few layers, as a small GPU would. How much
+faster a step gets depends on what binds ordinary accumulation: here compute has two cores, and the drive is fast. With
+`--ssd-rate` every transfer takes as long as it would at that rate in each direction.
 
     python benchmarks/tiling.py --ssd DIR [--ssd-rate 500MB] [--layers 12] [--hidden 768] [--passes 16] [--seq-len 16] \
         [--out FILE]
@@ -48,14 +48,12 @@ def measure(
     """Steps with one sequence in each pass, or with all of them in one pass that layers run in tiles."""
     torch.manual_seed(0)
     built = build(layers, hidden)
-    numel = sum(param.numel() for param in built.parameters())
     of_layer = 2 * sum(param.numel() for param in built.model.layers[0].parameters())
     memory = pagoda.Memory(
         device=f"cpu:{ahead * (of_layer + MIB)}",
-        host=12 * numel + 160 * MIB,
+        host=128 * MIB,
         ssd=str(ssd),
         unit_limit=of_layer + MIB // 2,
-        split=pagoda.Split(weight_share=0.0),
     )
     wrapped, optimizer = pagoda.wrap(
         built, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=1.0, tiles=pagoda.Tiles(batch_tiles=tiles)

@@ -15,7 +15,7 @@ from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_of_step
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.layout import Layout
-from pagoda.plan.options import DEFAULT_SPLIT, Options
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
@@ -142,7 +142,7 @@ def plan_of(shape: PaperShape, setting: Setting) -> tuple[Plan, PaperShape, int,
 def budgets_of_part(layout: Layout, budgets: Budgets, times: float) -> Budgets:
     """What a part of the layers may use, of which there are so many. What passes the GPU is the same for a part; what
     lives there is a part, as in RAM and on SSD."""
-    passing = (layout.lease_pages(DEFAULT_SPLIT.leases_ahead) + reduce_buffers(layout).pages) * layout.page_bytes
+    passing = (layout.lease_pages() + reduce_buffers(layout).pages) * layout.page_bytes
     assert budgets.device is not None
     device = passing + int(max(0, budgets.device - passing) / times)
     ssd = None if budgets.ssd is None else int(budgets.ssd / times)

@@ -1,4 +1,4 @@
-"""`Memory`: how much of each tier a run may use. `Split`: how memory is divided."""
+"""`Memory`: how much of each tier a run may use. `Split`: what a GPU updates and is home to."""
 
 import os
 from collections.abc import Mapping
@@ -19,19 +19,12 @@ Size = Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How memory is divided if not everything fits in RAM. The defaults are the planner's first choice. `pagoda train
-    --plan search` tries others.
+    """What a GPU does besides computing. The defaults are the planner's first choice. `pagoda train --plan search`
+    tries others.
 
-    Raises ConfigError for a share or a number that is out of range.
+    Raises ConfigError for a share that is out of range.
     """
 
-    weight_share: float = 1.0
-    """Largest share of the weights, in pages, with their home in RAM."""
-    grad_share: float = 1.0
-    """Largest share of the gradients with their home in RAM."""
-    leases_ahead: int = 2
-    """Number of leases, each of the size of the largest unit, in addition to those in use at once. Fewer if the budget
-    is tight."""
     device_update_share: float = 0.0
     """Largest share of the parameters that the GPU updates. Their states pass through it, block by block, while the CPU
     updates the others. Muon and `Optim` need 0 or 1, because their bits differ on a GPU."""
@@ -42,17 +35,13 @@ class Split:
     of the parameters that it updates."""
 
     def __post_init__(self) -> None:
-        for name in ("weight_share", "grad_share", "device_update_share", "device_home_share"):
+        for name in ("device_update_share", "device_home_share"):
             require(0 <= getattr(self, name) <= 1, f"split.{name}", getattr(self, name), "from 0 to 1")
-        require_count("split.leases_ahead", self.leases_ahead, 1)
 
     def __str__(self) -> str:
         return (
-            f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
-            f"at most {self.leases_ahead} leases are fetched ahead"
-            f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
-            f"{f'; {self.device_home_share:.0%} of the device is home to states' if self.device_home_share else ''}"
-            " (as set)."
+            f"{self.device_update_share:.0%} of updates run on the device, and {self.device_home_share:.0%} of it is "
+            "home to states (as set)."
         )
 
 
@@ -84,7 +73,7 @@ class Memory(Settings):
     unit_limit: Size = None
     """Most bytes of weights in a unit, which is fetched as a whole. By default the planner chooses."""
     split: Annotated[Split | None, tyro.conf.Suppress] = None
-    """How host RAM is divided if not everything fits. By default the planner chooses."""
+    """What the GPU updates and is home to. By default the planner chooses."""
     activations: Size = None
     """With activations "auto": memory for activations, in addition to pages. By default 80% of what pages leave
     free."""

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
 from pagoda.forecast.problem import Problem
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
@@ -17,15 +16,6 @@ from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import Timeline
 
 USUAL = "the usual plan"
-_SPLITS = {
-    "gradients stay on SSD for moments": Split(grad_share=0.0),
-    "half of the weights stay on SSD for moments": Split(weight_share=0.5),
-    "all weights stay on SSD for moments": Split(weight_share=0.0),
-    "one lease ahead of what is in use": Split(leases_ahead=1),
-    "three leases ahead of what is in use": Split(leases_ahead=3),
-    "four leases ahead of what is in use": Split(leases_ahead=4),
-}
-"""Splits that are tried in addition to the default."""
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of the default."""
 _MOST_UPDATES = 0.75
@@ -99,7 +89,7 @@ def search(problem: Problem) -> Choice:
 
     Options that the problem fixes stay fixed. The default plan of `make_plan` is always tried, and stays unless another
     plan is clearly faster. Open options are tried one after another, each on top of the fastest plan so far: the unit
-    limit, the split of RAM, the page size, and the share of updates on the device.
+    limit, the page size, and the share of updates on the device.
     The search ends once no plan can be clearly faster, because compute alone takes that long.
     If there are many units, kinds of plans are compared on a part of the layers, and the fastest two are then tried on
     all layers.
@@ -127,7 +117,7 @@ def search(problem: Problem) -> Choice:
 def _compare(problem: Problem, found: list[Candidate]) -> None:
     """Try all other plans and add them to the default one."""
     fastest = usual = found[0]
-    for variations in (_unit_limits, _splits, _page_sizes, _device_updates):
+    for variations in (_unit_limits, _page_sizes, _device_updates):
         for name, options in variations(problem, fastest):
             if _is_best(problem, _fastest(found)):
                 return
@@ -160,13 +150,6 @@ def _unit_limits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Op
         for factor in _FACTORS:
             limit = int(largest * factor)
             yield f"units of at most {format_bytes(limit)}", replace(fastest.options, unit_limit=limit)
-
-
-def _splits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """Other splits of RAM, if not everything fits RAM."""
-    if problem.options.split is None and len(fastest.plan.placement.lines) > 1:
-        for name, split in _SPLITS.items():
-            yield name, replace(fastest.options, split=split)
 
 
 def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:

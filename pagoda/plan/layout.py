@@ -25,6 +25,8 @@ WEIGHT_BACK, GRAD_QUEUE = back(WEIGHT), "grad_queue"
 """Extents that asynchronous updates need in addition: a second extent of every weight, and the waiting gradients of as
 many steps as a weight may lag behind."""
 
+LEASES_AHEAD = 2
+"""Leases, each of the size of the largest unit, in addition to those in use at once. Fewer if the budget is tight."""
 RING_SLOTS = 4
 """Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare."""
 FETCH_PIECE_BYTES = 4 << 20
@@ -400,7 +402,7 @@ class Layout:
         """Pages of each buffer between activations and SSD."""
         return max(1, min(_ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES // self.page_bytes))
 
-    def lease_pages(self, ahead: int) -> int:
+    def lease_pages(self, ahead: int = LEASES_AHEAD) -> int:
         """Frames with which a unit, the units around it and `ahead` more can be leased at once, wherever they lie.
 
         Each of these may touch a slab, so each counts as a slab, which is as large as the widest unit.

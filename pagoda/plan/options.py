@@ -21,7 +21,7 @@ class Options:
     """Micro-batches per step, if announced."""
     clipping: bool = False
     split: Split | None = None
-    """How RAM is divided if not everything fits it."""
+    """What the device updates and is home to."""
     keep_checkpoints: int | None = None
     """Number of checkpoints whose pages on SSD are kept at once. None: one if there is room."""
     max_staleness: int | None = None

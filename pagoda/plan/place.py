@@ -199,11 +199,10 @@ class _Placer:
         """Units whose weights live in RAM, pages of leases, and pages left for gradients and moments. `everything` is
         the number of pages that would be needed without SSD."""
         layout, weights = self.layout, sum(self.weight.values())
-        most = int(self.split.weight_share * weights)
         taken = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=False)
         leased_anyway = LEASES in self.fixed
         if not leased_anyway:
-            kept = first_that_fit(self.weight, min(most, self.host - taken))
+            kept = first_that_fit(self.weight, self.host - taken)
             if kept == self.all:
                 return kept, 0, self.host - taken - weights + self.least_staging
         slots = layout.least_ring_slots * self._slot(weights_on_ssd=True)
@@ -213,25 +212,23 @@ class _Placer:
         if self.device is not None:
             leases = least = FETCH_SLOTS * layout.fetch_piece_pages
         elif not leased_anyway:
-            leases, least = layout.lease_pages(self.split.leases_ahead), layout.lease_pages(ahead=1)
+            leases, least = layout.lease_pages(), layout.lease_pages(ahead=1)
         if left < least:
             needed = taken_if_streamed + least
             if not leased_anyway:
                 needed = min(needed, taken + weights, everything)
             self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
         leases = min(leases, left)
-        kept = first_that_fit(self.weight, min(most, left - leases))
+        kept = first_that_fit(self.weight, left - leases)
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
 
     def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
         """Units whose gradients live in RAM, and pages of the staging region."""
-        all_fit = self.grads <= left and self.split.grad_share >= 1
         if self.during_backward:
-            return frozenset(), min(self.most_staging, self.grads if all_fit else left)
-        if all_fit:
+            return frozenset(), min(self.most_staging, self.grads, left)
+        if self.grads <= left:
             return self.all, 0
-        room = min(int(self.split.grad_share * self.grads), left - self.least_staging)
-        return first_that_fit(self.grad, room), self.least_staging
+        return first_that_fit(self.grad, left - self.least_staging), self.least_staging
 
     def _fixed_lines(self) -> dict[str, int]:
         """Lines of RAM that do not depend on where other states live."""
@@ -409,7 +406,7 @@ class _Placer:
             gradients = everything.index(GRAD)
             weights, moments = everything[:gradients], everything[gradients + 1 :]
             groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
-        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_buffers(layout).pages
+        needed = layout.lease_pages() + self.update_ring + reduce_buffers(layout).pages
         room = int(share * (self.device - needed))
         at_home: set[tuple[int, str]] = set()
         for of_units, states in groups:

@@ -12,7 +12,7 @@ from pagoda.distributed.shards import Shards
 from pagoda.distributed.world import World
 from pagoda.optim import AdamW
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.options import Options, Split
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
@@ -35,8 +35,8 @@ def test_what_others_have_updated_comes_and_all_else_stays(
     params = [ParamSpec("trained", (trained,)), *([ParamSpec("frozen", (frozen,), trainable=False)] if frozen else [])]
     large = tuple(ModuleSpec(f"{i}", (ParamSpec("w", (1 << 18,)),)) for i in range(12))
     root = ModuleSpec("", tuple(params), large)
-    options, ranks = Options(page_bytes=PAGE, split=Split(weight_share=0.0)), Ranks(3, 3, 2)
-    plan = make_plan(root, AdamW().states("bf16"), Budgets(8 << 20, ssd=1 << 26), options, ranks)
+    options, ranks = Options(page_bytes=PAGE), Ranks(3, 3, 2)
+    plan = make_plan(root, AdamW().states("bf16"), Budgets(1549 * PAGE, ssd=1 << 26), options, ranks)
     store = Store(plan, {tmp_path: None}, True, Device(), Shards(plan.layout, Mesh(World(rank, 3, rank, 3), ranks)))
     lanes = {name: Lane(name) for name in ("ssd_read", "ssd_write")}
     spec = plan.units[0]

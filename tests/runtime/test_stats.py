@@ -19,7 +19,7 @@ def steps(wrap: Wrap, ssd: Path | None, change: Callable[[Any], None] = lambda e
     """The stats of four steps of a model whose weights are on SSD, or in RAM; `change` prepares its engine."""
     sizes: dict[str, Any] = {"page_size": "4KiB", "unit_limit": "8KiB"}
     sizes |= {"host": "64MiB"} if ssd is None else {"host": "160KiB", "ssd": f"{ssd}:64MiB"}
-    memory = pagoda.Memory(split=pagoda.Split(weight_share=0.0), **sizes)
+    memory = pagoda.Memory(**sizes)
     model, optimizer = wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), memory)
     change(model._pagoda_engine)
     stats = []
