@@ -212,6 +212,7 @@ class Engine:
         self.accesses.wait_until_idle()
         self._executor.latest.clear()
         self.accesses.tell(self.scheduler.restored)
+        self.gradients.forget_all()
         self.damage.cause = None
 
     @contextmanager

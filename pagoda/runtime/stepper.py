@@ -204,6 +204,9 @@ class Stepper:
 
     def drop_step(self) -> None:
         """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
+        for record in self._early:
+            if record.unit.index in self._scheduler.updates.begun_early:
+                self._gradients.take(record)  # until its update is over, for which it may still have to arrive
         self._early.clear()
         for unit in self._units:
             unit.updated = False

@@ -18,6 +18,9 @@ class Watcher(Protocol):
     def gradients(self, layer: int) -> tuple[float, ...] | None:
         """The gradient of each parameter, all of whose elements are equal. None if backward is to fail here."""
 
+    def tensor(self, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """A gradient that compute makes."""
+
 
 class Interruption(Exception):
     """The program's own error, in the middle of a pass."""
@@ -43,8 +46,8 @@ class _Use(torch.autograd.Function):
         if given is None:
             raise Interruption
         grads = [
-            torch.full(shape, value, dtype=layer.dtype) if trains else None
-            for shape, value, trains in zip(layer.shapes, given, ctx.needs_input_grad[3:], strict=True)
+            watcher.tensor(size, value, layer.dtype) if trains else None
+            for size, value, trains in zip(layer.sizes, given, ctx.needs_input_grad[3:], strict=True)
         ]
         return (grad, None, None, *grads)
 
@@ -55,7 +58,7 @@ class Layer(nn.Module):
     def __init__(self, number: int, sizes: tuple[int, ...], trained: bool, is_read: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.number, self.is_read, self.dtype = number, is_read, dtype
-        self.shapes = [(size,) for size in sizes]
+        self.sizes = sizes
         for slot, size in enumerate(sizes):
             values = torch.full((size,), first_value(number, slot), dtype=dtype)
             self.register_parameter(f"p{slot}", nn.Parameter(values, requires_grad=trained))

@@ -132,10 +132,7 @@ def _run_worlds(mutant: Mutant, first: int, told: Any) -> None:
 def main() -> None:
     os.environ["PAGODA_POISON"] = "1"
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    if len(sys.argv) > 2:
-        limit = int(sys.argv[2])
-    else:
-        limit = 3_000
+    limit = int(sys.argv[2]) if len(sys.argv) > 2 else 3_000
     with world.alone():
         assert world.run(0) is None  # imports and compiles what worlds need
     survivors = count = 0

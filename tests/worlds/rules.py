@@ -30,6 +30,8 @@ class Rules:
     staleness: int
     device: bool
     """Whether weights are leased in a separate memory."""
+    queued: bool
+    """Whether the device has queues, as a GPU does."""
     ssd: bool
     scarce: float
     """How little memory the world has: 0 for the least, 1 for plenty."""
@@ -67,6 +69,8 @@ class Rules:
     def draw(rng: Random) -> "Rules":
         count = rng.randint(1, 6)
         mode = rng.choice(["clipped", "clipped", "during backward", "asynchronous", "plain"])
+        device, whole = rng.random() < 0.5, rng.random() < 0.15
+        queued = device and not whole and rng.random() < 0.7
         experts = rng.randint(1, count - 2) if count > 2 and rng.random() < 0.2 else 0
         plain = [*range(count - experts)]
         return Rules(
@@ -83,11 +87,12 @@ class Rules:
             accumulation=rng.choice([1, 1, 2]),
             announced=mode == "during backward" or (mode == "clipped" and rng.random() < 0.7),
             staleness=rng.choice([1, 1, 2, 3]),
-            device=rng.random() < 0.5,
+            device=device,
+            queued=queued,
             ssd=rng.random() < 0.75,
             scarce=rng.choice([0.0, 0.0, 0.3, 0.6, 1.0]),
             device_updates=rng.choice([0.0, 0.0, 0.5, 1.0]),
-            whole=rng.random() < 0.15,
+            whole=whole,
             steps=rng.randint(2, 5),
             holds=rng.choice([0.0, 0.0, 0.3]),
             departures=rng.choice([0.0, 0.1, 0.3]),
@@ -100,7 +105,7 @@ class Rules:
             keeps_pages=rng.random() < 0.5,
             small_pieces=rng.random() < 0.5,
             cut=mode != "asynchronous" and rng.random() < 0.3,
-            inline=rng.random() < 0.15,
+            inline=not queued and rng.random() < 0.15,
         )
 
     @property
