@@ -1,4 +1,4 @@
-"""A drive in memory, in place of the page files: it is slow, tears what it was doing when it fails, and fails at random."""
+"""A drive in memory, in place of the page files. It is slow, fails at random, and then tears what it was writing."""
 
 from collections.abc import Callable
 from pathlib import Path

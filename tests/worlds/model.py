@@ -22,7 +22,7 @@ class Watcher(Protocol):
         """A gradient that compute makes."""
 
 
-class Interruption(Exception):
+class InterruptionError(Exception):
     """The program's own error, in the middle of a pass."""
 
 
@@ -44,7 +44,7 @@ class _Use(torch.autograd.Function):
             watcher.reads(layer.number, ctx.saved_tensors, forward=False)
         given = watcher.gradients(layer.number)
         if given is None:
-            raise Interruption
+            raise InterruptionError
         grads = [
             watcher.tensor(size, value, layer.dtype) if trains else None
             for size, value, trains in zip(layer.sizes, given, ctx.needs_input_grad[3:], strict=True)

@@ -45,7 +45,7 @@ from pagoda.runtime.unit import LiveUnit
 
 from .device import DeviceError, QueuedDevice, SlowDevice, slow_copy, slow_kernel
 from .disk import Drive
-from .model import Interruption, Layer, Model
+from .model import InterruptionError, Layer, Model
 from .rules import Rules
 from .threads import OverError, Threads, ViolationError, in_turns
 from .truth import LR, Truth, WholeSGD, norm_of, stored_weight
@@ -324,7 +324,7 @@ class World:
             x = model.layer(layer)(x, self)
             self.evaluate_now_and_then()
             if self.rng.random() < rules.departures / 20:
-                raise Interruption
+                raise InterruptionError
         if rules.experts:
             everyone = [*range(len(rules.sizes) - rules.experts, len(rules.sizes))]
             chosen = everyone if rules.steady else self.rng.sample(everyone, self.rng.randint(0, len(everyone)))
@@ -361,7 +361,7 @@ class World:
         try:
             for _ in range(passes):
                 self.a_pass()
-        except Interruption:
+        except InterruptionError:
             self.note("interrupted")
             self.drop()
             return
@@ -494,7 +494,7 @@ class World:
             self.turn = 0
             for truth in self.truths:
                 truth.closed = truth.shown = truth.asked
-        with self.evaluation(), suppress(Interruption):
+        with self.evaluation(), suppress(InterruptionError):
             self.model(self.forward)
 
     @contextmanager
