@@ -109,6 +109,32 @@ def test_imports_point_down_the_house() -> None:
     assert not wrong, "modules import from above"
 
 
+def test_the_parts_of_the_scheduler_are_its_own() -> None:
+    """Others tell the scheduler events, ask it questions, and read its records."""
+    parts = {"order", "versions", "gradients", "leases", "updates"}
+    reaches = [
+        f"{module}, line {node.lineno}: scheduler.{node.attr}"
+        for module in MODULES
+        if part(module) != "schedule"
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Attribute) and node.attr in parts
+        if getattr(node.value, "attr", getattr(node.value, "id", "")).endswith("scheduler")
+    ]
+    assert not reaches, "ask the scheduler"
+
+
+def test_the_scheduler_does_not_read_what_executors_know() -> None:
+    """Parameters and arguments named `payload` pass it on."""
+    reads = [
+        f"{module}, line {node.lineno}"
+        for module in MODULES
+        if part(module) == "schedule"
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Attribute) and node.attr in ("payload", "arrival")
+    ]
+    assert not reads
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {module: {target for target, _ in imports(module, at_import_time=True)} - {module} for module in MODULES}
     try:

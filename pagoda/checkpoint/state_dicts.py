@@ -44,7 +44,9 @@ class WeightStateDicts:
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         self._engine.settle()
-        version = sum(unit.version for unit in self._engine.units)  # tiles of one parameter may be in several units
+        version = sum(
+            self._engine.accesses.edition(unit) for unit in self._engine.units
+        )  # tiles of one parameter may be in several units
         for name, param in module.named_parameters(recurse=False):
             state = state_of(param)
             if state is None or prefix + name not in state_dict or state.slot in state.unit.gathered:

@@ -99,7 +99,7 @@ class Accesses:
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
         is due."""
-        if unit.index in self._scheduler.updates.begun_early:
+        if unit.updated:
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed before optimizer.step(), but it was updated during backward. Call "
                 "step() first, or leave out wrap(accumulation_steps=...), so that updates wait for step()."
@@ -107,13 +107,20 @@ class Accesses:
         self.check_usable()
         unit.used = True
         with self.turn:
-            lease = self._leases.get(unit) if self._uses[phase][unit.index] else self._access(unit, phase)
+            if not self._uses[phase][unit.index]:
+                self._access(unit, phase)
+            lease = self._leases.of(unit)
+            assert lease is not None, "a unit in use keeps its lease"
             self._uses[phase][unit.index] += 1
         return lease
 
+    def edition(self, unit: LiveUnit) -> int:
+        """How often a unit's weights were changed."""
+        return self._scheduler.weights(unit.index).edition
+
     def is_leased(self, unit: LiveUnit) -> bool:
         """Whether a unit's weights have a place in compute's memory."""
-        return self._leases.latest(unit) is not None
+        return self._leases.of(unit) is not None
 
     def end(self, unit: LiveUnit, phase: Phase) -> None:
         """One use of a unit has ended."""
@@ -146,7 +153,7 @@ class Accesses:
             if unit is not None:
                 self.end(unit, Phase.BACKWARD)
 
-    def _access(self, unit: LiveUnit, phase: Phase) -> Lease:
+    def _access(self, unit: LiveUnit, phase: Phase) -> None:
         """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
         self._device.computing()
         self._executor.poll()
@@ -163,8 +170,8 @@ class Accesses:
         try:
             if not self._scheduler.ready(unit.index):
                 self._wait(unit)
-            lease = self._leases.get(unit)
-            if lease.ready is not None and not lease.ready.succeeded:
+            lease = self._leases.of(unit)
+            if lease is not None and lease.ready is not None and not lease.ready.succeeded:
                 self._device.wait_for(lease.ready.wait_until_issued())
         except BaseException:
             self.tell(self._scheduler.release, unit.index)
@@ -173,8 +180,7 @@ class Accesses:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:
             recorder.access(f"{phase.name.lower()} {unit.spec.name}")
-            recorder.leased(self._scheduler.leases.frames.in_use * self.plan.page_bytes)
-        return lease
+            recorder.leased(self._scheduler.usage.frames * self.plan.page_bytes)
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
         """A router has chosen experts. `units` are their units, in the order in which they will run."""
@@ -183,7 +189,6 @@ class Accesses:
     def overwritten(self, unit: LiveUnit) -> None:
         """A unit's weights were changed, at home or in compute's memory, by something other than an update. Leases and
         graphs with the old weights are outdated."""
-        unit.version += 1
         self.tell(self._scheduler.overwritten, unit.index)
 
     def before_evaluation(self) -> None:
@@ -204,7 +209,7 @@ class Accesses:
             return
 
         def ended() -> bool:
-            return until() or self._scheduler.versions.failed
+            return until() or self._scheduler.broken
 
         start = time.perf_counter()
         try:
@@ -226,13 +231,13 @@ class Accesses:
     def drain(self) -> None:
         """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
-        if not self.closed and any(weights.lag for weights in scheduler.versions.of):
+        if not self.closed and any(scheduler.weights(unit.index).lag for unit in self.plan.units):
             self.agree("applying all asynchronous updates, which an evaluation between steps does too")
         with self.turn:
             self._executor.poll()
             self.tell(scheduler.drain, True)
             try:
-                self.wait(lambda: scheduler.updates.drained, "update")
+                self.wait(lambda: scheduler.drained, "update")
             finally:
                 self.tell(scheduler.drain, False)
             self._drop_ahead()
@@ -258,7 +263,7 @@ class Accesses:
             raise error
 
     def _lane_of_fetch(self, unit: LiveUnit) -> str:
-        lease = self._leases.latest(unit)
+        lease = self._leases.of(unit)
         if lease is not None and lease.ready is not None:
             return lease.ready.lane
         return "h2d" if self.plan.budgets.device is not None else "ssd_read"
@@ -269,14 +274,14 @@ class Accesses:
             return Found.IN_PLACE
         if self._scheduler.found is None:
             return Found.FAULT
-        lease = self._leases.latest(unit)
+        lease = self._leases.of(unit)
         arrived = self._scheduler.found and lease is not None and lease.ready is not None and lease.ready.done
         return Found.ARRIVED if arrived else Found.LATE
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
             before = self.staleness.get(unit.spec.name, Staleness())
-            self.staleness[unit.spec.name] = before.and_one(self._scheduler.versions.of[unit.index].lag)
+            self.staleness[unit.spec.name] = before.and_one(self._scheduler.weights(unit.index).lag)
         self._used.add(unit.index)
 
     def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
@@ -297,7 +302,7 @@ class Accesses:
     def _refuse(self, unit: LiveUnit) -> None:
         """Raise the error for a unit that has no room."""
         tier = self.plan.lease_tier
-        names = ", ".join(repr(self.plan.units[holder].name) for holder in self._scheduler.leases.holders())
+        names = ", ".join(repr(self.plan.units[holder].name) for holder in self._scheduler.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
             f"memory.{tier}, or lower memory.unit_limit.",

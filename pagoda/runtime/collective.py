@@ -73,6 +73,10 @@ class Collectives:
         """The ranks that have the slices of a unit."""
         return self.groups[self.shards.sharers(unit)]
 
+    def edition(self, unit: LiveUnit) -> int:
+        """How often a unit's weights were changed."""
+        return self._scheduler.weights(unit.index).edition
+
     def begin_access(self, recorded: bool) -> None:
         """Compute is about to access a unit, in a step if that is `recorded`, else to evaluate."""
         wanted = _STEP if recorded else None
@@ -80,12 +84,12 @@ class Collectives:
             self._begin(wanted)
 
     def _begin(self, number: int | None) -> None:
-        self._part, self._part_is_new = ProgramPart(number, self._scheduler.order.trace, ()), True
+        self._part, self._part_is_new = ProgramPart(number, self._scheduler.trace, ()), True
 
     def _come(self) -> ProgramPart | None:
         """The part of the next collective. Its versions are taken at its first one, since `step()` has changed them."""
         if self._part is not None and self._part_is_new:
-            self._part = replace(self._part, versions=tuple(unit.version for unit in self._units))
+            self._part = replace(self._part, versions=tuple(self.edition(unit) for unit in self._units))
             self._part_is_new = False
         return self._part
 
@@ -104,7 +108,7 @@ class Collectives:
         `alike` says that every rank submits it at this point of the same step, so ranks need not announce it.
         """
         part = self._part if alike else self._come()
-        call = Call(kind, unit.index, version=unit.version, position=self._scheduler.order.position)
+        call = Call(kind, unit.index, version=self.edition(unit), position=self._scheduler.position)
 
         def run() -> None:
             try:
@@ -127,7 +131,7 @@ class Collectives:
         `step` is given if a step ends with it, and says whether to expect the next one to be like it. On a device,
         `work` goes into compute's queue."""
         queue, part = self._device.as_compute(), self._come()
-        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.order.position)
+        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.position)
         results: list[T] = []
 
         def run() -> None:

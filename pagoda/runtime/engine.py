@@ -94,7 +94,8 @@ class Engine:
         self.device = device
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, mesh)
-        self.store = Store(plan, directories, poison, device, shards)
+        self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
+        self.store = Store(plan, directories, poison, device, shards, self.scheduler)
         side_by_side = not plan.layout.weight.copied  # else updates share a work area
         on_cpu = device.torch_device.type == "cpu"
         threads = update_threads(torch.get_num_threads()) if side_by_side else 1
@@ -105,9 +106,8 @@ class Engine:
         warm_up(rule, precision, kept, elsewhere=moves)
         device.warm_up(rule, precision, kept)
         self.gradients = Gradients(self.store, self._lanes, device, self._meter)
-        self.leases = Leases(self.store, units, device, self._lanes)
+        self.leases = Leases(self.store, units, device, self._lanes, self.scheduler)
         updaters = open_updaters(self.store, self._lanes, rule, precision, device)
-        self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
         self.plan = plan
         """The current plan."""
         self._follow_trace()
@@ -210,7 +210,6 @@ class Engine:
             self.damage.note(error)
             raise
         self.accesses.wait_until_idle()
-        self._executor.latest.clear()
         self.accesses.tell(self.scheduler.restored)
         self.gradients.forget_all()
         self.damage.cause = None
@@ -240,7 +239,7 @@ class Engine:
         states are.
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
-        self.accesses.wait(lambda: self.scheduler.updates.prepared, "update")
+        self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, "update")
         if self.plan.options.max_staleness is not None:
             self.drain()
 
@@ -301,9 +300,9 @@ class Engine:
 
     def _follow_trace(self) -> bool:
         """Update the plan to the steps that the scheduler expects. Returns whether it changed."""
-        changed = self.scheduler.order.trace is not self.plan.trace
+        changed = self.scheduler.trace is not self.plan.trace
         if changed:
-            self.plan = self.plan.retraced(self.scheduler.order.trace)
+            self.plan = self.plan.retraced(self.scheduler.trace)
         return changed
 
     # --- parts ----------------------------------------------------------------------------------------------
@@ -315,14 +314,14 @@ class Engine:
         )
         self._lanes[COLLECTIVE] = rank_group.collectives.lane
         self.leases.gather = rank_group.gathering.gather
-        self._executor.share = rank_group.share
+        self._executor.share = rank_group.gathering.share
         return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
         """`norms` are None if the step was skipped."""
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
-        kept, undone = self.scheduler.updates.times_kept, self.scheduler.updates.times_undone
+        *_, kept, undone = self.scheduler.usage
         activations = self.graphs.end_step()
         self.stats = StepStats(
             step=self._step,
@@ -350,9 +349,9 @@ class Engine:
     def peak_bytes(self) -> dict[str, int]:
         """tier -> most bytes of pages in use at once, to compare with `Plan.peak_bytes`."""
         page, scheduler = self.plan.page_bytes, self.scheduler
-        peaks = {HOST: self.store.host_bytes + scheduler.gradients.pages.peak * page}
+        peaks = {HOST: self.store.host_bytes + scheduler.usage.most_pages * page}
         if (tier := self.plan.lease_tier) is not None:
-            peaks[tier] = peaks.get(tier, 0) + scheduler.leases.frames.peak * page
+            peaks[tier] = peaks.get(tier, 0) + scheduler.usage.most_frames * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
         if self.store.ssd is not None:

@@ -75,22 +75,14 @@ class Executor:
     damage: Damage = field(default_factory=Damage)
     _held: list[Operation] = field(default_factory=list)
     """RECLAIMs of weights to which something still referred."""
-    _guesses: dict[int, Guess] = field(default_factory=dict)
-    """unit -> its speculative update, until it is kept or undone."""
-    _standing: list[Guess] = field(default_factory=list)
-    """Speculative updates that are kept. Their old states must be given up."""
-    _updating: dict[int, UnitGradient] = field(default_factory=dict)
-    """unit -> the gradient of its latest UPDATE that is kept."""
-    latest: dict[int, UnitGradient] = field(default_factory=dict)
-    """unit -> the gradient of the latest update that was asked for."""
     failures: dict[int, BaseException] = field(default_factory=dict)
     """unit -> the error of its latest FETCH."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
     capture: Capture | None = None
     """The checkpoint that is being written, if any."""
-    share: Callable[[UnitGradient], None] = lambda _: None
-    """With several ranks: gathers the updated slices of a unit's weights."""
+    share: Callable[[UnitGradient, str], Handle] | None = None
+    """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes to an extent."""
 
     def __post_init__(self) -> None:
         gradients = self._gradients
@@ -106,7 +98,8 @@ class Executor:
             Kind.UPDATE: self._update,
             Kind.READ_AHEAD: lambda op: self.updaters[op.unit in self._on_device].read_ahead(op.unit),
             Kind.UNDO: self._undo,
-            Kind.SHARE: lambda op: self._follow(op, self._updating[op.unit].shown),
+            Kind.KEEP: self._keep,
+            Kind.SHARE: self._share,
             Kind.PUBLISH: self._publish,
             Kind.SAVE: self._save,
         }
@@ -120,35 +113,17 @@ class Executor:
                 self._held.remove(operation)
                 self.driver.tell(self._let_go, operation)
 
-    def end_step(self, clipped: bool, changed: Collection[int]) -> None:
-        """`step()` was called. The scheduler says which speculative updates are kept. This is an event."""
-        self._scheduler.end_step(clipped, changed=changed)
-        for unit in [*self._guesses]:
-            if not self._scheduler.updates.speculates(unit):
-                guess = self._guesses.pop(unit)
-                guess.confirm()
-                if self._leases.in_place(self._units[unit]):
-                    self._leases.lease_home(self._units[unit])
-                self._standing.append(guess)
-                record = self._updating[unit] = guess.record
-                self._gradients.forget(record)
-                record.begun = True
-                guess.updated.then(record.updated.finish)
-                guess.written.then(record.written.finish)
+    def end_step(self, clipped: bool, changed: Collection[int], unused: Collection[int]) -> None:
+        """`step()` was called. This is an event."""
+        self._scheduler.end_step(clipped, changed=changed, unused=unused)
         self._end_pending()
-
-    def close_undos(self) -> None:
-        """Give up the old states of updates that are kept."""
-        standing, self._standing = self._standing, []
-        for guess in standing:
-            guess.written.then(guess.close)
 
     def lend(self, unit: LiveUnit) -> Handle | None:
         """Another rank is about to read a unit's weights in their home. Returns the handle that it must wait for, if
         any."""
         self.driver.tell(self._scheduler.others_read, unit.index)
-        guess = self._guesses.get(unit.index)
-        return None if guess is None else guess.over
+        guess = self._scheduler.weights(unit.index).guess
+        return None if guess is None or guess.payload is None else guess.payload.over
 
     def take_back(self, unit: LiveUnit) -> None:
         """The other rank has read the weights."""
@@ -156,13 +131,18 @@ class Executor:
 
     def updated(self, unit: LiveUnit) -> Handle | None:
         """A handle that ends when the unit's latest requested update has written its weights."""
-        record = self.latest.get(unit.index)
+        record = self._requested(unit)
         return None if record is None else record.updated
 
     def is_to_come(self, unit: LiveUnit) -> bool:
         """Whether the unit's latest requested update has not begun yet."""
-        record = self.latest.get(unit.index)
+        record = self._requested(unit)
         return not self._asynchronous and record is not None and not record.begun and not record.updated.done
+
+    def _requested(self, unit: LiveUnit) -> UnitGradient | None:
+        """The gradient of the unit's latest requested update."""
+        record = self._scheduler.weights(unit.index).requested
+        return None if record is None else record.payload
 
     def begin_checkpoint(self, capture: Capture) -> None:
         """Start a checkpoint that reads every unit. This is an event."""
@@ -177,8 +157,6 @@ class Executor:
 
     def close(self) -> bool:
         """Release all memory. Every lane must have ended. Returns whether someone still holds weights of a lease."""
-        self.latest.clear()
-        self._updating.clear()
         self._gradients.close()
         return self._leases.close()
 
@@ -204,38 +182,32 @@ class Executor:
         elif operation.kind is Kind.SPILL:
             self.spill_failure = self.spill_failure or error
         self._scheduler.failed(operation)
-        if self._scheduler.versions.failed or operation.kind is Kind.RELOAD:
+        if self._scheduler.broken or operation.kind is Kind.RELOAD:
             self.damage.note(error)
         self._end_pending()
         self._end_lost_capture()
 
     def _end_pending(self) -> None:
         """After an update has failed, no other begins. End the handles of the pending ones with the error."""
-        if not self._scheduler.versions.failed:
+        if not self._scheduler.broken:
             return
-        for record in self.latest.values():
-            if not record.begun and not record.written.done:
+        for unit in self._units:
+            record = self._requested(unit)
+            if record is not None and not record.begun and not record.written.done:
                 record.updated.finish(self.damage.cause)
                 record.written.finish(self.damage.cause)
 
     def _end_lost_capture(self) -> None:
-        if self.capture is not None and self._scheduler.updates.checkpoint.lost:
+        if self.capture is not None and self._scheduler.checkpoint_lost:
             self.capture.end(self.damage.cause)
 
     def _fetch(self, operation: Operation) -> None:
-        record = self._awaited(operation)
-        after = (record.shown,) if record is not None and not record.shown.succeeded else ()
-        if operation.after_undo:
-            after = (*after, self._guesses[operation.unit].over)
+        after = [record.payload.shown for record in operation.gradients]
+        if operation.undoing is not None:
+            after.append(operation.undoing.payload.over)
         handle = self._leases.fetch(operation, self._units[operation.unit], after)
         self._follow(operation, handle)
         handle.when_issued(lambda: self.driver.tell(self._issued, operation, handle))
-
-    def _awaited(self, operation: Operation) -> UnitGradient | None:
-        """The gradient whose update an operation waits for, if any."""
-        if not operation.steps:
-            return None
-        return self._gradients.find(operation) or self._updating.get(operation.unit)
 
     def _issued(self, operation: Operation, handle: Handle) -> None:
         if not handle.done:  # else it has been reported as ended, or is about to be
@@ -252,32 +224,24 @@ class Executor:
         self._scheduler.let_go(operation)
 
     def _update(self, operation: Operation) -> None:
-        records = self._gradients.of(operation)
+        records = [gradient.payload for gradient in operation.gradients]
         last = records[-1]
         guess = None
         if operation.undoable:
-            guess = self._guesses[operation.unit] = Guess(self._store, last)
-            updated = seen = guess.updated
-            written = guess.written
+            guess = operation.about.payload = Guess(self._store, last, operation.home)
+            updated, written = guess.updated, guess.written
         else:
-            updated, written, seen = last.updated, last.written, last.shown
+            updated, written = last.updated, last.written
             last.begun = True
-            self._updating[operation.unit] = last
-            for record in records:
-                self._gradients.forget(record)
         store, unit = self._store, operation.unit
-        target = operation.home if self._asynchronous else store.newest[unit] if guess is None else guess.extent
-        extents = Extents(store.extents(unit, store.newest[unit]), store.extents(unit, target))
-        last.extent = extents.write[WEIGHT]
+        extents = Extents(store.newest_extents(unit), store.extents(unit, operation.home))
         tell, scheduler = self.driver.tell, self._scheduler
         on_device = operation.unit in self._on_device
         if on_device:
             last.issued = self._device.fence()
 
-        def shown(error: BaseException | None) -> None:
+        def weights_written(error: BaseException | None) -> None:
             if error is None:
-                if guess is None:
-                    store.newest[unit] = target
                 tell(scheduler.weights_written, operation)
 
         def ended(error: BaseException | None) -> None:
@@ -291,20 +255,45 @@ class Executor:
             else:
                 self._ended(operation, error)
 
-        seen.then(shown)
-        all_of([written, seen]).then(ended)
-        kept = None if operation.run is None else self._keep(operation, operation.run)
+        updated.then(weights_written)
+        all_of([written, updated]).then(ended)
+        kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
         pieces = [(record, record.segments) for record in records]
         self.updaters[on_device].submit(Update(pieces, extents, guess, kept, updated, written, used))
 
     def _refused(self, operation: Operation) -> None:
-        guess = self._guesses.pop(operation.unit, None)
         self._scheduler.refused(operation)
-        if guess is not None:  # it has changed nothing
+        if (guess := operation.about.payload) is not None:  # it has changed nothing
             guess.over.finish()
 
-    def _keep(self, operation: Operation, run: Run) -> Handle:
+    def _keep(self, operation: Operation) -> None:
+        record: UnitGradient = operation.gradients[0].payload
+        if operation.about is None:
+            record.unit.updated = True
+            record.request()
+            return
+        guess: Guess = operation.about.payload
+        guess.confirm()
+        if self._leases.in_place(record.unit):
+            self._leases.lease_home(record.unit)
+        record.begun = True
+        guess.updated.then(record.updated.finish)
+        guess.written.then(record.written.finish)
+        guess.written.then(lambda _: guess.close())
+
+    def _share(self, operation: Operation) -> None:
+        assert self.share is not None, "only ranks share"
+        record: UnitGradient = operation.gradients[0].payload
+        handle = self.share(record, self._store.extent(operation.unit, WEIGHT, operation.home))
+        handle.then(record.shown.finish)
+        handle.then(partial(self._shared, operation))
+
+    def _shared(self, operation: Operation, error: BaseException | None) -> None:
+        refused = isinstance(error, NonFiniteGradientError)  # on every rank
+        self._ended(operation, None if refused else error)
+
+    def _copy_old_states(self, operation: Operation, run: Run) -> Handle:
         """Copy the old states for the checkpoint. The updater would do this only after earlier updates, which may wait
         for space on SSD until the checkpoint is complete."""
 
@@ -319,14 +308,13 @@ class Executor:
         return handle
 
     def _undo(self, operation: Operation) -> None:
-        guess = self._guesses[operation.unit]
+        guess: Guess = operation.about.payload
         handle = self._update_lane.submit(guess.revert, (), 0, "undo")
         handle.then(guess.over.finish)
         handle.then(lambda error: self.driver.tell(self._undone, operation, error))
 
     def _undone(self, operation: Operation, error: BaseException | None) -> None:
         if error is None:
-            del self._guesses[operation.unit]
             self._scheduler.ended(operation)
         else:
             self._failed(operation, error)
@@ -338,12 +326,6 @@ class Executor:
             self._follow(operation, self.capture.read(operation.unit, operation.run))
 
     def _publish(self, operation: Operation) -> None:
-        unit, front = self._units[operation.unit], operation.home
-        if (record := self._awaited(operation)) is not None:
-            self.latest[unit.index] = record
-            self.share(record)
-        if self._store.front[unit.index] != front:
-            self._store.front[unit.index] = front
-            unit.version += 1
-            if self._leases.in_place(unit):
-                self._leases.lease_home(unit)
+        unit = self._units[operation.unit]
+        if self._leases.in_place(unit):
+            self._leases.lease_home(unit)

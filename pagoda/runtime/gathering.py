@@ -71,7 +71,7 @@ class Gathering:
         ended; other slices may arrive once compute has passed `free`."""
         if not self._shards.is_sliced(unit.spec, WEIGHT):
             return own
-        version = unit.version
+        version = self._collectives.edition(unit)
 
         def work(together: bool) -> None:
             free.synchronize()
@@ -82,17 +82,16 @@ class Gathering:
 
         return self._collectives.submit(CollectiveKind.GATHER, unit, work, (own,), weights.nbytes)
 
-    def share(self, record: UnitGradient) -> Handle:
-        """Bring every rank's updated slice of a unit's weights to this rank's home, once its own is updated."""
+    def share(self, record: UnitGradient, extent: str) -> Handle:
+        """Bring every rank's updated slice of a unit's weights to this rank's home, `extent`, once its own is
+        updated."""
         unit, updated = record.unit, record.updated
         self._updated[unit.index] = updated
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         # Under backward, ranks may update others.
         alike = not self._store.plan.options.update_during_backward
         kind, nbytes = CollectiveKind.SHARE, unit.spec.trainable_numel * self._dtype.itemsize
-        return self._collectives.submit(
-            kind, unit, lambda _: self._share(unit, record.extent), (updated,), nbytes, alike
-        )
+        return self._collectives.submit(kind, unit, lambda _: self._share(unit, extent), (updated,), nbytes, alike)
 
     def close(self) -> None:
         """Stop answering other ranks."""
@@ -179,7 +178,7 @@ class Gathering:
     def _messages(self, unit: LiveUnit, version: int) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's slice of a unit after `version` updates, in messages: (first element, values)."""
         self._check_version(unit, version)
-        if unit.version == version:
+        if self._collectives.edition(unit) == version:
             _end(self._executor.updated(unit))
         undone = self._executor.lend(unit)
         try:
@@ -208,18 +207,21 @@ class Gathering:
     def _await_version(self, unit: LiveUnit, version: int, hopeless: Callable[[], bool]) -> None:
         """Wait until compute has asked for an update that another rank has asked for already."""
         deadline = time.monotonic() + rank_timeout_s()  # when the others give this rank up
-        while unit.version < version and not hopeless() and time.monotonic() < deadline:
+        while self._collectives.edition(unit) < version and not hopeless() and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def _check_version(self, unit: LiveUnit, version: int) -> None:
         """Raises RankError if this rank does not have the weights after `version` updates. It also has them if one more
         update is queued and has not begun: that needs the gradients of all ranks, so it waits for the rank that asks.
         """
-        if unit.version == version or (unit.version == version + 1 and self._executor.is_to_come(unit)):
+        if self._collectives.edition(unit) == version or (
+            self._collectives.edition(unit) == version + 1 and self._executor.is_to_come(unit)
+        ):
             return
         raise RankError(
             f"Another rank asks for the weights of {unit.spec.name!r} after {version} updates, and rank "
-            f"{self._shards.rank} has made {unit.version}: run the same steps on every rank, and where graphs "
+            f"{self._shards.rank} has made {self._collectives.edition(unit)}: "
+            "run the same steps on every rank, and where graphs "
             "differ, leave out wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
         )
 

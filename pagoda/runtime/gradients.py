@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,8 @@ from pagoda.schedule.operations import Kind, Operation
 _WORTH_BYTES = 256 << 10
 """From this many bytes on, gradients of a unit are copied to its buffer before all of them exist."""
 
-Offload = Callable[["UnitGradient"], Handle]
-"""Starts the copy of a gradient to the buffer of its record."""
+Transfer = Callable[[], Handle]
+"""Starts the copy of a part of a gradient to its buffer, which exists by then."""
 
 
 class _Made(NamedTuple):
@@ -54,12 +55,12 @@ class UnitGradient:
         """Returns the buffer. None until there is one."""
         self.made: list[_Made] = []
         """Gradients from autograd that will be copied to the buffer together."""
-        self.waiting: list[Offload] = []
-        """Copies for which no OFFLOAD has come yet."""
         self.hypers: dict[int, Hyper] = {}
         """slot -> hyperparameters of its update."""
         self.segments: tuple[Segment, ...] = ()
         """The elements that its update changes. Until `step()`, this is a guess."""
+        self.taken = False
+        """Whether an update has taken it. Later arrivals belong to the next step."""
         self.used: list[int] | None = None
         """Slots whose gradient the update uses. Set when the update is queued."""
         self.arrivals = [0] * unit.trainable
@@ -73,8 +74,6 @@ class UnitGradient:
         """Slot whose gradient is not finite on some rank, if one is known."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
-        self.extent = WEIGHT
-        """The extent of weights that its update writes."""
         self.issued = PAST
         """The point that compute's queue had reached when the update was issued. All work that reads the old weights is
         before it."""
@@ -84,8 +83,6 @@ class UnitGradient:
         """Ends when the update has written this rank's new weights."""
         self.shown = Handle() if shared else self.updated
         """Ends when all new weights are in their home."""
-        self.sharing = False
-        """Whether ranks have been asked to gather the updated weights."""
         self.written = Handle()
         """Ends when every state is written."""
 
@@ -106,6 +103,12 @@ class UnitGradient:
         unit."""
         counts = {self.arrivals[slot] for slot in self.unit.expected}
         return len(counts) == 1 and 0 not in counts
+
+    def request(self) -> None:
+        """Its update is requested, with these hyperparameters."""
+        self.taken, self.used = True, list(self.hypers)
+        for slot, hyper in self.hypers.items():
+            self.unit.steps[slot] = hyper.step
 
     def settle(self) -> None:
         """Wait until every started OFFLOAD has ended."""
@@ -167,12 +170,10 @@ class Gradients:
         self._adders = Lane("add", update_threads(torch.get_num_threads())) if pages else None
         """Adds them."""
         self._arrivals = itertools.count()
-        self._records: dict[int, UnitGradient] = {}
-        """unit -> its gradient of this step that no update has taken."""
-        self.taken: dict[int, UnitGradient] = {}
-        """unit -> its gradient of this step that an update has taken."""
-        self._all: dict[tuple[int, int], UnitGradient] = {}
-        """(unit, step) -> every gradient that an operation may still name."""
+        self._opening = threading.Lock()
+        """Held while a gradient is created, by compute's thread or the collective lane's."""
+        self._of_step: dict[int, UnitGradient] = {}
+        """unit -> its gradient of this step. The scheduler's records of it hold the same object."""
         self._in_flight = InFlight(self.meter)
         self._most_in_flight = store.plan.gradients_in_flight_bytes
 
@@ -180,15 +181,24 @@ class Gradients:
 
     def get(self, unit: LiveUnit) -> UnitGradient | None:
         """The unit's gradient of this step, if one has arrived and no update has taken it."""
-        return self._records.get(unit.index)
+        record = self.latest(unit)
+        return None if record is None or record.taken else record
+
+    def latest(self, unit: LiveUnit) -> UnitGradient | None:
+        """The unit's gradient of this step, even if an update has taken it."""
+        return self._of_step.get(unit.index)
 
     def records(self) -> list[UnitGradient]:
         """The gradients of this step that no update has taken, in unit order."""
-        return [self._records[index] for index in sorted(self._records)]
+        return [record for record in self.of_step().values() if not record.taken]
+
+    def taken(self) -> list[UnitGradient]:
+        """The gradients of this step that an update has taken, in unit order."""
+        return [record for record in self.of_step().values() if record.taken]
 
     def of_step(self) -> dict[int, UnitGradient]:
-        """unit -> its gradient of this step."""
-        return {**self.taken, **{record.unit.index: record for record in self.records()}}
+        """unit -> its gradient of this step, in unit order."""
+        return dict(sorted([*self._of_step.items()]))
 
     def non_finite(self) -> tuple[int, int, int] | None:
         """The first gradient of this step that is NaN or infinite: the position of its arrival, its unit, and its slot.
@@ -198,12 +208,12 @@ class Gradients:
 
     def open(self, unit: LiveUnit, step: int) -> UnitGradient:
         """The unit's gradient of this step. It is created if necessary."""
-        record = self._records.get(unit.index)
-        if record is None:
-            shared = self._store.plan.layout.gathers_after_update(unit.spec)
-            record = self._records.setdefault(unit.index, UnitGradient(unit, step, shared))  # or another thread's
-            self._all[unit.index, record.step] = record
-        return record
+        with self._opening:
+            record = self.get(unit)
+            if record is None:
+                shared = self._store.plan.layout.gathers_after_update(unit.spec)
+                record = self._of_step[unit.index] = UnitGradient(unit, step, shared)
+            return record
 
     def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient, to be stored in its buffer or added to it."""
@@ -218,35 +228,29 @@ class Gradients:
         """Whether the gradients that exist are large enough for a transfer."""
         return bool(record.made) and (record.complete or sum(m.values.nbytes for m in record.made) >= _WORTH_BYTES)
 
-    def gather(self, record: UnitGradient) -> int:
-        """Copy all existing gradients to the buffer as one transfer when OFFLOAD comes. Returns the number of bytes.
+    def gather(self, record: UnitGradient) -> tuple[Transfer, int]:
+        """One transfer of all existing gradients to the buffer, and its number of bytes.
 
         The copies run on the d2h lane, which also computes the sums of squares of the results in float64.
         """
         made, record.made = record.made, []
-        record.waiting.append(lambda record: self._submit(record, made))
-        return sum(each.values.nbytes for each in made)
+        return partial(self._submit, record, made), sum(each.values.nbytes for each in made)
 
     def count(self, record: UnitGradient, slot: int, accumulate: bool) -> None:
         """Autograd has delivered a parameter's gradient. It is the first of the step unless `accumulate`."""
         record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
         record.order[slot] = next(self._arrivals)
 
-    def take(self, record: UnitGradient) -> None:
-        """An update takes a gradient. Later arrivals belong to the next step."""
-        self.taken[record.unit.index] = self._records.pop(record.unit.index)
-
-    def clear(self) -> None:
-        """Drop every gradient that no update has taken, once nothing moves it."""
-        records, self._records = self._records, {}
-        for record in records.values():
-            for handle in list(record.pending):
+    def clear(self, taken: bool) -> None:
+        """Forget every gradient that an update has `taken`, or drop every other one, once nothing moves it."""
+        for unit, record in self.of_step().items():
+            if record.taken is not taken:
+                continue
+            with self._opening:
+                if self._of_step.get(unit) is record:  # else another rank has begun the next step
+                    del self._of_step[unit]
+            for handle in () if taken else list(record.pending):
                 handle.wait_until_done()
-            self.forget(record)
-
-    def forget(self, record: UnitGradient) -> None:
-        """No further operation will name this gradient."""
-        self._all.pop((record.unit.index, record.step), None)
 
     def forget_all(self) -> None:
         """All states have been replaced, and no operation is under way."""
@@ -259,19 +263,11 @@ class Gradients:
 
     # --- operations ---
 
-    def of(self, operation: Operation) -> list[UnitGradient]:
-        """The gradients that an operation names, oldest first."""
-        return [self._all[operation.unit, step] for step in operation.steps]
-
-    def find(self, operation: Operation) -> UnitGradient | None:
-        """The latest gradient that an operation names, unless its update has been issued."""
-        return self._all.get((operation.unit, operation.steps[-1]))
-
     def offload(self, operation: Operation) -> Handle:
         """Start an OFFLOAD."""
-        (record,) = self.of(operation)
+        record: UnitGradient = operation.gradients[0].payload
         self._place(record, operation)
-        handle = record.waiting.pop(0)(record)
+        handle: Handle = operation.arrival()
         record.pending.append(handle)
         return handle
 
@@ -282,8 +278,7 @@ class Gradients:
         lane, verb = ("ssd_read", "gradient") if reading else ("ssd_write", "spill")
         move = self._store.load if reading else self._store.save
         if reading:
-            (record,) = self.of(operation)
-            self._place(record, operation)
+            self._place(operation.gradients[0].payload, operation)
         view = self._staging.part(operation.run).view()
         label = f"{verb} {self._store.plan.units[operation.unit].name}"
         return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
@@ -299,9 +294,7 @@ class Gradients:
 
     def close(self) -> None:
         """Release all extents. Every lane must have ended."""
-        self._records.clear()
-        self.taken.clear()
-        self._all.clear()
+        self._of_step.clear()
         self._bounce = Ring(())
         if self._adders is not None:
             self._adders.close()

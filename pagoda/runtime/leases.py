@@ -19,6 +19,8 @@ from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Operation
+from pagoda.schedule.records import Lease as ScheduledLease
+from pagoda.schedule.scheduler import Scheduler
 
 _PIECE_BYTES = 8 << 20
 """Size of the pieces into which a fetch from SSD to RAM is cut, so that the lane's threads share it."""
@@ -34,10 +36,8 @@ class Lease:
 
     unit: LiveUnit
     base: torch.Tensor
-    run: Run | None
-    """Frames of the lease. None if the unit's home itself is leased."""
     ready: Handle | None
-    """Ends when the weights are there. None if they always are."""
+    """Ends when the weights are there. None if the unit's home itself is leased, where they always are."""
 
     @property
     def storage(self) -> int:
@@ -61,11 +61,13 @@ class Leases:
     """The tensors of every lease that the scheduler has asked for.
 
     If compute can read a unit's home, the unit is leased in place, permanently. All other leases are frames of
-    a region, which the scheduler chooses. The compute thread calls `find`. Everything else is called under the driver's
-    lock.
+    a region, which the scheduler chooses. Each is the payload of the scheduler's lease. The compute thread calls `find`
+    and `of`. Everything else is called under the driver's lock.
     """
 
-    def __init__(self, store: Store, units: Iterable[LiveUnit], device: Device, lanes: dict[str, Lane]) -> None:
+    def __init__(
+        self, store: Store, units: Iterable[LiveUnit], device: Device, lanes: dict[str, Lane], scheduler: Scheduler
+    ) -> None:
         """Take the frames that the plan has for leases."""
         plan = store.plan
         frames = 0 if plan.lease_tier is None else plan.placement.pages(plan.lease_tier, LEASES)
@@ -73,6 +75,7 @@ class Leases:
         self._store = store
         self._device = device
         self._lanes = lanes
+        self._scheduler = scheduler
         self._page_bytes = page = plan.page_bytes
         pages = plan.placement.pages(HOST, FETCH_RING) // FETCH_SLOTS
         self._piece_bytes = page * (pages or pages_for(_PIECE_BYTES, page))
@@ -82,10 +85,8 @@ class Leases:
         self._freed = PAST
         """The point that compute's queue had reached when frames were last freed. Later work does not read their old
         values."""
-        self._latest: dict[int, Lease] = {}
-        """unit -> its lease in place, or its latest lease of frames, which may not be ready or may have ended."""
-        self._by_run: dict[int, Lease] = {}
-        self._by_storage: dict[int, Lease] = {}
+        self._by_storage: dict[int, ScheduledLease] = {}
+        """Identity of a storage -> the lease whose weights lie there, even if it has ended."""
         self._filling: list[tuple[Run, Handle]] = []
         """Frames that were given back while they were being filled. The next fetch into them waits for that."""
         in_frames = plan.leased_pages()
@@ -94,33 +95,34 @@ class Leases:
                 self.lease_home(unit)
 
     def lease_home(self, unit: LiveUnit) -> None:
-        """Lease a unit in place. Views of an earlier place may see its contents change."""
-        before = self._latest.get(unit.index)
+        """Lease a unit in place, where its home is now. Views of an earlier place may see its contents change."""
+        scheduled = self._scheduler.lease(unit.index)
+        assert scheduled is not None
+        base, before = self._store.in_place(unit.index, unit.spec.numel), scheduled.payload
         if before is not None:
+            if before.base.data_ptr() == base.data_ptr():
+                return
             del self._by_storage[before.storage]
-        self._add(Lease(unit, self._store.in_place(unit.index, unit.spec.numel), None, None))
+        self._add(scheduled, Lease(unit, base, None))
 
-    def get(self, unit: LiveUnit) -> Lease:
-        """The lease of a unit that compute has accessed. Its weights are there."""
-        return self._latest[unit.index]
-
-    def latest(self, unit: LiveUnit) -> Lease | None:
-        """The latest lease of a unit. It may not be ready, or may have ended."""
-        return self._latest.get(unit.index)
+    def of(self, unit: LiveUnit) -> Lease | None:
+        """The lease of a unit that has not ended, which may not be ready yet. None if it has none."""
+        lease = self._scheduler.lease(unit.index)
+        return None if lease is None else lease.payload
 
     def in_place(self, unit: LiveUnit) -> bool:
         """Whether a unit is leased in its home."""
-        lease = self._latest.get(unit.index)
-        return lease is not None and lease.run is None
+        lease = self.of(unit)
+        return lease is not None and lease.ready is None
 
     def find(self, storage: int) -> Lease | None:
         """The lease with this storage, even if it has ended."""
-        return self._by_storage.get(storage)
+        lease = self._by_storage.get(storage)
+        return None if lease is None else lease.payload
 
-    def fetch(self, operation: Operation, unit: LiveUnit, after: tuple[Handle, ...]) -> Handle:
+    def fetch(self, operation: Operation, unit: LiveUnit, after: Sequence[Handle]) -> Handle:
         """Start a FETCH once `after` have ended."""
-        run = operation.run
-        assert run is not None
+        run = operation.about.run
         dtype, page = self._store.dtype(WEIGHT), self._region.page_bytes
         whole_pages = pages_for(unit.spec.numel * dtype.itemsize, page) * page
         self._filling = [(taken, handle) for taken, handle in self._filling if not handle.done]
@@ -132,15 +134,15 @@ class Leases:
             ready = self._fill(unit, target, self._freed, (*after, *earlier))
             if self.gather is not None:
                 ready = self.gather(unit, frames.tensor(dtype), ready, self._freed)
-        self._by_run[run.start] = self._add(Lease(unit, base, run, ready))
+        self._add(operation.about, Lease(unit, base, ready))
         return ready
 
     def is_free(self, operation: Operation, unit: LiveUnit) -> bool:
         """Whether nothing refers to the weights that a RECLAIM names."""
         if operation.run is not None:
-            return not self._by_run[operation.run.start].held
-        latest = self._latest.get(unit.index)
-        return not (unit.packed or unit.active or (latest is not None and latest.held))
+            return not operation.about.payload.held
+        lease = self.of(unit)
+        return not (unit.packed or unit.active or (lease is not None and lease.held))
 
     def reclaim(self, operation: Operation, unit: LiveUnit) -> bool:
         """Whether nothing refers to the weights that a RECLAIM names. If so, their frames are given back."""
@@ -148,10 +150,9 @@ class Leases:
             return False
         if operation.run is None:
             return True
-        lease = self._by_run.pop(operation.run.start)
+        lease: Lease = operation.about.payload
+        operation.about.payload = None
         del self._by_storage[lease.storage]
-        if self._latest.get(unit.index) is lease:
-            del self._latest[unit.index]
         assert lease.ready is not None
         if lease.ready.done:
             self._region.part(operation.run).poison()
@@ -162,14 +163,15 @@ class Leases:
 
     def close(self) -> bool:
         """End every lease. Returns whether someone still holds weights of one."""
-        held = any(lease.held for lease in self._by_storage.values())
-        for leases in (self._latest, self._by_run, self._by_storage):
-            leases.clear()
+        held = any(lease.payload.held for lease in self._by_storage.values())
+        for lease in self._by_storage.values():
+            lease.payload = None
+        self._by_storage.clear()
         return held
 
-    def _add(self, lease: Lease) -> Lease:
-        self._latest[lease.unit.index] = self._by_storage[lease.storage] = lease
-        return lease
+    def _add(self, scheduled: ScheduledLease, lease: Lease) -> None:
+        scheduled.payload = lease
+        self._by_storage[lease.storage] = scheduled
 
     # --- how weights get there ---
 

@@ -20,7 +20,7 @@ from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gathering import Gathering
-from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.reducing import Reducer
 from pagoda.runtime.store import Store
@@ -82,7 +82,7 @@ class RankGroup:
         """The receiver of autograd's gradients."""
         return self._reducer or self._gradients
 
-    def when_flushed(self, bring: Callable[[UnitGradient, bool], None]) -> None:
+    def when_flushed(self, bring: Callable[[UnitGradient, bool, Transfer], None]) -> None:
         """Call `bring` with each gradient that waits for a buffer for its reduced values."""
         if self._reducer is not None:
             self._reducer.bring = bring
@@ -105,12 +105,6 @@ class RankGroup:
         if len(said) > 1:
             dist.all_gather_object(said, value, group=self.mesh.tensor.get_group())
         return said
-
-    def share(self, record: UnitGradient) -> None:
-        """Bring all new weights of a unit here, once this rank has updated its slice of them."""
-        if record.shown is not record.updated and not record.sharing:
-            record.sharing = True
-            self.gathering.share(record).then(record.shown.finish)
 
     def parameter_square_sums(self, what: str) -> dict[int, list[float]]:
         """Unit -> the square sum of each of its parameters' gradients, over all ranks.

@@ -19,7 +19,7 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.unit import LiveUnit
 
@@ -69,7 +69,7 @@ class Reducer:
     """The buffer to fill next."""
 
     def __post_init__(self) -> None:
-        self.bring: Callable[[UnitGradient, bool], None]
+        self.bring: Callable[[UnitGradient, bool, Transfer], None]
         """Has a gradient brought to its record's buffer; set by the stepper."""
         collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
         self._early = self._driver.scheduler.plan.during_backward
@@ -125,13 +125,12 @@ class Reducer:
         handle = self._collectives.submit(CollectiveKind.REDUCE, record.unit, work, after, nbytes)
         self._uses[self._next ^ 1] = handle
 
-        def offload(_: UnitGradient) -> Handle:
+        def arrive() -> Handle:
             room.finish()
             return handle
 
-        record.waiting.append(offload)
         try:
-            self.bring(record, last)
+            self.bring(record, last, arrive)
         except BaseException as error:
             if not room.done:
                 room.finish(error)
@@ -171,7 +170,7 @@ class Reducer:
         if self._collectives.order.failed:
             self._reduce(unit.spec, None, nothing, None)
             return
-        if unit.version != version:
+        if self._collectives.edition(unit) != version:
             mine = self._collectives.shards.rank
             raise RankError(
                 f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {mine} has updated it for "
@@ -182,12 +181,12 @@ class Reducer:
         ended = Handle(COLLECTIVE)
         opened = threading.Event()
 
-        def offload(_: UnitGradient) -> Handle:
+        def arrive() -> Handle:
             opened.set()
             return ended
 
-        record.waiting.append(offload)
-        self._driver.tell(self._driver.scheduler.gradient, unit.index, record.complete, False, False)
+        event = self._driver.scheduler.gradient
+        self._driver.tell(event, unit.index, record.complete, False, False, record, arrive)
         # It may wait for what is being read or written, but what frees a buffer may be this lane's to do.
         if not opened.wait(rank_timeout_s()):
             raise BudgetError(self._gradients.exhausted(unit))

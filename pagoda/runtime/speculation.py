@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from pagoda.memory.ssd.tier import PageSnapshot
-from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
@@ -19,6 +18,8 @@ class Guess:
 
     _store: Store
     record: UnitGradient
+    extent: int
+    """Number of the extent to which the update writes."""
     updated: Handle = field(default_factory=Handle)
     """`updated` and `written` are this update's. Those of `record` end with the update that `step()` keeps."""
     written: Handle = field(default_factory=Handle)
@@ -28,10 +29,6 @@ class Guess:
     """The old pages of states on SSD."""
     _confirmed: bool = False
     _ended: bool = False
-
-    def __post_init__(self) -> None:
-        self.extent = 1 - self._store.newest[self._unit]
-        """Number of the extent to which the update writes."""
 
     @property
     def _unit(self) -> int:
@@ -48,8 +45,6 @@ class Guess:
     def confirm(self) -> None:
         """From now on, the new states are the unit's. The update may still be writing them. Call this and `end` inside
         an event of the scheduler."""
-        self._store.front[self._unit] = self._store.newest[self._unit] = self.extent
-        self.record.extent = self._store.extent(self._unit, WEIGHT, self.extent)
         self._confirmed = True
         self._poison_old()
 
@@ -58,7 +53,7 @@ class Guess:
         self._ended = True
         self._poison_old()
 
-    def close(self, _: BaseException | None) -> None:
+    def close(self) -> None:
         """Give up the old pages on SSD, once the confirmed update has ended."""
         if self._frozen is not None:
             self._frozen.close()

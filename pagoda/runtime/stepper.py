@@ -16,7 +16,7 @@ from pagoda.optim.rule import Rule
 from pagoda.plan.tiers import HOST
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_error
+from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient, non_finite_error
 from pagoda.runtime.hidden import outside_use
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
@@ -71,8 +71,6 @@ class Stepper:
         """All param groups, in order."""
         self.queued = 0
         """Number of updates queued so far. Each is of one unit."""
-        self._early: list[UnitGradient] = []
-        """Gradients of units that will be updated during backward, whose update had not begun at the last look."""
         self._early_hypers: NextHypers | None = None
         """The hyperparameters at the time when the first update before this `step()` was prepared."""
         self._factors: dict[tuple[int, int], float] = {}
@@ -113,20 +111,19 @@ class Stepper:
                 f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run, or None if "
                 "their number varies. With a Trainer, that is Paging(backward_passes=...)."
             )
-        self._note_begun()
         last = record.complete and record.arrivals[slot] == announced
         if last and (self._options.update_during_backward or self._options.may_speculate):
             self._prepare_early(record)
+            last = bool(record.segments)
         if self._gradients.is_due(record):
             self._offload(record, last)
         elif self._rank_group is not None and record.complete:
             self._rank_group.flush(last)
-        self._note_begun()
 
     def _offload(self, record: UnitGradient, last: bool) -> None:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
-        nbytes = self._gradients.gather(record)
-        self._request_buffer(record, last)
+        arrival, nbytes = self._gradients.gather(record)
+        self._request_buffer(record, last, arrival)
         self._gradients.hold_back(record, nbytes)
 
     def _offload_all(self) -> None:
@@ -137,12 +134,13 @@ class Stepper:
             if record.made:
                 self._offload(record, last=False)
 
-    def _request_buffer(self, record: UnitGradient, last: bool) -> None:
+    def _request_buffer(self, record: UnitGradient, last: bool, arrival: Transfer) -> None:
         """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
         comes before `step()`."""
-        self._accesses.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
+        event = self._scheduler.gradient
+        self._accesses.tell(event, record.unit.index, record.complete, last, True, record, arrival)
         lane = "update" if self._options.update_during_backward else "ssd_write"
-        self._accesses.wait(lambda: not self._scheduler.gradients.held_back, lane, lambda: self._refuse(record))
+        self._accesses.wait(lambda: not self._scheduler.held_back, lane, lambda: self._refuse(record))
 
     def _refuse(self, record: UnitGradient) -> None:
         """Raise the error for a gradient without a buffer."""
@@ -156,27 +154,12 @@ class Stepper:
             self._early_hypers = NextHypers(self.group_of, self._rule)
         record.hypers = self._early_hypers.of(record.unit, lambda _: 1.0 / self.scaler.scale)
         record.segments = segments_of(record.unit, record.hypers)
-        if self._options.update_during_backward:
-            self._early.append(record)
-
-    def _note_begun(self) -> None:
-        """Record which updates during backward have begun and will not be undone."""
-        waiting = []
-        for record in self._early:
-            if record.unit.index in self._scheduler.updates.begun_early:
-                record.unit.updated = True
-                self._gradients.take(record)
-                self._ask_for(record)
-            else:
-                waiting.append(record)
-        self._early = waiting
 
     def updates_have_begun(self) -> bool:
         """Whether some unit has begun its update of this step during backward."""
         with self._accesses.turn:
             self._accesses.end_read()
             self._executor.poll()
-            self._note_begun()
             return any(unit.updated for unit in self._units)
 
     def zero_grad(self) -> None:
@@ -190,12 +173,11 @@ class Stepper:
     def _drop_gradients(self) -> None:
         if self._gradients.of_step():
             self._accesses.tell(self._scheduler.drop_gradients)
-        self._gradients.clear()
+        self._gradients.clear(taken=False)
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
         """Forget what is known of gradients that are gone."""
-        self._early.clear()
         self._early_hypers = None
         self._factors.clear()
         self._of_ranks = None
@@ -204,10 +186,6 @@ class Stepper:
 
     def drop_step(self) -> None:
         """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
-        for record in self._early:
-            if record.unit.index in self._scheduler.updates.begun_early:
-                self._gradients.take(record)  # until its update is over, for which it may still have to arrive
-        self._early.clear()
         for unit in self._units:
             unit.updated = False
             for param in unit.params:
@@ -260,7 +238,7 @@ class Stepper:
         With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
         of all parameters.
         """
-        record = self._gradients.get(unit) or self._gradients.taken.get(unit.index)
+        record = self._gradients.latest(unit)
         if record is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
         if self._rank_group is None:
@@ -356,13 +334,13 @@ class Stepper:
     def _check_kept(self, hypers: NextHypers) -> None:
         """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user
         has dropped gradients that these have applied. Calling `step()` again keeps the latter."""
-        applied = [(record.unit, slot) for record in self._gradients.taken.values() for slot in record.used or ()]
+        applied = [(record.unit, slot) for record in self._gradients.taken() for slot in record.used or ()]
         dropped = [(unit, slot) for unit, slot in applied if unit.params[slot].grad is None]
         for unit, slot in dropped:
             unit.params[slot].grad = unit.markers[slot]
         if dropped:
             raise UsageError(_APPLIED)
-        for record in self._gradients.taken.values():
+        for record in self._gradients.taken():
             if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
                 raise UsageError(
                     "param_groups changed between backward and step(), but units were updated during backward "
@@ -372,7 +350,7 @@ class Stepper:
 
     def _queue_updates(self, hypers: NextHypers, clipped: bool) -> None:
         """Ask for the update of every unit with a gradient, with the current hyperparameters."""
-        changed = []
+        changed, unused = [], []
         for record in self._gradients.records():
             unit = record.unit
             record.hypers = hypers.of(unit, partial(self._scale_of, unit))
@@ -380,10 +358,13 @@ class Stepper:
             if clipped or segments != record.segments:
                 changed.append(unit.index)
             record.segments = segments
-            self._gradients.take(record)
-            self._ask_for(record)
-        self._accesses.tell(self._executor.end_step, clipped, changed)
-        self._executor.close_undos()
+            if not segments:
+                unused.append(unit.index)
+            for slot in record.hypers:
+                unit.params[slot].grad = None
+            record.request()
+        self.queued += sum(bool(record.segments) for record in self._gradients.taken())
+        self._accesses.tell(self._executor.end_step, clipped, changed, unused)
 
     def _factor(self, unit: LiveUnit, slot: int) -> float:
         return self._factors.get((unit.index, slot), 1.0)
@@ -423,7 +404,7 @@ class Stepper:
 
     def _clear_step(self) -> None:
         self._forget_gradients()
-        self._gradients.taken.clear()
+        self._gradients.clear(taken=True)
         for unit in self._units:
             unit.used = False
             if unit.updated:  # until now, code that clips had to see the gradient
@@ -440,7 +421,7 @@ class Stepper:
         self._drop_gradients()
         self._accesses.drain()
         applied = []
-        for record in self._gradients.taken.values():
+        for record in self._gradients.taken():
             if record.unit.updated and record.updated.succeeded:
                 applied.append(record.unit)
             elif record.unit.updated:  # the update was refused
@@ -459,21 +440,6 @@ class Stepper:
             "before that gradient was seen, and keep this update; the others do not have it. To undo it, load a "
             "checkpoint. To update all units or none, leave out wrap(accumulation_steps=...), or give clip_grad_norm."
         )
-
-    def _ask_for(self, record: UnitGradient) -> None:
-        """A unit's update was asked for, or has begun, with the hyperparameters of its record."""
-        unit = record.unit
-        record.used = list(record.hypers)
-        for slot, hyper in record.hypers.items():
-            if not unit.updated:
-                unit.params[slot].grad = None
-            unit.steps[slot] = hyper.step
-        self.queued += bool(record.segments)
-        if self._options.max_staleness is not None:
-            return  # its weights change with PUBLISH
-        unit.version += bool(record.segments)
-        self._executor.latest[unit.index] = record
-        self._executor.share(record)
 
 
 def _not_scaled(what: str) -> UsageError:

@@ -23,6 +23,7 @@ from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.ring import Ring
+from pagoda.schedule.scheduler import Scheduler
 
 LOW = "weight_low"
 
@@ -36,14 +37,22 @@ class Store:
 
     A state may have two extents, numbered 0 and 1: weights with asynchronous updates, and every state in RAM of a unit
     that is updated speculatively. Leases read the `front`. An update writes the other one, and then they are exchanged.
+    The scheduler knows which is which.
     """
 
     def __init__(
-        self, plan: Plan, directories: Mapping[Path, int | None], poison: bool, device: Device, shards: Shards
+        self,
+        plan: Plan,
+        directories: Mapping[Path, int | None],
+        poison: bool,
+        device: Device,
+        shards: Shards,
+        scheduler: Scheduler,
     ) -> None:
         """`directories` of the SSD tier, each with its most bytes, or None for no limit. Raises the errors of
         `SSDTier`."""
         self.plan = plan
+        self._scheduler = scheduler
         self.shards = shards
         """The elements that the extents hold."""
         self.assemble: Callable[[UnitSpec, str, int, torch.Tensor], None] | None = None
@@ -70,10 +79,6 @@ class Store:
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
         self.ring = Ring(self.host.take(pages_per_slot) for _ in range(slots))
         """Slots through which states on SSD stream. Each serves one block at a time."""
-        self.front = [0] * len(plan.units)
-        """By unit, the number of the extent that compute reads. It counts for states that have two."""
-        self.newest = [0] * len(plan.units)
-        """By unit, the number of the extent with its newest values."""
         work = placement.pages(HOST, WORK)
         self.work = self.host.take(work) if work else None
         """Frames for fp32 copies, if the rule computes on them."""
@@ -130,13 +135,17 @@ class Store:
         """State -> name of an extent of it."""
         return {state.name: self.extent(unit, state.name, number) for state in self.plan.layout.states}
 
+    def newest_extents(self, unit: int) -> dict[str, str]:
+        """State -> name of the extent with its newest values."""
+        return self.extents(unit, self._scheduler.weights(unit).extent)
+
     def front_extent(self, unit: int) -> str:
         """Name of the extent of the weights that compute reads."""
-        return self.extent(unit, WEIGHT, self.front[unit])
+        return self.extent(unit, WEIGHT, self._scheduler.weights(unit).front)
 
     def newest_extent(self, unit: int, state: str) -> str:
         """Name of the extent with the newest values of a state."""
-        return self.extent(unit, state, self.newest[unit])
+        return self.extent(unit, state, self._scheduler.weights(unit).extent)
 
     def poison(self, unit: int, number: int) -> None:
         """In debug mode, fill with NaN what an update writes of an extent, for states that have two."""

@@ -98,8 +98,6 @@ class LiveUnit:
         self.params = params
         self.active = 0
         """Number of running forwards of this unit's modules. Above zero, the lease is pinned."""
-        self.version = 0
-        """Counts changes of the weights, as a tensor's version counter does."""
         self.packed = 0
         """Number of references to the weights in autograd graphs. Above zero, a backward may still read them."""
         self.used = False

@@ -266,7 +266,7 @@ class Updater:
         while self._unread and (slot := self._ring.take_if_free(self._kept_free)) is not None:
             start, stop = self._unread.pop()
             unit, parts = self._ahead_unit, self._parts(self._ahead_unit, start, stop)
-            extents = self._store.extents(unit, self._store.newest[unit])
+            extents = self._store.newest_extents(unit)
             self._ahead[start] = slot, [*self._transfers("ssd_read", unit, slot, parts, extents, self._streamed[unit])]
 
     def _drop_ahead(self) -> list[Handle]:

@@ -53,10 +53,11 @@ class LoggedScheduler(Scheduler):
         self._file.write(json.dumps(line, default=self._encode) + "\n")
         self._file.flush()
 
-    def _encode(self, argument: Operation | Access) -> dict[str, Any]:
+    def _encode(self, argument: object) -> dict[str, Any] | None:
+        """An argument as JSON. None for what only the executor knows."""
         if isinstance(argument, Operation):
             return {"operation": self._numbers[argument]}
-        return {"access": [argument.unit, argument.phase]}
+        return {"access": [argument.unit, argument.phase]} if isinstance(argument, Access) else None
 
 
 def open_scheduler(plan: Plan, rank: int | None = None) -> Scheduler:
@@ -90,10 +91,10 @@ def replay(path: Path) -> int:
 
 
 def _describe(operation: Operation) -> list[Any]:
-    """All fields of an operation, except `about`, as JSON."""
+    """All fields of an operation as JSON, except `about` and `arrival`."""
     run = None if operation.run is None else [operation.run.start, operation.run.count]
     steps = list(operation.steps)
-    flags = [operation.undoable, operation.after_undo]
+    flags = [operation.undoable, operation.undoing is not None]
     return [operation.kind, operation.unit, run, operation.version, steps, operation.home, *flags]
 
 

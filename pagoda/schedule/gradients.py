@@ -10,55 +10,11 @@ its buffer until another gradient needs the pages. So a gradient that is used so
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
-from pagoda.memory.page import Run
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
-
-
-@dataclass(eq=False, slots=True)
-class Record:
-    """The gradient of one unit for one step."""
-
-    unit: int
-    step: int
-    run: Run | None = None
-    """The record's buffer, if it is in shared pages and exists now."""
-    home: int | None = None
-    """Which of the unit's homes the record has, if the unit has homes."""
-    made: int = 0
-    """The number of gradients that autograd has made and that wait for the buffer."""
-    arriving: int = 0
-    """The number of OFFLOAD operations under way."""
-    transferring: bool = False
-    """Whether a SPILL or RELOAD is under way. Until it ends, nothing arrives in the buffer, and no update reads it."""
-    clean: bool = False
-    """Whether SSD holds the same bytes, or will hold them once the transfer under way has ended."""
-    complete: bool = False
-    """Whether this backward adds nothing more to the gradient."""
-    in_use: bool = False
-    """Whether an update reads the buffer."""
-    wanted: bool = False
-    """Whether an update waits for the gradient to be in RAM."""
-    lost: bool = False
-    """Whether a part of the gradient failed to arrive or to be read back. A lost gradient cannot be used."""
-    dropped: bool = False
-    """Whether the gradient is no longer needed. Its buffer is free once nothing moves it."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether something moves or reads the buffer, so that it must stay."""
-        return self.arriving > 0 or self.transferring or self.in_use
-
-    @property
-    def arrived(self) -> bool:
-        """Whether everything that autograd has made so far has arrived."""
-        return not (self.made or self.arriving)
-
-    @property
-    def lacks_buffer(self) -> bool:
-        return self.run is None and self.home is None
+from pagoda.schedule.records import GradientRecord
 
 
 class Gradients:
@@ -78,13 +34,13 @@ class Gradients:
         here."""
         self._homes = [[*range(plan.gradient_homes)] for _ in plan.units]
         """By unit, the homes that no record uses."""
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, GradientRecord] = {}
         """unit -> the record of this step."""
-        self._idle: dict[Record, None] = {}
+        self._idle: dict[GradientRecord, None] = {}
         """Records whose shared buffer nothing moves or reads. The one that has been idle longest is first."""
-        self._busy: dict[Record, None] = {}
+        self._busy: dict[GradientRecord, None] = {}
         """Records whose shared buffer something moves or reads."""
-        self._waiting: dict[Record, None] = {}
+        self._waiting: dict[GradientRecord, None] = {}
         """Records that need a buffer for an update or for a gradient that autograd has made."""
         self._spilling_fails = False
         """Whether a SPILL has failed since compute last made a gradient. None is tried until the next gradient."""
@@ -94,18 +50,18 @@ class Gradients:
 
     # --- events ---
 
-    def add(self, unit: int, step: int, complete: bool) -> Record:
+    def add(self, unit: int, step: int, complete: bool, payload: Any, arrival: Any) -> GradientRecord:
         """Autograd has made a gradient of a unit. `complete`: backward has finished with the unit."""
         record = self._records.get(unit)
         if record is None:
-            record = self._records[unit] = Record(unit, step)
+            record = self._records[unit] = GradientRecord(unit, step, payload=payload)
         self._spilling_fails = False
-        record.made += 1
+        record.made.append(arrival)
         record.complete = complete
         self._wait(record)
         return record
 
-    def moved(self, kind: Kind, record: Record, failed: bool) -> None:
+    def moved(self, kind: Kind, record: GradientRecord, failed: bool) -> None:
         """An OFFLOAD, SPILL or RELOAD has ended. A failed SPILL loses nothing, because the buffer still has the
         gradient. If another one failed, the gradient is lost."""
         if kind is Kind.OFFLOAD:
@@ -123,12 +79,12 @@ class Gradients:
         if record.complete and record.arrived:
             self._spill(record)  # it waits for `step()`
 
-    def use(self, record: Record) -> None:
+    def use(self, record: GradientRecord) -> None:
         """An update begins to read a gradient."""
         record.in_use = True
         self._changed(record)
 
-    def used(self, record: Record, last: bool) -> None:
+    def used(self, record: GradientRecord, last: bool) -> None:
         """An update has read a gradient. If `last`, the gradient is dropped. Otherwise the update may be undone, and
         another update needs the gradient."""
         record.in_use = False
@@ -136,23 +92,23 @@ class Gradients:
         if last:
             self.drop(record)
 
-    def drop(self, record: Record) -> None:
+    def drop(self, record: GradientRecord) -> None:
         """Drop a gradient that is no longer needed."""
         self._waiting.pop(record, None)
-        record.made, record.dropped = 0, True
+        record.made, record.dropped = [], True
         self._changed(record)
 
-    def take(self, unit: int) -> Record:
+    def take(self, unit: int) -> GradientRecord:
         """Hand over the record of this step. Later gradients belong to the next step."""
         return self._records.pop(unit)
 
-    def take_all(self) -> list[Record]:
+    def take_all(self) -> list[GradientRecord]:
         """Hand over the records of this step of all units that have one, in the order of units."""
         return [self.take(unit) for unit in sorted(self._records)]
 
     # --- questions ---
 
-    def usable(self, record: Record) -> bool:
+    def usable(self, record: GradientRecord) -> bool:
         """Whether an update can read a gradient now. If not, it is brought to RAM."""
         if record.lacks_buffer:
             record.wanted = True
@@ -179,16 +135,17 @@ class Gradients:
             del self._waiting[record]
             record.wanted = False
             record.clean = record.clean and not record.made
-            record.arriving += record.made
+            record.arriving += len(record.made)
             self._changed(record)
-            for _ in range(record.made):
-                self._begin(Kind.OFFLOAD, record)
-            record.made = 0
+            for arrival in record.made:
+                self._begin(Kind.OFFLOAD, record, arrival)
+            record.made = []
 
-    def _begin(self, kind: Kind, record: Record) -> None:
-        self._issue(Operation(kind, record.unit, record.run, steps=(record.step,), home=record.home or 0, about=record))
+    def _begin(self, kind: Kind, record: GradientRecord, arrival: Any = None) -> None:
+        home = record.home or 0
+        self._issue(Operation(kind, record.unit, record.run, gradients=(record,), home=home, arrival=arrival))
 
-    def _has_buffer(self, record: Record) -> bool:
+    def _has_buffer(self, record: GradientRecord) -> bool:
         """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""
         if not record.lacks_buffer:
             return True
@@ -218,21 +175,21 @@ class Gradients:
             self._spill(next(iter(self._idle)))
         return False
 
-    def _spill(self, record: Record) -> None:
+    def _spill(self, record: GradientRecord) -> None:
         if record.run is not None and self._plan.spills:
             record.clean = True  # unless it fails, or more arrives
             self._transfer(Kind.SPILL, record)
 
-    def _transfer(self, kind: Kind, record: Record) -> None:
+    def _transfer(self, kind: Kind, record: GradientRecord) -> None:
         record.transferring = True
         self._changed(record)
         self._begin(kind, record)
 
-    def _wait(self, record: Record) -> None:
+    def _wait(self, record: GradientRecord) -> None:
         self._waiting[record] = None
         self.changes = True
 
-    def _changed(self, record: Record) -> None:
+    def _changed(self, record: GradientRecord) -> None:
         """What moves or reads a buffer has changed: update `_idle` and `_busy`, and free the buffer if it was
         dropped."""
         self.changes = True
@@ -243,7 +200,7 @@ class Gradients:
             there.pop(record, None)
             here[record] = None
 
-    def _free(self, record: Record) -> None:
+    def _free(self, record: GradientRecord) -> None:
         if record.run is not None:
             self.pages.free(record.run)
             self._idle.pop(record, None)

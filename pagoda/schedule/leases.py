@@ -27,25 +27,13 @@ from pagoda.schedule.agenda import Agenda
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.records import Lease
 from pagoda.schedule.versions import Versions
 
 MOST_PREFETCHES = 2
 """A prefetch starts only while fewer FETCHes than this run. More would delay fetches for which compute waits."""
 _CANDIDATES = 16
 """The number of slabs in which a prefetch looks for frames. A fetch for which compute waits looks in all slabs."""
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """Frames that hold, or are about to hold, one version of a unit's weights."""
-
-    unit: int
-    run: Run
-    version: int
-    filled: bool = False
-    """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
-    over: bool = False
-    """Whether the lease has ended, so that nothing new uses it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -68,7 +56,9 @@ class Leases:
         plan = self._plan
         self.frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
         self._leases: dict[int, Lease] = {}
-        """unit -> its lease that has not ended."""
+        """unit -> its lease of frames that has not ended."""
+        self._in_place = [None if of.lease_frames else Lease(unit, Run(0, 0), 0) for unit, of in enumerate(plan.units)]
+        """By unit, its lease without frames."""
         self._owner: dict[int, Lease] = {}
         """first frame -> the lease that holds it. Includes ended leases."""
         self._users = [0] * len(plan.units)
@@ -186,6 +176,10 @@ class Leases:
 
     # --- questions ---
 
+    def of(self, unit: int) -> Lease | None:
+        """A unit's lease that has not ended, which may not be filled yet."""
+        return self._leases.get(unit) or self._in_place[unit]
+
     def waits(self, unit: int) -> bool:
         """Whether compute has accessed a unit and cannot read its weights yet."""
         return unit in self._waiting
@@ -287,8 +281,8 @@ class Leases:
         self._filling += 1
         self._fetching[unit].append(version)
         self._before_read(unit)
-        steps, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
-        self._issue(Operation(Kind.FETCH, unit, run, version, steps, after_undo=undoing, about=lease))
+        awaited, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
+        self._issue(Operation(Kind.FETCH, unit, run, version, awaited, undoing=undoing, about=lease))
         if self._plan.ranks_fetch_alike:
             self._note_idle(unit)
         return True

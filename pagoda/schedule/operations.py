@@ -11,6 +11,7 @@ from pagoda.plan.placement import CHECKPOINT, LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Trace
+from pagoda.schedule.records import GradientRecord, Update
 
 
 class Kind(StrEnum):
@@ -32,9 +33,12 @@ class Kind(StrEnum):
     """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order. If it
     keeps the old states, it reports `old_states_kept` before these."""
     PUBLISH = "publish"
-    """Make compute read another extent of a unit's weights from now on, the one that the UPDATE of `steps` writes or
-    has written. Only asynchronous updates need it. If a drain comes in the middle of a step, the extent stays the same.
-    It is not reported."""
+    """Make compute read another extent of a unit's weights from now on, which an UPDATE writes or has written. Only
+    asynchronous updates need it. If a drain comes in the middle of a step, the extent stays the same. It is not
+    reported."""
+    KEEP = "keep"
+    """An update before `step()` is final from now on. If it was speculative, its new states replace the old ones. It is
+    not reported."""
     READ_AHEAD = "read_ahead"
     """Read the states of the unit that will probably be updated next into buffers that nothing else needs. The executor
     may drop them at any time, and must drop them before anything but an update writes the states. It is not reported.
@@ -42,8 +46,8 @@ class Kind(StrEnum):
     UNDO = "undo"
     """Restore what a speculative update has changed."""
     SHARE = "share"
-    """Collect every rank's part of a unit's new weights, if each rank has all weights. It follows a confirmed
-    speculative update, and the other ranks have been asked for their parts."""
+    """Collect every rank's part of a unit's new weights, if each rank has all weights and updates a part. It is issued
+    when the update is requested, and waits until this rank's part is written."""
     SAVE = "save"
     """Read a unit's states for a checkpoint."""
 
@@ -63,19 +67,27 @@ class Operation:
     states that it keeps for a checkpoint. For a SAVE: where it reads the states, if not in their home."""
     version: int = 0
     """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
-    steps: tuple[int, ...] = ()
-    """The steps whose gradients an UPDATE applies, oldest first, or the step of an OFFLOAD, SPILL or RELOAD. For a
-    FETCH or PUBLISH of a future version, if ranks must agree: the step whose update it waits for."""
+    gradients: tuple[GradientRecord, ...] = ()
+    """The gradients that an UPDATE applies, oldest first, or the gradient that an OFFLOAD, SPILL or RELOAD moves. For a
+    FETCH or PUBLISH of a future version, if ranks must agree: the gradient whose update it waits for."""
     home: int = 0
-    """Which of the unit's homes for gradients, if it has any. For an UPDATE or PUBLISH with asynchronous updates: which
-    extent of the weights."""
+    """Which of the unit's homes for gradients, if it has any. For an UPDATE or SHARE, which extent of the states it
+    writes. For a PUBLISH, which extent of the weights is read."""
     undoable: bool = False
     """Whether an UPDATE keeps what it changes, because an UNDO may have to restore it."""
-    after_undo: bool = False
-    """Whether a FETCH waits for the UNDO that restores its version. Only if ranks must agree. Otherwise the FETCH is
-    issued later."""
+    undoing: Update | None = None
+    """The speculative update whose UNDO restores the version of a FETCH. The FETCH waits for that. Only if ranks must
+    agree. Otherwise the FETCH is issued later."""
+    arrival: Any = None
+    """What the event `gradient` told of the part of a gradient that an OFFLOAD moves."""
     about: Any = None
-    """The lease, gradient or update of the operation. Only the scheduler uses it."""
+    """The lease or update of the operation. The executor keeps in `about.payload`, and in the `payload` of gradients,
+    what it knows of them."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the gradients."""
+        return tuple(gradient.step for gradient in self.gradients)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,31 @@
 overview."""
 
 from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
-from pagoda.plan.trace import Access
+from pagoda.plan.trace import Access, Trace
 from pagoda.schedule.gradients import Gradients
-from pagoda.schedule.leases import Lease, Leases
+from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.records import GradientRecord, Lease, Weights
 from pagoda.schedule.updates import Updates
 from pagoda.schedule.versions import Versions
+
+
+class Usage(NamedTuple):
+    """What a scheduler's operations have used so far."""
+
+    frames: int
+    """Frames that leases hold now."""
+    most_frames: int
+    pages: int
+    """Pages that gradient buffers hold now."""
+    most_pages: int
+    kept: int
+    """Speculative updates that were confirmed."""
+    undone: int
+    """Speculative updates that were undone or called off."""
 
 
 class Scheduler:
@@ -63,34 +80,43 @@ class Scheduler:
         self.updates.ask_again(unit)
         self._pump()
 
-    def gradient(self, unit: int, complete: bool, last: bool, here: bool = True) -> None:
+    def gradient(
+        self, unit: int, complete: bool, last: bool, here: bool = True, payload: Any = None, arrival: Any = None
+    ) -> None:
         """Autograd has made a gradient of a unit.
 
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
-        `step()`. `here`: False if only another rank's autograd has made it. Compute must wait while
-        `gradients.held_back`.
+        `step()`. `here`: False if only another rank's autograd has made it. `payload`: what the executor knows of the
+        unit's gradient of this step. `arrival`: what it knows of this part of it. Compute must wait while
+        `held_back`.
         """
         self.updates.undo(unit)
-        record = self.gradients.add(unit, self.steps, complete)
+        record = self.gradients.add(unit, self.steps, complete, payload, arrival)
         if complete and last:
             self.updates.ask_early(record)
         self._pump(ranks_agree=here)
 
-    def end_step(self, clipped: bool = False, skipped: bool = False, changed: Collection[int] = ()) -> None:
+    def end_step(
+        self,
+        clipped: bool = False,
+        skipped: bool = False,
+        changed: Collection[int] = (),
+        unused: Collection[int] = (),
+    ) -> None:
         """`step()` was called: queue an update of each unit that has a gradient. OFFLOADs may still be under way.
 
         `clipped`: gradients are clipped, so speculative updates are undone first. `skipped`: there are no updates, and
         gradients are dropped. `changed`: units whose hyperparameters differ from those that their speculative update
-        used. Their updates are undone too.
+        used. Their updates are undone too. `unused`: units whose gradients were dropped.
         """
         if clipped or skipped:
             self.updates.undo_all()
-        for unit in changed:
+        for unit in (*changed, *unused):
             self.updates.undo(unit)
-        if skipped:
-            self._drop_gradients()
         for record in self.gradients.take_all():
-            if not self.updates.stands(record.unit):
+            if skipped or record.unit in unused:
+                self._drop(record)
+            elif not self.updates.stands(record.unit):
                 self.updates.queue(record)
         self.steps += 1
         retraced = self.order.end_step()
@@ -101,20 +127,21 @@ class Scheduler:
     def drop_gradients(self) -> None:
         """The gradients of this step are dropped, by `zero_grad()` or by an exception before `step()`."""
         self.updates.undo_all()
-        self._drop_gradients()
+        for record in self.gradients.take_all():
+            self._drop(record)
         self.steps += 1
-        self.updates.step_over()
         self._pump()
 
     def drain(self, draining: bool) -> None:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
-        Compute waits until `updates.drained`."""
+        Compute waits until `drained`."""
         self.updates.drain(draining)
         self._pump()
 
     def overwritten(self, unit: int) -> None:
         """Something other than an update has written a unit's weights in their home. No update is queued or under
         way."""
+        self.versions.of[unit].edition += 1
         self.leases.changed(unit)
         self._pump()
 
@@ -126,7 +153,7 @@ class Scheduler:
         self._pump()
 
     def prepare_checkpoint(self) -> None:
-        """A checkpoint is requested. It can begin once `updates.prepared` is true and asynchronous updates are
+        """A checkpoint is requested. It can begin once `checkpoint_prepared` is true and asynchronous updates are
         drained."""
         self.updates.undo_all()
         self._pump()
@@ -172,7 +199,7 @@ class Scheduler:
         elif operation.kind is Kind.UNDO:
             self.updates.undone(operation.about)
         elif operation.kind is Kind.SHARE:
-            self.updates.shared(operation.unit)
+            self.updates.shared(operation.about)
         else:
             self._moved(operation, failed=False)
         self._over()
@@ -235,6 +262,14 @@ class Scheduler:
         out, self._out = self._out, []
         return out
 
+    def weights(self, unit: int) -> Weights:
+        """The record of a unit's weights: its versions, updates and extents."""
+        return self.versions.of[unit]
+
+    def lease(self, unit: int) -> Lease | None:
+        """A unit's lease that has not ended, which may not be filled yet. None if it has none."""
+        return self.leases.of(unit)
+
     def ready(self, unit: int) -> bool:
         """Whether compute can read the weights of a unit that it has accessed."""
         return not self.leases.waits(unit)
@@ -248,6 +283,51 @@ class Scheduler:
         """Whether nothing is under way. If compute waits now, it waits forever, because there is too little memory."""
         return self._under_way == 0
 
+    @property
+    def held_back(self) -> bool:
+        """Whether compute must wait before it makes more gradients, because a gradient has no buffer yet."""
+        return self.gradients.held_back
+
+    @property
+    def drained(self) -> bool:
+        """Whether no update is queued or under way."""
+        return self.updates.drained
+
+    @property
+    def checkpoint_prepared(self) -> bool:
+        """Whether a checkpoint can begin: the previous checkpoint has read everything, and no update is speculative."""
+        return self.updates.prepared
+
+    @property
+    def checkpoint_lost(self) -> bool:
+        """Whether the checkpoint waits for an update after one has failed. It may then never end."""
+        return self.updates.checkpoint.lost
+
+    @property
+    def broken(self) -> bool:
+        """Whether an update has failed. States are then damaged until all are `restored`."""
+        return self.versions.failed
+
+    @property
+    def trace(self) -> Trace:
+        """The step that is expected next."""
+        return self.order.trace
+
+    @property
+    def position(self) -> int:
+        """The number of accesses of this step so far, as the trace counts them."""
+        return self.order.position
+
+    @property
+    def usage(self) -> Usage:
+        """What leases, gradient buffers and speculative updates have used so far."""
+        frames, pages, updates = self.leases.frames, self.gradients.pages, self.updates
+        return Usage(frames.in_use, frames.peak, pages.in_use, pages.peak, updates.times_kept, updates.times_undone)
+
+    def holders(self) -> list[int]:
+        """Units whose frames cannot be taken now."""
+        return self.leases.holders()
+
     # --- parts ---
 
     def _moved(self, operation: Operation, failed: bool) -> None:
@@ -257,13 +337,13 @@ class Scheduler:
         elif operation.kind is Kind.SAVE:
             self.updates.checkpoint.ended(operation.unit)
         else:
-            self.gradients.moved(operation.kind, operation.about, failed)
+            (record,) = operation.gradients
+            self.gradients.moved(operation.kind, record, failed)
         self.updates.retry(operation.unit)
 
-    def _drop_gradients(self) -> None:
-        for record in self.gradients.take_all():
-            self.updates.call_off_early(record.unit)
-            self.gradients.drop(record)
+    def _drop(self, record: GradientRecord) -> None:
+        self.updates.call_off_early(record.unit)
+        self.gradients.drop(record)
 
     def _over(self, ranks_agree: bool = False) -> None:
         self._under_way -= 1
@@ -283,5 +363,5 @@ class Scheduler:
         self.leases.serve()
 
     def _issue(self, operation: Operation) -> None:
-        self._under_way += operation.kind not in (Kind.PUBLISH, Kind.READ_AHEAD)
+        self._under_way += operation.kind not in (Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD)
         self._out.append(operation)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
-from pagoda.schedule.versions import Update, Versions
+from pagoda.schedule.records import Update
+from pagoda.schedule.versions import Versions
 
 
 @dataclass(eq=False, repr=False)
@@ -26,6 +27,8 @@ class Turns:
     _leases: Leases
     _queue: Callable[[Update], None]
     """Starts an update after the earlier updates of its unit."""
+    _share: Callable[[Update], None]
+    """Brings the other ranks' parts of an update, if each rank makes a part."""
     _issue: Callable[[Operation], None]
     _turn: int = 0
     """The number of steps since the last drain."""
@@ -64,7 +67,8 @@ class Turns:
         weights = self._versions.of[unit]
         if weights.open:
             records, weights.open = weights.open, []
-            self._queue(Update(unit, records, extent=1 - weights.front))
+            weights.closed = Update(unit, records, extent=1 - weights.front)
+            self._queue(weights.closed)
 
     def _show(self, unit: int) -> None:
         """From now on, accesses see all updates of a unit that have been requested."""
@@ -72,11 +76,15 @@ class Turns:
         if weights.lag != len(weights.open):
             weights.lag = len(weights.open)
             weights.front = 1 - weights.front
+            weights.edition += 1
             self._leases.changed(unit)
             self._publish(unit)
 
     def _publish(self, unit: int) -> None:
-        """Announce which extent of a unit accesses read, and which update writes that extent."""
+        """Announce which extent of a unit accesses read. The other ranks' parts of the latest update come now."""
         weights = self._versions.of[unit]
-        steps = self._versions.awaited(unit, weights.due - len(weights.open))
-        self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, steps=steps, home=weights.front))
+        if weights.closed is not None:
+            weights.requested = weights.closed.records[-1]
+            self._share(weights.closed)
+            weights.closed = None
+        self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, home=weights.front))

@@ -22,12 +22,13 @@ from heapq import heappop, heappush
 from itertools import count
 
 from pagoda.schedule.checkpoints import Checkpoint
-from pagoda.schedule.gradients import Gradients, Record
+from pagoda.schedule.gradients import Gradients
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.records import GradientRecord, Update, UpdateState
 from pagoda.schedule.turns import Turns
-from pagoda.schedule.versions import Update, UpdateState, Versions
+from pagoda.schedule.versions import Versions
 
 MOST_ADMITTED = 2
 """Updates under way at once. With two, the executor's ring of buffers does not run empty between units."""
@@ -66,8 +67,6 @@ class Updates:
         """The unit that is being read ahead, or -1."""
         self._may_read_ahead = True
         """False between a drain and compute's next access, because the program may then write states in their homes."""
-        self.begun_early: set[int] = set()
-        """Units whose final update was queued in this step before `step()`."""
         self.times_kept = self.times_undone = 0
         """The number of speculative updates so far that were confirmed, and that were undone or called off."""
         self._calm = CALM_STEPS
@@ -77,12 +76,12 @@ class Updates:
         """The number of updates that are queued or under way."""
         self._draining = False
         """Whether all updates must end."""
-        self._turns = Turns(self._plan, self._versions, self._leases, self._queue, self._issue)
+        self._turns = Turns(self._plan, self._versions, self._leases, self._queue, self._share, self._issue)
         """Starts asynchronous updates."""
 
     # --- updates requested by `step()` ---
 
-    def queue(self, record: Record) -> None:
+    def queue(self, record: GradientRecord) -> None:
         """`step()` requests a unit's update with a gradient that has arrived."""
         weights = self._versions.of[record.unit]
         weights.asking = None
@@ -91,8 +90,9 @@ class Updates:
             weights.lag += 1
             weights.open.append(record)
             return
-        self._leases.changed(record.unit)
-        self._queue(Update(record.unit, [record]))
+        update = Update(record.unit, [record], extent=weights.extent)
+        self._request(update)
+        self._queue(update)
 
     def stands(self, unit: int) -> bool:
         """`step()` confirms the speculative update of a unit. Returns False if there is none."""
@@ -105,12 +105,14 @@ class Updates:
         self.times_kept += 1
         update.speculative = False
         weights.due += 1
-        self._leases.changed(unit)
-        if self._plan.units[unit].shared and update.state is UpdateState.RUNNING:
-            weights.sharing = update.records[0].step
-            self._pending += 1
-            self._issue(Operation(Kind.SHARE, unit, version=weights.due, steps=(weights.sharing,)))
-        for record in update.records if update.has_read else ():
+        (record,) = update.records
+        if update.state is UpdateState.RUNNING:
+            weights.front = weights.extent = update.extent
+            self._issue(Operation(Kind.KEEP, unit, gradients=(record,), about=update))
+        else:
+            update.extent = weights.extent
+        self._request(update)
+        if update.has_read:
             self._gradients.drop(record)
         self.retry(unit)
         self._leases.changes = True
@@ -120,15 +122,28 @@ class Updates:
         """`step()` has queued its updates."""
         self._calm = 0 if clipped else self._calm + 1
         self._turns.end_step()
-        self.step_over()
 
-    def step_over(self) -> None:
-        """The step has ended or was dropped."""
-        self.begun_early.clear()
+    def _request(self, update: Update) -> None:
+        """From now on, accesses see an update, and wait for it."""
+        weights = self._versions.of[update.unit]
+        weights.requested = update.records[-1]
+        weights.edition += 1
+        self._leases.changed(update.unit)
+        self._share(update)
+
+    def _share(self, update: Update) -> None:
+        """Bring the parts of an update that other ranks make, if each rank makes a part."""
+        unit = update.unit
+        weights = self._versions.of[unit]
+        if self._plan.units[unit].shared:
+            weights.sharing.append(update)
+            self._pending += 1
+            version, gradients = weights.due - len(weights.open), (update.records[-1],)
+            self._issue(Operation(Kind.SHARE, unit, None, version, gradients, update.extent, about=update))
 
     # --- early updates ---
 
-    def ask_early(self, record: Record) -> None:
+    def ask_early(self, record: GradientRecord) -> None:
         """Backward has finished with a unit. Update it as soon as nothing refers to its weights: for good if nothing
         will be clipped, otherwise speculatively."""
         weights, speculative = self._versions.of[record.unit], not self._plan.during_backward
@@ -136,7 +151,8 @@ class Updates:
             return
         if weights.asking is not None or (speculative and weights.update is not None):
             return  # earlier requests come first
-        weights.asking = Update(record.unit, [record], speculative, UpdateState.ASKING)
+        extent = 1 - weights.extent if speculative else weights.extent
+        weights.asking = Update(record.unit, [record], speculative, UpdateState.ASKING, extent=extent)
         if speculative:
             weights.guess = weights.asking
         self._ask(weights.asking)
@@ -160,9 +176,10 @@ class Updates:
             weights.asking = None
             self._queue(update)
         else:
-            self.queue(update.records[0])
+            (record,) = update.records
+            self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))
+            self.queue(record)
             self._gradients.take(asked.unit)
-            self.begun_early.add(asked.unit)
 
     def call_off_early(self, unit: int) -> None:
         """Cancel the early update of a unit if it has not been queued."""
@@ -170,11 +187,6 @@ class Updates:
         if weights.guess is weights.asking:
             weights.guess = None
         weights.asking = None
-
-    def speculates(self, unit: int) -> bool:
-        """Whether a speculative update of a unit is queued, under way, waiting for `step()`, or being undone."""
-        guess = self._versions.of[unit].guess
-        return guess is not None and guess.state is not UpdateState.ASKING
 
     def undo(self, unit: int) -> None:
         """Undo the speculative update of a unit, so that nothing sees its result."""
@@ -236,14 +248,14 @@ class Updates:
         update.has_read = True
         for record in update.records:
             self._gradients.used(record, last=not update.speculative)
-        if self._plan.ranks_fetch_alike:
-            # The update's end waits for the other ranks, whose order of updates differs from the order here.
-            self._release(update)
 
     def weights_written(self, update: Update) -> None:
         """An update has written the new weights."""
         update.has_written = True
-        self._versions.of[update.unit].newest += len(update.records)
+        weights = self._versions.of[update.unit]
+        weights.newest += len(update.records)
+        if not update.speculative:
+            weights.extent = update.extent
         self._leases.changes = True
 
     def ended(self, update: Update) -> None:
@@ -254,11 +266,12 @@ class Updates:
         else:
             self._finish(update)
 
-    def shared(self, unit: int) -> None:
-        """The parts of a unit that other ranks have updated are here."""
-        self._versions.of[unit].sharing = None
+    def shared(self, update: Update) -> None:
+        """The parts of an update that other ranks make are here."""
+        self._versions.of[update.unit].sharing.remove(update)
         self._pending -= 1
-        self._settled(unit)
+        self._settled(update.unit)
+        self.retry(update.unit)
 
     def update_failed(self, update: Update) -> None:
         """An update has failed and may have changed anything. A speculative update is undone, and `step()` requests it
@@ -282,7 +295,6 @@ class Updates:
             self._calm = 0
             self._over(update)
             return
-        self.begun_early.discard(unit)
         self._versions.of[unit].due -= steps
         self.checkpoint.refused(unit, steps, kept=update.keeps is not None)
         self._finish(update)
@@ -318,7 +330,6 @@ class Updates:
         for queue in self._queues:
             queue.clear()
         self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
-        self.begun_early.clear()
         self._admitted, self._pending, self._ahead = [0, 0], 0, -1
         self._turns.restored()
 
@@ -402,6 +413,8 @@ class Updates:
         unit = update.unit
         if self._leases.in_use(unit):
             return True
+        if any(other is not update for other in self._versions.of[unit].sharing):
+            return True
         if not all(record.arrived for record in update.records):
             return True
         if self.checkpoint.holds_back(unit):
@@ -418,7 +431,7 @@ class Updates:
             return
         if False in [self._gradients.usable(record) for record in update.records]:
             return
-        steps = tuple(record.step for record in update.records)
+        gradients = tuple(update.records)
         if self.checkpoint.would_lose(update.unit):
             # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
             update.keeps = self.checkpoint.keep(update.unit)
@@ -429,9 +442,9 @@ class Updates:
         if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
-        version, undoable = self._versions.of[update.unit].newest + len(steps), update.speculative
+        version, undoable = self._versions.of[update.unit].newest + len(gradients), update.speculative
         self._issue(
-            Operation(Kind.UPDATE, update.unit, update.keeps, version, steps, update.extent, undoable, about=update)
+            Operation(Kind.UPDATE, update.unit, update.keeps, version, gradients, update.extent, undoable, about=update)
         )
 
     def _release(self, update: Update) -> None:

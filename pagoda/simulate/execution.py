@@ -40,11 +40,12 @@ class Execution:
         self._update_lanes = [plan.placement.update_lane(unit.index, plan.layout.states) for unit in plan.units]
         self._fetches: dict[int, Task] = {}
         """unit -> the end of its latest FETCH."""
+        self._written = [0] * len(plan.units)
+        """Version of what this rank updates of the weights in each unit's home."""
         self._versions = [0] * len(plan.units)
-        """Version of the weights in each unit's home."""
+        """Version of all weights in each unit's home."""
         self._early: dict[int, list[Operation]] = {}
-        """unit -> operations that wait for the update that makes their version: SHARE, and FETCH if ranks must fetch
-        alike."""
+        """unit -> operations that wait until their version is there: SHARE, and FETCH if ranks must fetch alike."""
         self._spills = 0
         """Number of SPILL operations under way."""
         self._stored: dict[int, int] = {}
@@ -61,7 +62,7 @@ class Execution:
         while operations := self._scheduler.take():
             for operation in operations:
                 self._begin(operation)
-        in_use = self._scheduler.leases.frames.in_use, self._scheduler.gradients.pages.in_use
+        in_use = self._scheduler.usage.frames, self._scheduler.usage.pages
         if in_use != self.in_use[-1][1]:
             self.in_use.append((self._lanes.now, in_use))
 
@@ -89,13 +90,15 @@ class Execution:
             self._updates[unit].update(operation)
         elif kind is Kind.READ_AHEAD:
             self._updates[unit].read_ahead(operation)
-        elif kind in (Kind.FETCH, Kind.SHARE) and operation.version > self._versions[unit]:
+        elif (kind is Kind.FETCH and operation.version > self._versions[unit]) or (
+            kind is Kind.SHARE and operation.version > self._written[unit]
+        ):
             self._early.setdefault(unit, []).append(operation)
         elif kind is Kind.SHARE:
-            self._lanes.when_ended(self._updates[unit].share(unit, ()), partial(self._ended, operation))
+            self._lanes.when_ended(self._updates[unit].share(unit), partial(self._ended, operation))
         elif chains := self._chains(kind, unit, self._adds(operation)):
             self._give(operation, chains)
-        elif kind is not Kind.PUBLISH:
+        elif kind not in (Kind.KEEP, Kind.PUBLISH):
             self._scheduler.ended(operation)
 
     def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:
@@ -125,14 +128,23 @@ class Execution:
         self.pump()
 
     def _weights_written(self, update: Operation) -> None:
-        self._versions[update.unit] = update.version
-        for operation in self._early.pop(update.unit, ()):
-            self._begin(operation)
+        self._written[update.unit] = update.version
+        if not self._scheduler.plan.units[update.unit].shared:
+            self._versions[update.unit] = update.version
+        self._begin_early(update.unit)
         self._scheduler.weights_written(update)
         self.pump()
 
+    def _begin_early(self, unit: int) -> None:
+        """Begin the operations whose version is there now."""
+        for operation in self._early.pop(unit, ()):
+            self._begin(operation)
+
     def _ended(self, operation: Operation) -> None:
         self._spills -= operation.kind is Kind.SPILL
+        if operation.kind is Kind.SHARE:
+            self._versions[operation.unit] = operation.version
+            self._begin_early(operation.unit)
         self._scheduler.ended(operation)
         self.pump()
 

@@ -142,19 +142,18 @@ class SimulatedUpdates:
         home = self._plan.placement.home(operation.unit, WEIGHT)
         passes = self._on_device and home != DEVICE
         published = last if home == SSD else tasks[1] if passes else computed
-        if self._traffic[operation.unit].published and not operation.undoable:
-            published = self.share(operation.unit, [published])
         published.then.append(partial(self._weights_written, operation))
         self._lanes.when_ended(last, partial(self._lanes.when_ended, published, partial(self._ended, operation)))
 
-    def share(self, unit: int, after: Sequence[Task]) -> Task:
+    def share(self, unit: int) -> Task:
         """Simulate the exchange of updated slices between ranks. On the way from SSD and back, units take turns in a
         buffer for one."""
         spec, traffic, lanes = self._plan.units[unit], self._traffic[unit], self._lanes
         sent, read, write = traffic.published, traffic.sent_from_ssd, traffic.kept_on_ssd
         name, seconds = f"share {spec.name}", self._rates.ring_seconds(sent, self._plan.layout.group(spec))
+        after: list[Task] = []
         if read or write:
-            after = [lanes.submit(lanes.move("ssd_read", name, read), [*after, *self._sharing])]
+            after = [lanes.submit(lanes.move("ssd_read", name, read), self._sharing)]
         task = lanes.submit(Work(COLLECTIVE, name, sent, seconds), after)
         if write:
             task = lanes.submit(lanes.move("ssd_write", name, write), [task])

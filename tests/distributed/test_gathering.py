@@ -33,12 +33,14 @@ class FakeCollectives:
 
     def __init__(self) -> None:
         self.awaited = False
+        self.updates = 0
         self.order = SimpleNamespace(failed=False)
         self.given: list[torch.Tensor] = []
         self.take_part: dict[CollectiveKind, Callable[..., None]] = {}
         self.mesh = Mesh(World(), Ranks(1, 1, stage=1))
         group = SimpleNamespace(gather=lambda whole, spans: self.given.append(whole[slice(*spans[1])].clone()))
         self.sharers = lambda _: group
+        self.edition = lambda _: self.updates
         slices = [Span(0, NUMEL // 2, 0), Span(NUMEL // 2, NUMEL, 0)]
         self.shards = SimpleNamespace(rank=1, trained_slices=lambda _: slices)
 
@@ -72,7 +74,7 @@ def test_a_rank_that_takes_a_minute_to_queue_its_update_is_waited_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def update(waits: int) -> None:
-        engine.units[0].version = int(waits >= 60)
+        collectives.updates = int(waits >= 60)
 
     collectives = FakeCollectives()
     ask(engine, collectives, monkeypatch, update)
@@ -99,8 +101,9 @@ def collectives_of(table: Table, rank: int) -> Collectives:
     everyone = tuple(range(size))
     transport: Any = FakeWire(table, rank)
     shards: Any = SimpleNamespace(family=lambda _: everyone, sharers=lambda _: everyone)
-    units: Any = [SimpleNamespace(index=0, version=0, spec=SimpleNamespace(name="unit"))]
-    scheduler: Any = SimpleNamespace(order=SimpleNamespace(position=0, trace=None), plan=SimpleNamespace(units=()))
+    units: Any = [SimpleNamespace(index=0, spec=SimpleNamespace(name="unit"))]
+    plan, weights = SimpleNamespace(units=()), SimpleNamespace(edition=0)
+    scheduler: Any = SimpleNamespace(position=0, trace=None, plan=plan, weights=lambda _: weights)
     return Collectives(Mesh(World(rank, size), Ranks(size, size)), transport, shards, Device(), units, scheduler)
 
 

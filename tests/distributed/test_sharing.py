@@ -21,6 +21,8 @@ from pagoda.runtime.device import Device
 from pagoda.runtime.gathering import SharedWeights
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.store import Store
+from pagoda.schedule.operations import schedule_plan
+from pagoda.schedule.scheduler import Scheduler
 
 PAGE = 4096
 """2048 elements of bf16."""
@@ -37,7 +39,8 @@ def test_what_others_have_updated_comes_and_all_else_stays(
     root = ModuleSpec("", tuple(params), large)
     options, ranks = Options(page_bytes=PAGE), Ranks(3, 3, 2)
     plan = make_plan(root, AdamW().states("bf16"), Budgets(1549 * PAGE, ssd=1 << 26), options, ranks)
-    store = Store(plan, {tmp_path: None}, True, Device(), Shards(plan.layout, Mesh(World(rank, 3, rank, 3), ranks)))
+    shards = Shards(plan.layout, Mesh(World(rank, 3, rank, 3), ranks))
+    store = Store(plan, {tmp_path: None}, True, Device(), shards, Scheduler(schedule_plan(plan)))
     lanes = {name: Lane(name) for name in ("ssd_read", "ssd_write")}
     spec = plan.units[0]
     assert store.run(0, WEIGHT) is not None

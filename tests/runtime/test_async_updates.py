@@ -133,14 +133,14 @@ def _shown(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
     homes = {}
     engine.drain()
     for unit in engine.units:
-        lease = engine.leases.get(unit)
+        lease = engine.leases.of(unit)
         homes[unit.index] = lease.base.clone()
         for slot, placed in enumerate(unit.spec.slots):
             value = weights[unit.name(slot)].reshape(-1)
             lease.base[placed.offset : placed.offset + placed.param.numel] = value
     yield
     for unit in engine.units:
-        engine.leases.get(unit).base.copy_(homes[unit.index])
+        engine.leases.of(unit).base.copy_(homes[unit.index])
 
 
 # --- what is read ------------------------------------------------------------------------------------------

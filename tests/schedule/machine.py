@@ -38,7 +38,8 @@ class Machine(Memory):
         else:
             self.lanes[self.lane(op)].remove(op)
             issued = op.kind is Kind.FETCH and self.stages[op]
-            if op.kind in MAY_FAIL and not issued and self.haste.random() < self.rules.failures:
+            lacks = op.kind is Kind.SHARE and not self.is_written(op)
+            if lacks or (op.kind in MAY_FAIL and not issued and self.haste.random() < self.rules.failures):
                 self.fail(op)
             else:
                 self.end(op)
@@ -50,12 +51,17 @@ class Machine(Memory):
         after the one before, and when the weights are there."""
         first, second = lane[0], lane[1] if len(lane) > 1 and self.haste.random() < 0.3 else None
         if first.kind is Kind.SHARE:
-            return first if self.homes[first.unit].newest == first.version else None
+            return first if self.scheduler.versions.failed or self.is_written(first) else None
         if self.plan.ranks_fetch_alike and first.kind is Kind.FETCH:
             if second is not None and self.stages.get(first) and self.has_begun(second):
                 return second
             return first if self.has_begun(first) else None
         return second or first
+
+    def is_written(self, share: Operation) -> bool:
+        """Whether this rank's part of what a SHARE brings is there."""
+        step = share.steps[-1]
+        return step in self.truths[share.unit].applied and (share.unit, step) in self.final
 
     def next_ready(self, lane: list[Operation]) -> Operation | None:
         """The operation of a lane that comes further next, if the lane is not stuck."""
@@ -86,8 +92,8 @@ class Machine(Memory):
         else:
             home, truth = self.homes[op.unit], self.truths[op.unit]
             home.newest = op.version
-            if not (op.undoable and self.plan.units[op.unit].shared):
-                home.extents[op.home] = op.version
+            if not self.plan.units[op.unit].shared:
+                home.extents[self.written(op)] = op.version
             truth.applied += op.steps
             self.scheduler.weights_written(op)
 
@@ -115,6 +121,7 @@ class Machine(Memory):
         if op.run is not None and not self.kept(op):
             self.give_back(op.unit)
         truth.consumed.discard(step)
+        self.begun_early.discard(op.unit)
         if self.plan.during_backward:
             truth.asked -= step < self.steps
             truth.shown = truth.asked
@@ -122,6 +129,9 @@ class Machine(Memory):
             if self.checkpoint is not None and self.checkpoint[op.unit] >= op.version:
                 self.checkpoint[op.unit] -= 1
         self.scheduler.refused(op)
+        for share in [each for each in self.lanes["collective"] if each.gradients == op.gradients]:
+            self.lanes["collective"].remove(share)
+            self.scheduler.ended(share)
 
     def fill(self, op: Operation) -> None:
         """What comes later in the device's queue finds the weights in their frames."""
@@ -155,7 +165,7 @@ class Machine(Memory):
             home.extents[0] = home.newest = home.states = home.undo
             home.undo = None
         elif op.kind is Kind.SHARE:
-            home.extents[0] = op.version
+            home.extents[self.written(op)] = op.version
         elif op.kind is Kind.SAVE:
             version, edition = self.readings.pop(op)
             same = self.kept_or_now(op, home) == version and home.edition == edition
@@ -206,7 +216,7 @@ class Machine(Memory):
         """It may have changed anything. One that is not known to stand is undone."""
         home, truth = self.homes[op.unit], self.truths[op.unit]
         if self.stages.pop(op) < 2:
-            home.extents[op.home] = TORN
+            home.extents[self.written(op)] = TORN
         home.newest = home.states = TORN
         step = op.steps[-1]
         stands = self.plan.during_backward or (step < self.steps and truth.used_rules[step] == truth.rules.get(step))

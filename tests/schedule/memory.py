@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.records import UpdateState
 from pagoda.schedule.updates import MOST_ADMITTED
 
 from .rules import Rules
@@ -60,6 +61,8 @@ class Home:
     """Version of the states that the reserve keeps for a checkpoint."""
     undo: int | None = None
     """Version of the states that an undo brings back."""
+    extent: int = 0
+    """The number of the extent with the newest values, as operations have it."""
     readers: Counter[int] = field(default_factory=Counter)
     """By extent: operations that read the weights now, and compute that does."""
     state_readers: int = 0
@@ -129,6 +132,10 @@ class Memory:
         self.lanes: defaultdict[str, list[Operation]] = defaultdict(list)
         self.stalled: str | None = None
         """A lane in which nothing moves."""
+        self.final: set[tuple[int, int]] = set()
+        """(unit, step) of updates that have begun and that nothing will undo."""
+        self.begun_early: set[int] = set()
+        """Units whose update of this step is final already."""
         self.stages: dict[Operation, int] = {}
         """How far an UPDATE or a FETCH is."""
         self.found: dict[tuple[Operation, int], Counter[int]] = {}
@@ -184,6 +191,8 @@ class Memory:
                     require(not self.used_now[self.leases[op.run.start]], f"unit {op.unit} is evicted while it is used")
                 if op.kind is Kind.PUBLISH:
                     self.publish(op)
+                elif op.kind is Kind.KEEP:
+                    self.keep_update(op)
                 elif op.kind is Kind.READ_AHEAD:
                     self.read_ahead(op)
                 elif op.kind is Kind.RECLAIM and self.plan.ranks_fetch_alike:
@@ -235,7 +244,7 @@ class Memory:
         """Begin to read the weights; False if they are not there yet, which may be only where ranks agree."""
         home = self.homes[op.unit]
         held, wanted = home.extents[self.read_from[op]], op.version
-        if op.after_undo and home.undo is not None:
+        if op.undoing is not None and home.undo is not None:
             require(self.plan.ranks_fetch_alike, f"FETCH of unit {op.unit} before it is as it was")
             return False
         if self.plan.ranks_fetch_alike and held < wanted:
@@ -280,12 +289,10 @@ class Memory:
     def begin_update(self, op: Operation) -> None:
         home, truth = self.homes[op.unit], self.truths[op.unit]
         others = [other for other in self.lanes[self.lane(op)] if other.kind is Kind.UPDATE]
-        if self.plan.ranks_fetch_alike:  # those that have read their gradients may wait for other ranks
-            others = [other for other in others if not self.truths[other.unit].consumed.issuperset(other.steps)]
         require(len(others) <= MOST_ADMITTED, f"{len(others)} updates in one lane")
         require(home.states == home.newest == op.version - len(op.steps), f"UPDATE on {home} to {op.version}")
         require(not home.state_readers, "UPDATE of states that a checkpoint reads")
-        require(not home.readers[op.home], f"UPDATE of unit {op.unit}, which somebody reads")
+        require(not home.readers[self.written(op)], f"UPDATE of unit {op.unit}, which somebody reads")
         whole = self.plan.max_staleness is not None or home.extents[0] == home.newest
         require(whole, f"UPDATE of unit {op.unit}, of which ranks have yet to share the one before")
         ahead = self.ahead.pop(self.plan.units[op.unit].updater, None)
@@ -293,6 +300,8 @@ class Memory:
         require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
         if op.run is not None:
             self.keep(op, home)
+        if self.plan.max_staleness is None:
+            require((op.home != home.extent) is op.undoable, f"UPDATE of unit {op.unit} to extent {op.home}")
         if op.undoable:
             require(self.checkpoint is None, "an UPDATE may have to be undone while a checkpoint needs room")
             home.undo = home.states
@@ -302,9 +311,10 @@ class Memory:
             self.found[op, step] = Counter(self.gradients.get((op.unit, step)))
             if not op.undoable:
                 self.updated[step].add(op.unit)
+                self.final.add((op.unit, step))
         early = self.plan.during_backward or self.plan.units[op.unit].speculated
         require(truth.asked >= op.version or early, "an update that nobody has asked for")
-        home.extents[op.home] = home.newest = home.states = TORN
+        home.extents[self.written(op)] = home.newest = home.states = TORN
         self.stages[op] = 0
 
     def keep(self, op: Operation, home: Home) -> None:
@@ -332,15 +342,32 @@ class Memory:
         """The extent may be one that is yet to be written: then nobody reads it before."""
         self.homes[op.unit].front = op.home
 
+    def keep_update(self, op: Operation) -> None:
+        """An update before `step()` is final: a speculative one, or one that nothing will undo."""
+        home = self.homes[op.unit]
+        if op.about is None:
+            self.begun_early.add(op.unit)
+            return
+        require(home.undo is not None, f"KEEP of unit {op.unit}, which has nothing to keep")
+        home.extent = op.about.extent
+        self.final.add((op.unit, op.steps[0]))
+
+    def written(self, op: Operation) -> int:
+        """Which of a home's extents an operation writes. Speculative updates write, here, in place."""
+        return 0 if self.plan.max_staleness is None else op.home
+
     def read_ahead(self, op: Operation) -> None:
         """It must be worth it, and what is read must still be so when the update begins."""
         unit, home, truth = op.unit, self.homes[op.unit], self.truths[op.unit]
         require(self.plan.max_staleness is None and not self.at_rest, "READ_AHEAD while nothing should be")
         require(self.plan.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
         require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")
-        begun = unit in self.scheduler.updates.begun_early and self.steps not in truth.applied
+        begun = unit in self.begun_early and self.steps not in truth.applied
         require(truth.asked <= home.newest and not begun, f"READ_AHEAD of unit {unit}, whose update is queued")
-        require(not self.scheduler.updates.speculates(unit), f"READ_AHEAD of unit {unit}, whose update may be undone")
+        guess = self.scheduler.weights(unit).guess
+        require(
+            guess is None or guess.state is UpdateState.ASKING, f"READ_AHEAD of unit {unit}, whose update may be undone"
+        )
         self.ahead[self.plan.units[unit].updater] = unit, home.states, home.edition
 
     def answer(self, op: Operation) -> None:

@@ -83,7 +83,7 @@ class World(Compute):
 
     def begun(self) -> list[int]:
         """Units whose updates stand, whatever becomes of the step."""
-        begun = sorted(self.scheduler.updates.begun_early)
+        begun = sorted(self.begun_early)
         for unit in begun:
             early = self.plan.during_backward and self.steps in self.truths[unit].passes
             require(early, f"an update of unit {unit} stands, though nobody has asked for it")
@@ -100,6 +100,7 @@ class World(Compute):
             truth.passes.pop(self.steps, None)
             for buffers in (self.gradients, self.on_ssd, self.queued):
                 buffers.pop((unit, self.steps), None)
+        self.begun_early.clear()
         self.steps += 1
         self.lost, self.dropped = False, frozenset()
 
@@ -205,7 +206,7 @@ class World(Compute):
         for unit, home in enumerate(self.homes):
             readers = home.readers.total() + home.state_readers
             require(not readers, f"somebody reads unit {unit}, though nothing is under way")
-            self.homes[unit] = Home(front=home.front, edition=home.edition + 1)
+            self.homes[unit] = Home(front=home.front, extent=home.extent, edition=home.edition + 1)
             self.truths[unit] = Truth()
         self.gradients.clear()
         self.on_ssd.clear()
@@ -225,6 +226,7 @@ class World(Compute):
         self.collect()
         self.wait(lambda: self.scheduler.idle, "operations to end")
         self.queued.clear()
+        self.begun_early.clear()
         self.steps, self.lost, self.dropped = self.scheduler.steps, False, frozenset()
         self.checkpoint, self.saved = None, {}
         self.reserve = [None] * len(self.reserve)

@@ -55,7 +55,7 @@ class WeightReference:
         self._view, self._form = View(local(tensor)), DTensorForm.of(tensor)
         self._accesses = accesses
         self._unit = unit
-        self._version = unit.version
+        self._version = accesses.edition(unit)
         unit.packed += 1
 
     def __del__(self) -> None:
@@ -66,10 +66,11 @@ class WeightReference:
         """Lease the weight again. Raises UsageError if the weight was updated in the meantime."""
         self._graph.backward_has_begun = True
         unit = self._unit
-        if unit.version != self._version:
+        edition = self._accesses.edition(unit)
+        if edition != self._version:
             raise UsageError(
                 f"Backward needs the weights of {unit.spec.name!r} as they were in forward (version {self._version}), "
-                f"but an update has changed them since (version {unit.version}). Run every backward of a graph before "
+                f"but an update has changed them since (version {edition}). Run every backward of a graph before "
                 "optimizer.step(); with updates during backward, leave out wrap(accumulation_steps=...) so that they "
                 "wait for step()."
             )

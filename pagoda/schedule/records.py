@@ -1,0 +1,153 @@
+"""The scheduler's records: of each lease, each gradient, each update, and the weights of each unit.
+
+They are the only ones of their kind. `payload` holds what the executor knows of the same thing, such as a tensor or a
+handle. The scheduler never reads a payload, and nobody else changes a record.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from pagoda.memory.page import Run
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Frames that hold, or are about to hold, one version of a unit's weights. If compute reads a unit's home, the unit
+    has a lease without frames, which never ends."""
+
+    unit: int
+    run: Run
+    version: int
+    filled: bool = False
+    """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
+    over: bool = False
+    """Whether the lease has ended, so that nothing new uses it."""
+    payload: Any = None
+    """What the executor knows of the lease."""
+
+
+@dataclass(eq=False, slots=True)
+class GradientRecord:
+    """The gradient of one unit for one step."""
+
+    unit: int
+    step: int
+    run: Run | None = None
+    """The record's buffer, if it is in shared pages and exists now."""
+    home: int | None = None
+    """Which of the unit's homes the record has, if the unit has homes."""
+    made: list[Any] = field(default_factory=list)
+    """What autograd has made and what waits for the buffer. Each is given to an OFFLOAD of its own."""
+    arriving: int = 0
+    """The number of OFFLOAD operations under way."""
+    transferring: bool = False
+    """Whether a SPILL or RELOAD is under way. Until it ends, nothing arrives in the buffer, and no update reads it."""
+    clean: bool = False
+    """Whether SSD holds the same bytes, or will hold them once the transfer under way has ended."""
+    complete: bool = False
+    """Whether this backward adds nothing more to the gradient."""
+    in_use: bool = False
+    """Whether an update reads the buffer."""
+    wanted: bool = False
+    """Whether an update waits for the gradient to be in RAM."""
+    lost: bool = False
+    """Whether a part of the gradient failed to arrive or to be read back. A lost gradient cannot be used."""
+    dropped: bool = False
+    """Whether the gradient is no longer needed. Its buffer is free once nothing moves it."""
+    payload: Any = None
+    """What the executor knows of the gradient."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether something moves or reads the buffer, so that it must stay."""
+        return self.arriving > 0 or self.transferring or self.in_use
+
+    @property
+    def arrived(self) -> bool:
+        """Whether everything that autograd has made so far has arrived."""
+        return not (self.made or self.arriving)
+
+    @property
+    def lacks_buffer(self) -> bool:
+        return self.run is None and self.home is None
+
+
+class UpdateState(Enum):
+    ASKING = auto()
+    """The update is early. RECLAIM asks whether anything refers to the weights, or the answer was that something
+    does."""
+    QUEUED = auto()
+    LOADING = auto()
+    """The gradient is being moved to RAM. From here on, the update counts as under way."""
+    RUNNING = auto()
+    UNDOING = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Update:
+    """One update of a unit."""
+
+    unit: int
+    records: list[GradientRecord]
+    speculative: bool = False
+    """True until `step()` confirms the update."""
+    state: UpdateState = UpdateState.QUEUED
+    query: object = None
+    """The RECLAIM under way."""
+    urgent: bool = False
+    """Whether compute waits for the update."""
+    keeps: Run | None = None
+    """Where the update keeps the old states for a checkpoint, if it does."""
+    admitted: bool = False
+    """Whether the update counts toward the limit of updates under way."""
+    has_read: bool = False
+    """Whether the update has read its gradient for the last time."""
+    has_written: bool = False
+    """Whether the update has written the new weights."""
+    extent: int = 0
+    """The extent that the update writes: see `Weights.front`."""
+    withdrawn: bool = False
+    """Whether the update will be undone as soon as it has ended."""
+    payload: Any = None
+    """What the executor knows of the update."""
+
+
+@dataclass(eq=False, slots=True)
+class Weights:
+    """The versions of one unit's weights."""
+
+    newest: int = 0
+    """The version that the latest update has written."""
+    due: int = 0
+    """The number of steps that have requested an update."""
+    lag: int = 0
+    """The number of these steps that accesses do not see yet. Not 0 only with asynchronous updates."""
+    update: Update | None = None
+    """The update that is queued or under way."""
+    asking: Update | None = None
+    """An early update that is not queued yet."""
+    guess: Update | None = None
+    """A speculative update, in any state, until it is confirmed or undone."""
+    sharing: list[Update] = field(default_factory=list)
+    """Requested updates of which other ranks' parts have not arrived, oldest first."""
+    later: list[Update] = field(default_factory=list)
+    """Updates that wait for `update` to end."""
+    open: list[GradientRecord] = field(default_factory=list)
+    """Gradients that an asynchronous update will apply together with those of coming steps."""
+    closed: Update | None = None
+    """An asynchronous update that no PUBLISH has announced yet."""
+    requested: GradientRecord | None = None
+    """The last gradient of the latest update that accesses see, or will see once it has ended."""
+    edition: int = 0
+    """How often the weights that accesses read were changed, by updates or otherwise."""
+    front: int = 0
+    """The extent that accesses read: 0 or 1. Weights have two extents if updates are asynchronous. Every state in
+    RAM of a unit that is updated speculatively has two as well. Where there is only one, both numbers mean it."""
+    extent: int = 0
+    """The extent with the newest values."""
+
+    @property
+    def version(self) -> int:
+        """The version that accesses read."""
+        return self.due - self.lag
