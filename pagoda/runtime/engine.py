@@ -211,7 +211,6 @@ class Engine:
             raise
         self.accesses.wait_until_idle()
         self.accesses.tell(self.scheduler.restored)
-        self.gradients.forget_all()
         self.damage.cause = None
 
     @contextmanager

@@ -252,10 +252,6 @@ class Gradients:
             for handle in () if taken else list(record.pending):
                 handle.wait_until_done()
 
-    def forget_all(self) -> None:
-        """All states have been replaced, and no operation is under way."""
-        self._all.clear()
-
     def hold_back(self, record: UnitGradient, nbytes: int) -> None:
         """Limit the bytes on their way to buffers. The record's latest transfer has `nbytes`."""
         self._in_flight.add(record.pending[-1], nbytes)
