@@ -166,6 +166,10 @@ class Stepper:
         """Drop the gradients of this step."""
         if self.updates_have_begun():
             raise UsageError(_APPLIED)
+        self._drop_with_others()
+
+    def _drop_with_others(self) -> None:
+        """Drop the gradients of this step, on every rank."""
         if self._rank_group is not None:
             self._rank_group.drop_gradients()
         self._drop_gradients()
@@ -186,11 +190,12 @@ class Stepper:
 
     def drop_step(self) -> None:
         """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
+        self.updates_have_begun()  # references that have gone may let one more begin
         for unit in self._units:
             unit.updated = False
             for param in unit.params:
                 param.grad = None
-        self.zero_grad()
+        self._drop_with_others()
         self._clear_step()
 
     def norms(self, asked_by: str) -> Norms:

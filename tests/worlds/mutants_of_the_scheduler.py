@@ -23,7 +23,7 @@ SCHEDULER: dict[str, dict[str, tuple[str, str]]] = {
             ".newest - 9 * asynchronous",
         ),
         "a fetch does not undo a guess": ("        self._before_read(unit)\n", ""),
-        "a fetch does not wait for an UNDO": ("after_undo=undoing", "after_undo=False"),
+        "a fetch does not wait for an UNDO": ("undoing=undoing", "undoing=None"),
         "weights that another rank reads are updated": ("or (self._others_read[unit] > 0 and", "or (False and"),
         "a unit in use may be evicted": ("settled and not self._users[lease.unit] and", "settled and"),
         "what compute waits for is not fetched first": ("for wanted in [*self._waiting]", "for wanted in ()"),
@@ -68,11 +68,11 @@ SCHEDULER: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "speculative weights are read": ("if self.failed or weights.guess is not None or", "if self.failed or"),
         "weights are read before all ranks' parts are there": (
-            "        if weights.sharing is not None:\n            return None\n",
-            "",
+            "return None if weights.sharing else weights.version",
+            "return weights.version",
         ),
         "a fetch does not wait for other ranks' parts": (
-            "if missing == 0 and weights.sharing is not None:",
+            "if missing == 0 and weights.sharing:",
             "if False:",
         ),
         "what has failed stays so": (
@@ -83,12 +83,24 @@ SCHEDULER: dict[str, dict[str, tuple[str, str]]] = {
     },
     "schedule/gradients.py": {
         "a gradient buffer is taken while it moves": (
-            "return self.arriving > 0 or self.transferring or self.in_use",
-            "return self.in_use",
+            "        if record.dropped and not record.busy:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.busy else",
+            "        if record.dropped and not record.in_use:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.in_use else",
         ),
         "a gradient buffer is taken while an update reads it": (
-            "return self.arriving > 0 or self.transferring or self.in_use",
-            "return self.arriving > 0 or self.transferring",
+            "        if record.dropped and not record.busy:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.busy else",
+            "        if record.dropped and not (record.arriving or record.transferring):\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.arriving or record.transferring else",
         ),
         "what SSD holds counts though more has arrived": ("record.clean = record.clean and not record.made", "pass"),
         "a spill that failed counts": ("record.clean = record.clean and not failed", "pass"),
@@ -130,8 +142,8 @@ SCHEDULER: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "an asynchronous update writes what is read": ("extent=1 - weights.front", "extent=weights.front"),
         "leases outlive a PUBLISH": (
-            "            weights.front = 1 - weights.front\n            self._leases.changed(unit)",
-            "            weights.front = 1 - weights.front",
+            "            weights.edition += 1\n            self._leases.changed(unit)",
+            "            weights.edition += 1",
         ),
     },
     "schedule/updates.py": {
@@ -144,19 +156,28 @@ SCHEDULER: dict[str, dict[str, tuple[str, str]]] = {
             "",
         ),
         "a lease outlives a guess that stands": (
-            "        weights.due += 1\n        self._leases.changed(unit)\n        if self",
-            "        weights.due += 1\n        if self",
+            "        weights.edition += 1\n        self._leases.changed(update.unit)\n",
+            "        weights.edition += 1\n",
         ),
-        "what stands is not shared": ("if self._plan.units[unit].shared and", "if False and"),
+        "updates are not shared": ("if self._plan.units[unit].shared:", "if False:"),
+        "an update writes over what other ranks still read": (
+            "any(other is not update for other in self._versions.of[unit].sharing)",
+            "False",
+        ),
+        "a guess is kept in the extent of old values": ("weights.front = weights.extent = update.extent", "pass"),
+        "a guess writes over the old values": ("1 - weights.extent if speculative else", "weights.extent if True else"),
         "drained updates are not shared": (
-            "            self._pending += 1\n            self._issue",
-            "            self._issue",
+            "            self._pending += 1\n            version, gradients",
+            "            version, gradients",
         ),
         "an early update does not wait until nothing refers to the weights": (
             "if not free or self._leases.uses(asked.unit):",
             "if self._leases.uses(asked.unit):",
         ),
-        "what is due early is not said": ("            self.begun_early.add(asked.unit)\n", ""),
+        "what is due early is not said": (
+            "            self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))\n",
+            "",
+        ),
         "an update begins before its gradients have arrived": (
             "        if not all(record.arrived for record in update.records):\n            return True\n",
             "",
@@ -234,18 +255,17 @@ SCHEDULER: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "schedule/scheduler.py": {
-        "what was due early is said of the step after one that was dropped": ("        self.updates.step_over()\n", ""),
         "an update that stood is done again": (
             "if not self.updates.stands(record.unit):",
             "if not self.updates.stands(record.unit) or True:",
         ),
-        "a skipped step is applied": ("        if skipped:\n            self._drop_gradients()\n", ""),
+        "a skipped step is applied": ("if skipped or record.unit in unused:", "if record.unit in unused:"),
         "a speculative update stands though gradients are clipped": (
             "        if clipped or skipped:\n            self.updates.undo_all()\n",
             "",
         ),
         "a speculative update stands though it was another": (
-            "        for unit in changed:\n            self.updates.undo(unit)\n",
+            "        for unit in (*changed, *unused):\n            self.updates.undo(unit)\n",
             "",
         ),
         "an access does not undo": (
@@ -263,8 +283,8 @@ SCHEDULER: dict[str, dict[str, tuple[str, str]]] = {
             "",
         ),
         "old leases outlive what has been overwritten": (
-            '        way."""\n        self.leases.changed(unit)',
-            '        way."""',
+            "        self.versions.of[unit].edition += 1\n        self.leases.changed(unit)",
+            "        self.versions.of[unit].edition += 1",
         ),
         "what waits for the checkpoint is forgotten": (
             "        self.updates.retry(operation.unit)\n",
