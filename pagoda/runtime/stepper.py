@@ -17,7 +17,7 @@ from pagoda.plan.tiers import HOST
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient, non_finite_error
-from pagoda.runtime.hidden import outside_use
+from pagoda.runtime.hidden import unseen
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
 from pagoda.runtime.rank_group import Counts, RankGroup
@@ -83,7 +83,7 @@ class Stepper:
         """Autograd has finished one parameter's gradient."""
         announced = self._options.accumulation_steps
         if not unit.used:
-            raise UsageError(outside_use(unit.name(slot)))
+            raise UsageError(unseen(unit.name(slot), "received a gradient"))
         if unit.updated:
             raise UsageError(
                 f"{unit.name(slot)!r} received a gradient after its update during backward: more backward passes than "
@@ -166,6 +166,10 @@ class Stepper:
         """Drop the gradients of this step."""
         if self.updates_have_begun():
             raise UsageError(_APPLIED)
+        self._drop_with_others()
+
+    def _drop_with_others(self) -> None:
+        """Drop the gradients of this step, on every rank."""
         if self._rank_group is not None:
             self._rank_group.drop_gradients()
         self._drop_gradients()
@@ -186,11 +190,12 @@ class Stepper:
 
     def drop_step(self) -> None:
         """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
+        self.updates_have_begun()  # references that have gone may let one more begin
         for unit in self._units:
             unit.updated = False
             for param in unit.params:
                 param.grad = None
-        self.zero_grad()
+        self._drop_with_others()
         self._clear_step()
 
     def norms(self, asked_by: str) -> Norms:
@@ -313,6 +318,10 @@ class Stepper:
             self._accesses.tell(self._scheduler.end_step, False, True)
             self.scaler.end_step(skipped=True)
             return None
+        except Exception as error:
+            if any(unit.updated for unit in self._units):  # this step can be neither taken nor dropped any more
+                self._executor.damage.note(error)
+            raise
         if self._clip_grad_norm is not None and norms.total is not None:
             self._limit(norms.total, self._clip_grad_norm)
         factors = [self._factor(record.unit, slot) for record, slot in self._shown()]

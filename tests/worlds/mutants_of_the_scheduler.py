@@ -1,0 +1,340 @@
+"""What mutants of the scheduler change: file -> what it breaks -> the text that it changes, and what that becomes."""
+
+SCHEDULER: dict[str, dict[str, tuple[str, str]]] = {
+    "schedule/leases.py": {
+        "frames that something refers to are free": (
+            "        if freed:\n            self.free(lease)",
+            "        self.free(lease)",
+        ),
+        "frames are free before they are filled": (
+            "        if lease.filled or self._plan.ranks_fetch_alike:\n            self._reclaim(lease)",
+            "        self._reclaim(lease)",
+        ),
+        "a lease stays when the weights change": (
+            "        if lease is not None:\n            self._end(lease)",
+            "        return",
+        ),
+        "a fetch does not wait for the update": (
+            "if version is None or not count",
+            "version = version or 0\n        if not count",
+        ),
+        "an asynchronous update does not wait for a fetch of the extent that it writes": (
+            ".newest - asynchronous",
+            ".newest - 9 * asynchronous",
+        ),
+        "a fetch does not undo a guess": ("        self._before_read(unit)\n", ""),
+        "a fetch does not wait for an UNDO": ("undoing=undoing", "undoing=None"),
+        "weights that another rank reads are updated": ("or (self._others_read[unit] > 0 and", "or (False and"),
+        "a unit in use may be evicted": ("settled and not self._users[lease.unit] and", "settled and"),
+        "what compute waits for is not fetched first": ("for wanted in [*self._waiting]", "for wanted in ()"),
+        "a fetch that ends is ready, though the weights have changed": (
+            "if lease.over:\n            self._reclaim",
+            "if False:\n            self._reclaim",
+        ),
+        "a fetch that fails is ready": ("if failed and not lease.over", "if False"),
+        "compute reads before the fetch is issued": (
+            "(lease is not None and lease.filled)",
+            "(lease is not None)",
+        ),
+        "weights are read no more once they are issued": (
+            "        lease.filled = True\n        if self",
+            "        lease.filled = True\n        self._fetching[lease.unit] = []\n        if self",
+        ),
+        "an update waits for a fetch that waits for it": (
+            "any(version <= overwritten for version in self._fetching[unit])",
+            "bool(self._fetching[unit])",
+        ),
+        "ranks prefetch by how many fetches are under way": (
+            "while self._plan.ranks_fetch_alike or self._filling <",
+            "while self._filling <",
+        ),
+        "what makes room depends on when a rank issues": (
+            "        if self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
+            "        if lease.over and self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
+        ),
+    },
+    "schedule/versions.py": {
+        "a fetch ahead of its update names none": (
+            "if not self._plan.ranks_fetch_alike or missing <= 0",
+            "if True or missing <= 0",
+        ),
+        "ranks fetch when their own update has ended": (
+            "self.of[unit].version if self._plan.ranks_fetch_alike else",
+            "self.of[unit].version if False else",
+        ),
+        "weights are read while their update is due": (
+            "weights.guess is not None or weights.newest < weights.version:",
+            "weights.guess is not None:",
+        ),
+        "speculative weights are read": ("if self.failed or weights.guess is not None or", "if self.failed or"),
+        "weights are read before all ranks' parts are there": (
+            "return None if weights.sharing else weights.version",
+            "return weights.version",
+        ),
+        "a fetch does not wait for other ranks' parts": (
+            "if missing == 0 and weights.sharing:",
+            "if False:",
+        ),
+        "what has failed stays so": (
+            "        self.failed = False\n",
+            '        self.failed = getattr(self, "failed", False)\n',
+        ),
+        "a checkpoint reads what is being written": ("return None if busy or", "return None if"),
+    },
+    "schedule/gradients.py": {
+        "a gradient buffer is taken while it moves": (
+            "        if record.dropped and not record.busy:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.busy else",
+            "        if record.dropped and not record.in_use:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.in_use else",
+        ),
+        "a gradient buffer is taken while an update reads it": (
+            "        if record.dropped and not record.busy:\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.busy else",
+            "        if record.dropped and not (record.arriving or record.transferring):\n"
+            "            self._free(record)\n"
+            "        elif record.run is not None:\n"
+            "            here, there = (self._busy, self._idle) if record.arriving or record.transferring else",
+        ),
+        "what SSD holds counts though more has arrived": ("record.clean = record.clean and not record.made", "pass"),
+        "a spill that failed counts": ("record.clean = record.clean and not failed", "pass"),
+        "an update does not wait for its gradient to be read back": (
+            "return not (record.lacks_buffer or record.transferring)",
+            "return True",
+        ),
+        "a dirty buffer is given away": (
+            "            if record.clean:\n                self._free(record)",
+            "            if True:\n                self._free(record)",
+        ),
+        "a buffer is never spilled to make room": (
+            "if self._idle and (self._others_first or not self._busy) and",
+            "if False and",
+        ),
+        "gradients are spilled where they cannot be": ("is not None and self._plan.spills", "is not None"),
+        "gradients arrive in a buffer that an update reads": ("or (record.in_use and record.made)", ""),
+        "a dropped gradient keeps its buffer": (
+            "if record.dropped and not record.busy:\n            self._free(record)",
+            "if record.dropped and not record.busy:\n            pass",
+        ),
+        "a gradient's home has no end": ("homes.pop(0) if homes else None", "homes[0] if homes else 0"),
+        "two gradients share a home": ("record.home = homes.pop(0)", "record.home = homes[0]"),
+        "a gradient's home is not given back": (
+            "            insort(self._homes",
+            "            0 and insort(self._homes",
+        ),
+    },
+    "schedule/turns.py": {
+        "what a step reads is shown before its turn": (
+            "            if most:\n                self._show(unit)",
+            "            if not most:\n                self._show(unit)",
+        ),
+        "units do not take turns": ("(self._turn + unit) % most", "self._turn % most"),
+        "a drain does not begin the turns anew": ("        self._turn = 0\n        show", "        show"),
+        "a drain in the middle of a step shows what it applies": (
+            "show = self._publish if self.step_begun else self._show",
+            "show = self._show",
+        ),
+        "an asynchronous update writes what is read": ("extent=1 - weights.front", "extent=weights.front"),
+        "leases outlive a PUBLISH": (
+            "            weights.edition += 1\n            self._leases.changed(unit)",
+            "            weights.edition += 1",
+        ),
+    },
+    "schedule/updates.py": {
+        "whether an update is early depends on a rank's fetches": (
+            "if not free or self._leases.uses(",
+            "if not free or self._leases.in_use(",
+        ),
+        "an update does not wait for who reads the weights": (
+            "        if self._leases.in_use(unit):\n            return True\n",
+            "",
+        ),
+        "a lease outlives a guess that stands": (
+            "        weights.edition += 1\n        self._leases.changed(update.unit)\n",
+            "        weights.edition += 1\n",
+        ),
+        "updates are not shared": ("if self._plan.units[unit].shared:", "if False:"),
+        "an update writes over what other ranks still read": (
+            "any(other is not update for other in self._versions.of[unit].sharing)",
+            "False",
+        ),
+        "a guess is kept in the extent of old values": ("weights.front = weights.extent = update.extent", "pass"),
+        "a guess writes over the old values": ("1 - weights.extent if speculative else", "weights.extent if True else"),
+        "drained updates are not shared": (
+            "            self._pending += 1\n            version, gradients",
+            "            version, gradients",
+        ),
+        "an early update does not wait until nothing refers to the weights": (
+            "if not free or self._leases.uses(asked.unit):",
+            "if self._leases.uses(asked.unit):",
+        ),
+        "what is due early is not said": (
+            "            self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))\n",
+            "",
+        ),
+        "an update begins before its gradients have arrived": (
+            "        if not all(record.arrived for record in update.records):\n            return True\n",
+            "",
+        ),
+        "a second update of a unit is lost": ("        if weights.later:", "        if False:"),
+        "more updates than two are under way": ("while self._admitted[updater] < MOST_ADMITTED and", "while"),
+        "updaters wait for each other": ("while self._admitted[updater] <", "while sum(self._admitted) <"),
+        "the gradient of an undone update is lost": (
+            "self._gradients.used(record, last=not update.speculative)",
+            "self._gradients.used(record, last=True)",
+        ),
+        "drained updates may still be undone": (
+            "            self.undo_all()\n            self._retry_all()",
+            "            self._retry_all()",
+        ),
+        "a speculative update that failed is not undone": ("update.withdrawn, self._calm = True, 0", "self._calm = 0"),
+        "a failed update that stands is undone": (
+            "if not update.speculative:\n            self._versions.failed = True\n            return",
+            "pass",
+        ),
+        "training goes on after a failed update": (
+            "            self._versions.failed = True\n            return\n        self.times",
+            "            return\n        self.times",
+        ),
+        "a failed update keeps its gradients for ever": (
+            "self._gradients.used(record, last=True)",
+            "self._gradients.drop(record)",
+        ),
+        "updates that had been admitted stay so": (
+            "self._admitted, self._pending, self._ahead = [0, 0], 0, -1\n",
+            "self._pending, self._ahead = 0, -1\n",
+        ),
+        "a unit whose update is queued is read ahead": (
+            "weights.update is None and weights.guess is None:\n            self._ahead",
+            "weights.guess is None:\n            self._ahead",
+        ),
+        "what may be undone is read ahead": (
+            "weights.update is None and weights.guess is None:\n            self._ahead",
+            "weights.update is None:\n            self._ahead",
+        ),
+        "states are read ahead while the program may write them": (
+            "or self._asynchronous or not self._may_read_ahead or self._versions.failed:",
+            "or self._asynchronous or self._versions.failed:",
+        ),
+        "a refused gradient counts as applied": ("        self._versions.of[unit].due -= steps\n", ""),
+        "an update that was refused stands": (
+            "            self._calm = 0\n            self._over(update)\n            return",
+            "            self._calm = 0\n            self._finish(update)\n            return",
+        ),
+        "an update that was refused stays admitted": (
+            "        self._release(update)\n        self.gradient_used(update)",
+            "        self.gradient_used(update)",
+        ),
+        "a lost gradient is applied": ("if any(record.lost for record in update.records):", "if False:"),
+        "updates that were held back stay so": (
+            "        if self.checkpoint.retry(unit):\n            self._retry_all()\n",
+            "        self.checkpoint.retry(unit)\n",
+        ),
+        "a save is forgotten while an update runs": (
+            "        if self.checkpoint.retry(unit):\n            self._retry_all()\n",
+            "",
+        ),
+        "a guess takes the room of a checkpoint": (
+            "stopped = self.checkpoint.under_way or self._draining",
+            "stopped = self._draining",
+        ),
+        "the checkpoint outlives a restore": (
+            "            queue.clear()\n        self.checkpoint = Checkpoint(self._plan,",
+            "            queue.clear()\n        Checkpoint(self._plan,",
+        ),
+        "states are kept before the gradient is there": (
+            "        update.state = UpdateState.LOADING\n",
+            "        update.state = UpdateState.LOADING\n"
+            "        update.keeps = self.checkpoint.keep(unit) if self.checkpoint.would_lose(unit) else None\n",
+        ),
+    },
+    "schedule/scheduler.py": {
+        "an update that stood is done again": (
+            "if not self.updates.stands(record.unit):",
+            "if not self.updates.stands(record.unit) or True:",
+        ),
+        "a skipped step is applied": ("if skipped or record.unit in unused:", "if record.unit in unused:"),
+        "a speculative update stands though gradients are clipped": (
+            "        if clipped or skipped:\n            self.updates.undo_all()\n",
+            "",
+        ),
+        "a speculative update stands though it was another": (
+            "        for unit in (*changed, *unused):\n            self.updates.undo(unit)\n",
+            "",
+        ),
+        "an access does not undo": (
+            "        self.updates.undo(unit)\n        self.leases.access(unit)",
+            "        self.leases.access(unit)",
+        ),
+        "what another rank reads is not undone": (
+            "        self.updates.undo(unit)\n        self.leases.others_read",
+            "        self.leases.others_read",
+        ),
+        "another rank's gradient is taken for one of backward": ("self._pump(ranks_agree=here)", "self._pump()"),
+        "a gradient does not undo": ("        self.updates.undo(unit)\n        record", "        record"),
+        "old leases outlive what has been restored": (
+            "        for unit in range(len(self.plan.units)):\n            self.leases.changed(unit)\n",
+            "",
+        ),
+        "old leases outlive what has been overwritten": (
+            "        self.versions.of[unit].edition += 1\n        self.leases.changed(unit)",
+            "        self.versions.of[unit].edition += 1",
+        ),
+        "what waits for the checkpoint is forgotten": (
+            "        self.updates.retry(operation.unit)\n",
+            "        if operation.kind is not Kind.SAVE:\n            self.updates.retry(operation.unit)\n",
+        ),
+    },
+    "schedule/checkpoints.py": {
+        "an update does not wait for the checkpoint": (
+            "return of_unit.version == self._versions.of[unit].newest and of_unit.kept is None",
+            "return False",
+        ),
+        "two units keep their states in one place": (
+            "of_unit.kept = self.reserve.alloc(pages)",
+            "of_unit.kept = Run(0, pages)",
+        ),
+        "states that are being saved are overwritten": (
+            "if unit in self._in_place or self._units[unit].reading:",
+            "if unit in self._in_place:",
+        ),
+        "states that cannot be kept are": (
+            "if unit in self._in_place or self._units[unit].reading:",
+            "if self._units[unit].reading:",
+        ),
+        "a checkpoint reads states of another step": (
+            "is not None else self._versions.settled(unit) == of_unit.version",
+            "is not None else self._versions.settled(unit) is not None",
+        ),
+        "what was kept is read once its update has ended": (
+            "return of_unit.copied if of_unit.kept is not None else",
+            "return of_unit.copied and self._versions.settled(unit) is not None if of_unit.kept is not None else",
+        ),
+        "what is to be kept is read before it is": ("return of_unit.copied if", "return True if"),
+        "what the reserve has kept stays there": (
+            "        if kept is not None and kept.count:\n",
+            "        if False:\n",
+        ),
+        "a checkpoint waits for an update that was refused": (
+            "if of_unit.version is not None and of_unit.version > version:",
+            "if False:",
+        ),
+    },
+    "schedule/order.py": {
+        "an evaluation is expected of every step": (
+            "        if recorded and self._accesses",
+            "        if self._accesses",
+        ),
+        "steps that have become others are not followed": (
+            "        if replaced:\n            self._follow",
+            "        if False:\n            self._follow",
+        ),
+        "a step that departs once is followed": ("(not known and (persists or", "(not known and (True or"),
+    },
+}

@@ -1,0 +1,122 @@
+"""What a random world is like."""
+
+from dataclasses import dataclass
+from random import Random
+
+import pagoda
+from pagoda.optim.rule import Rule
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a world is like. Drawn at random."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    """Elements of the parameters of each layer."""
+    frozen: frozenset[int]
+    """Layers that are not trained."""
+    unread: frozenset[int]
+    """Layers of whose weights backward reads nothing, as of an embedding's."""
+    experts: int
+    """The last so many layers are experts. A router chooses some of them."""
+    steady: bool
+    """Whether it always chooses the same."""
+    order: tuple[int, ...]
+    """Layers as forward uses them at first, without experts."""
+    precision: str
+    mode: str
+    accumulation: int
+    announced: bool
+    staleness: int
+    device: bool
+    """Whether weights are leased in a separate memory."""
+    queued: bool
+    """Whether the device has queues, as a GPU does."""
+    ssd: bool
+    scarce: float
+    """How little memory the world has: 0 for the least, 1 for plenty."""
+    device_updates: float
+    """Share of the updates on the device."""
+    whole: bool
+    """Whether the optimizer's rule takes whole parameters."""
+    steps: int
+    holds: float
+    """How likely the program keeps a view of weights that it uses."""
+    departures: float
+    """How likely a use is left out, an evaluation comes between, or an exception ends a pass."""
+    reorders: float
+    """How likely a step uses its layers in another order from then on."""
+    changes: float
+    """How likely a step has other hyperparameters than its backward."""
+    clips: bool
+    """Whether gradients are often clipped."""
+    failures: float
+    """How likely a transfer fails."""
+    infinite: float
+    """How likely a gradient is not finite."""
+    checkpoints: float
+    """How likely a checkpoint begins after a step."""
+    keeps_pages: bool
+    """Whether checkpoints keep their pages on SSD."""
+    small_pieces: bool
+    """Whether gradients leave one by one."""
+    cut: bool
+    """Whether large layers are several units."""
+    inline: bool
+    """Whether small work is done by the thread that submits it."""
+
+    @staticmethod
+    def draw(rng: Random) -> "Rules":
+        count = rng.randint(1, 6)
+        mode = rng.choice(["clipped", "clipped", "during backward", "asynchronous", "plain"])
+        device, whole = rng.random() < 0.5, rng.random() < 0.15
+        queued = device and not whole and rng.random() < 0.7
+        experts = rng.randint(1, count - 2) if count > 2 and rng.random() < 0.2 else 0
+        plain = [*range(count - experts)]
+        return Rules(
+            sizes=tuple(
+                tuple(rng.choice([40, 700, 1500, 4200]) for _ in range(rng.choice([1, 1, 2]))) for _ in range(count)
+            ),
+            frozen=frozenset(layer for layer in range(count) if rng.random() < 0.12),
+            unread=frozenset(layer for layer in plain if rng.random() < 0.15),
+            experts=experts,
+            steady=rng.random() < 0.5,
+            order=tuple(rng.sample(plain, len(plain))),
+            precision=rng.choice(["fp32", "bf16"]),
+            mode=mode,
+            accumulation=rng.choice([1, 1, 2]),
+            announced=mode == "during backward" or (mode == "clipped" and rng.random() < 0.7),
+            staleness=rng.choice([1, 1, 2, 3]),
+            device=device,
+            queued=queued,
+            ssd=rng.random() < 0.75,
+            scarce=rng.choice([0.0, 0.0, 0.3, 0.6, 1.0]),
+            device_updates=rng.choice([0.0, 0.0, 0.5, 1.0]),
+            whole=whole,
+            steps=rng.randint(2, 5),
+            holds=rng.choice([0.0, 0.0, 0.3]),
+            departures=rng.choice([0.0, 0.1, 0.3]),
+            reorders=rng.choice([0.0, 0.0, 0.3]),
+            changes=rng.choice([0.0, 0.0, 0.3]),
+            clips=rng.random() < 0.3,
+            failures=rng.choice([0.0, 0.0, 0.0, 0.005, 0.02]),
+            infinite=rng.choice([0.0, 0.0, 0.0, 0.03]),
+            checkpoints=rng.choice([0.0, 0.2, 0.5]),
+            keeps_pages=rng.random() < 0.5,
+            small_pieces=rng.random() < 0.5,
+            cut=mode != "asynchronous" and rng.random() < 0.3,
+            inline=not queued and rng.random() < 0.15,
+        )
+
+    @property
+    def unit_limit(self) -> int:
+        """Layers are units, or the parameters of large ones."""
+        return max(4096, max(map(sum, self.sizes)) * (4 if self.precision == "fp32" else 2) // (1 + self.cut))
+
+    @property
+    def rule(self) -> Rule:
+        return pagoda.SGD(lr=0.125, momentum=0.5)
+
+    @property
+    def trained(self) -> list[int]:
+        return [layer for layer in range(len(self.sizes)) if layer not in self.frozen]

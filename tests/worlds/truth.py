@@ -1,0 +1,122 @@
+"""What the algorithm says of every layer, whatever the package believes.
+
+All elements of a parameter are equal, and so are those of its gradient. So a number stands for each: the truth computes
+with numbers, in fp32 and in the order that SGD's definition states. A wrong version, a lost gradient, or one that is
+applied twice, in another order or with another factor, gives another number.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from pagoda.optim.rule import StateSpec, TensorRule
+
+from .model import first_value
+
+LR, MOMENTUM = 0.125, 0.5
+
+
+@dataclass(frozen=True)
+class WholeSGD(TensorRule):
+    """SGD with momentum as a rule that takes whole parameters."""
+
+    name: ClassVar[str] = "WholeSGD"
+    only: ClassVar[Mapping[str, Any]] = {}
+    lr: float = LR
+
+    def own_states(self) -> tuple[StateSpec, ...]:
+        return (StateSpec("momentum_buffer", torch.float32),)
+
+    def update(
+        self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> None:
+        momentum = states["momentum_buffer"]
+        momentum.mul_(MOMENTUM if step > 1 else 0.0).add_(gradient)
+        weight.sub_(momentum * self.lr)
+
+
+class Value(NamedTuple):
+    """The states of a parameter."""
+
+    weight: np.float32
+    """The master weight."""
+    momentum: np.float32
+    steps: int
+    """Its updates."""
+
+    def updated(self, gradient: float, scale: float, lr: float) -> "Value":
+        """After one more update."""
+        taken = np.float32(gradient) * np.float32(scale)
+        carried = np.float32(MOMENTUM if self.steps else 0.0)
+        momentum = self.momentum * carried + taken
+        return Value(self.weight - np.float32(lr) * momentum, momentum, self.steps + 1)
+
+
+def stored_weight(weight: np.float32, precision: str) -> float:
+    """What compute reads of a master weight."""
+    if precision == "fp32":
+        return float(weight)
+    bits = (int(np.asarray(weight, np.float32).view(np.int32)) + 0x8000) >> 16 << 16
+    return float(np.array(bits & 0xFFFFFFFF, np.uint32).view(np.float32))
+
+
+@dataclass
+class Truth:
+    """One layer."""
+
+    values: list[tuple[Value, ...]]
+    """By version, the states of each parameter."""
+    shown: int = 0
+    """The version that accesses must read."""
+    closed: int = 0
+    """With asynchronous updates: the version that is made now, or was made last."""
+    gradients: dict[int, float] = field(default_factory=dict)
+    """Slot -> the sum of the gradients of this step that autograd has delivered."""
+
+    @staticmethod
+    def first(layer: int, parameters: int) -> "Truth":
+        zero = np.float32(0)
+        return Truth([tuple(Value(np.float32(first_value(layer, slot)), zero, 0) for slot in range(parameters))])
+
+    @property
+    def asked(self) -> int:
+        """The newest version that `step()` has asked for."""
+        return len(self.values) - 1
+
+    @property
+    def newest(self) -> tuple[Value, ...]:
+        return self.values[-1]
+
+    def apply(self, scale: float, lr: float) -> None:
+        """`step()` asks for an update with this step's gradients."""
+        if self.gradients:
+            values = list(self.newest)
+            for slot, gradient in self.gradients.items():
+                values[slot] = values[slot].updated(gradient, scale, lr)
+            self.values.append(tuple(values))
+            self.gradients = {}
+
+    def overwrite(self, slot: int, weight: float) -> None:
+        """The program writes a parameter's weights."""
+        for version in {self.shown, self.asked}:
+            values = list(self.values[version])
+            values[slot] = values[slot]._replace(weight=np.float32(weight))
+            self.values[version] = tuple(values)
+
+    def rewound(self) -> "Truth":
+        """A copy with the newest version alone, as a checkpoint has it."""
+        return Truth([self.newest])
+
+
+def norm_of(truths: Sequence[Truth], sizes: Sequence[Sequence[int]]) -> float:
+    """The norm of all gradients of this step."""
+    squares = [
+        sizes[layer][slot] * gradient**2
+        for layer, truth in enumerate(truths)
+        for slot, gradient in truth.gradients.items()
+    ]
+    return math.sqrt(math.fsum(squares))
