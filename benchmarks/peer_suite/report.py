@@ -80,8 +80,11 @@ def _failures(variants: Figures) -> list[str]:
         for one in part["figures"].values():
             if "error" in one:
                 failed.setdefault((one["label"], one["error"]), []).append(variant)
-    lines = [f"- {label} did not run ({'; '.join(of)}): `{error}`" for (label, error), of in failed.items()]
-    return ["", *lines, ""]
+    lines = [""]
+    for (label, error), of in failed.items():
+        where = "" if len(of) == len(variants) else f" ({'; '.join(of)})"
+        lines.append(f"- {label} did not run{where}: `{error}`")
+    return [*lines, ""]
 
 
 def _largest(part: Figures) -> list[str]:

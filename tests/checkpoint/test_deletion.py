@@ -143,7 +143,7 @@ def test_what_lies_where_a_checkpoint_is_to_be_written_is_not_emptied(tmp_path: 
     target = tmp_path / "run" / "step-1"
     make_directory(target.parent)
     shutil.copytree(precious, partial(target))
-    with pytest.raises(CheckpointError, match="Pagoda did not make"):
+    with pytest.raises(CheckpointError, match="Pagoda did not write"):
         save(target)
     shutil.rmtree(partial(target))
     partial(target).symlink_to(precious)

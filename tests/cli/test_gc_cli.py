@@ -72,7 +72,7 @@ def test_a_moved_run_is_kept_where_it_is_said_to_be(
     moved = make_directory(tmp_path / "archive" / "runs") / "renamed"
     saved.run.rename(moved)
     assert main(["gc", str(saved.ssd), "--yes", "--keep", str(tmp_path / "renmaed")]) == 2
-    assert "renmaed: there is no checkpoint there" in capsys.readouterr().err
+    assert "renmaed: there is no checkpoint at this path" in capsys.readouterr().err
     for kept in (moved, tmp_path / "archive"):
         assert main(["gc", str(saved.ssd), "--yes", "--keep", str(kept)]) == 0
         assert saved.there() == [True, True]
