@@ -249,18 +249,13 @@ class Accesses:
                 self.wait(lambda: scheduler.drained, "update")
             finally:
                 self.tell(scheduler.drain, False)
-            self._drop_ahead()
+            self._executor.updates.drop_ahead()
 
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whether operations succeed or fail."""
         self._executor.poll()
         self._driver.wait(lambda: self._scheduler.idle, lambda: None)
-        self._drop_ahead()
-
-    def _drop_ahead(self) -> None:
-        """Wait until no state is being read ahead, because the caller may write states or borrow the ring."""
-        for updater in self._executor.updaters:
-            updater.drop_ahead()
+        self._executor.updates.drop_ahead()
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures

@@ -43,7 +43,7 @@ from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updaters import open_updaters
+from pagoda.runtime.updaters import open_update_stream
 from pagoda.runtime.uses import Uses
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.simulate.timeline import Timeline
@@ -64,7 +64,7 @@ class Engine:
     """Executes a plan on a live model.
 
     The compute thread runs forward, backward and `step()`. It calls `accesses.begin` and `accesses.end` around every
-    use of a unit, and `stepper.on_gradient` for every gradient. Lanes and updaters do the rest. If the model departs
+    use of a unit, and `stepper.on_gradient` for every gradient. Lanes do the rest. If the model departs
     from the plan, accesses are served on demand, correctly, and counted as faults.
     """
 
@@ -108,12 +108,12 @@ class Engine:
         device.warm_up(rule, precision, kept)
         self.gradients = Gradients(self.store, self._lanes, device, self._meter)
         self.leases = Leases(self.store, units, device, self._lanes, self.scheduler)
-        updaters = open_updaters(self.store, self._lanes, rule, precision, device)
+        updates = open_update_stream(self.store, self._lanes, rule, precision, device)
         self.plan = plan
         """The current plan."""
         self._follow_trace()
         executor = self._executor = Executor(
-            self.scheduler, self.store, units, self.leases, self.gradients, updaters, self._lanes["update"], device
+            self.scheduler, self.store, units, self.leases, self.gradients, updates, self._lanes["update"], device
         )
         self.damage = executor.damage
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
@@ -129,7 +129,7 @@ class Engine:
             units, clip_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages
         )
         self._forks = forks()
-        self._threads = Threads(self._lanes, updaters, self.saver, self.rank_group)
+        self._threads = Threads(self._lanes, updates, self.saver, self.rank_group)
         self._dropped = weakref.finalize(self, end_dropped, self._threads, executor, self.store, self._forks)
         self._dropped.atexit = False  # `_close_all` is for that
         _OPEN.add(self)

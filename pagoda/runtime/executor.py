@@ -17,7 +17,7 @@ from pagoda.runtime.leases import Leases
 from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import Extents, Update, Updater
+from pagoda.runtime.updates import Extents, Update, UpdateStream
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 
@@ -68,8 +68,7 @@ class Executor:
     _units: Sequence[LiveUnit]
     _leases: Leases
     _gradients: Gradients
-    updaters: Sequence[Updater]
-    """The updater of the CPU, and that of the device if it updates units."""
+    updates: UpdateStream
     _update_lane: Lane
     _device: Device
     damage: Damage = field(default_factory=Damage)
@@ -96,7 +95,7 @@ class Executor:
             Kind.SPILL: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.UPDATE: self._update,
-            Kind.READ_AHEAD: lambda op: self.updaters[op.unit in self._on_device].read_ahead(op.unit),
+            Kind.READ_AHEAD: lambda op: self.updates.read_ahead(op.unit),
             Kind.UNDO: self._undo,
             Kind.KEEP: self._keep,
             Kind.SHARE: self._share,
@@ -260,7 +259,7 @@ class Executor:
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
         pieces = [(record, record.segments) for record in records]
-        self.updaters[on_device].submit(Update(pieces, extents, guess, kept, updated, written, used))
+        self.updates.submit(Update(pieces, extents, guess, kept, updated, written, used))
 
     def _refused(self, operation: Operation) -> None:
         self._scheduler.refused(operation)

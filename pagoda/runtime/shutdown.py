@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import THREAD_NAMES, Lane
 from pagoda.runtime.rank_group import RankGroup
 from pagoda.runtime.store import Store
-from pagoda.runtime.updates import Updater
+from pagoda.runtime.updates import UpdateStream
 
 _log = logging.getLogger("pagoda")
 
@@ -27,7 +27,7 @@ class Threads:
     """All threads of an engine. Neither they nor the objects that they use keep the engine alive."""
 
     lanes: Mapping[str, Lane]
-    updaters: Sequence[Updater]
+    updates: UpdateStream
     saver: Saver
     rank_group: RankGroup | None
 
@@ -38,8 +38,7 @@ class Threads:
         # From the last: each feeds those before it.
         for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
             stack.callback(self.lanes[name].close)
-        for updater in self.updaters:
-            stack.callback(updater.close)
+        stack.callback(self.updates.close)
         if self.rank_group is not None:
             stack.callback(self.rank_group.close)
         stack.callback(self.saver.close)
@@ -72,8 +71,7 @@ def _end(threads: Threads, executor: Executor, store: Store) -> None:
         with ExitStack() as stack:
             stack.callback(give_back, executor, store)
             threads.end(stack)
-            for updater in threads.updaters:
-                updater.refused = refusal
+            threads.updates.refuse(refusal)
     except Exception as error:
         _log.warning("An optimizer was dropped without close(), and its end failed: %s", error)
     refusal.__traceback__ = None  # its frames would keep memory until the next collection

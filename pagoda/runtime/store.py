@@ -77,8 +77,10 @@ class Store:
         """unit -> all its gradient extents in RAM. There are several if gradients wait for updates."""
         slots = placement.ring_slots
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
-        self.ring = Ring(self.host.take(pages_per_slot) for _ in range(slots))
+        self.slots = [self.host.take(pages_per_slot) for _ in range(slots)]
         """Slots through which states on SSD stream. Each serves one block at a time."""
+        self._ring = Ring(self.slots)
+        """The slots, while no update is in flight."""
         work = placement.pages(HOST, WORK)
         self.work = self.host.take(work) if work else None
         """Frames for fp32 copies, if the rule computes on them."""
@@ -193,7 +195,7 @@ class Store:
         if home is not None:
             return home[start : start + count].to("cpu", copy=True)
         out = torch.empty(count, dtype=self.dtype(state))
-        with self.ring.one() as slot:
+        with self._ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, state, start, count):
                 self.load(unit, state, offset, window)
                 out[part] = elements
@@ -243,7 +245,7 @@ class Store:
                 target.copy_(values)
             return
         frozen = state in (WEIGHT, WEIGHT_BACK) and start >= self.plan.layout.trained_elements(self.plan.units[unit])
-        with self._writing, self.ring.one() as slot:
+        with self._writing, self._ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, state, start, values.numel()):
                 if frozen or elements.nbytes != window.nbytes:
                     is_whole = self._load_around(unit, state, offset, window)

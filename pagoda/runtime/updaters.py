@@ -1,6 +1,6 @@
 """Updaters: on the CPU and on the device, of blocks of elements and of whole parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,58 +8,52 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.memory.arena import copy_bytes
-from pagoda.memory.region import Region
 from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.flat import join, split
 from pagoda.optim.kernels import UpdateKernel as HostKernel, update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule, StateSpec, TensorRule
-from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, WORK, slot_count, slot_offsets, slot_pages
+from pagoda.plan.blocks import StreamPlan, stream_plan
+from pagoda.plan.device_updates import DEVICE_SLOTS, WORK, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan
-from pagoda.plan.tiers import DEVICE
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
-from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import LOW, Store
-from pagoda.runtime.updates import Block, Part, Tensors, Updater
+from pagoda.runtime.updates import BlockUpdate, Part, Tensors, Updater, UpdateStream
 
 
 class HostUpdater(Updater):
     """Updates blocks by an element-wise rule, on the update lane's threads. States in RAM are updated at home, or from
     one extent to the other."""
 
-    def __init__(self, store: Store, lanes: dict[str, Lane], kernels: tuple[HostKernel, HostKernel] | None) -> None:
+    def __init__(
+        self, store: Store, lanes: dict[str, Lane], plan: StreamPlan, kernels: tuple[HostKernel, HostKernel] | None
+    ) -> None:
         """`kernels` of the element-wise rule: in place, and from old states to new ones elsewhere."""
-        super().__init__(store, lanes)
+        super().__init__(store, lanes, plan)
         self._kernels = kernels
-        layout = store.plan.layout
-        self._touched = [int(layout.updated_elements(unit) * layout.bytes_per_update) for unit in store.plan.units]
-        """Bytes that each unit's update reads and writes."""
         self._work = None if store.work is None else store.work.tensor(torch.float32)
         """If there is one, the update lane has one thread, so only one update uses it."""
 
-    def _is_small(self, unit: UnitSpec) -> bool:
-        return self._touched[unit.index] <= self._lanes["update"].inline_bytes and not self._streamed[unit.index]
-
-    def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
+    def _compute(self, block: BlockUpdate) -> Handle:
         unit, extents, store = block.update.unit, block.update.extents, self._store
         at, count = store.shards.origin(unit.spec, GRAD) + block.start, block.stop - block.start
         moves = bool(extents.moved)
 
         def compute() -> None:
             # Not earlier: small objects that live long fragment the memory that autograd's large tensors come from.
-            new = self._tensors(block, extents.write, parts, slot)
-            old = self._copy_unchanged(block, self._tensors(block, extents.read, parts, slot), new) if moves else new
+            new = self._tensors(block, extents.write)
+            old = self._copy_unchanged(block, self._tensors(block, extents.read), new) if moves else new
             self._apply_all(block, lambda record: record.buffer[at : at + count], old, new, self._work)
 
-        states_bytes = sum(len(part.elements) * store.dtype(name).itemsize for name, part in parts.items())
+        states_bytes = sum(len(part.elements) * store.dtype(name).itemsize for name, part in block.parts.items())
         touched = 2 * states_bytes + count * store.dtype(GRAD).itemsize
-        return self._lanes["update"].submit(compute, after, touched, f"update {unit.spec.name}")
+        return self._lanes["update"].submit(compute, (), touched, f"update {unit.spec.name}")
 
-    def _copy_unchanged(self, block: Block, old: Tensors, new: Tensors) -> Tensors:
+    def _copy_unchanged(self, block: BlockUpdate, old: Tensors, new: Tensors) -> Tensors:
         """Copy from `old` to `new` what no kernel writes there. Returns the states that the update reads."""
         moved = [s for s in self._states if s.name in new and old[s.name].data_ptr() != new[s.name].data_ptr()]
         if self._kernels is None:  # the rule updates in place
@@ -78,7 +72,7 @@ class HostUpdater(Updater):
 
     def _apply(
         self,
-        block: Block,
+        block: BlockUpdate,
         piece: Segment,
         gradient: torch.Tensor,
         old: Tensors,
@@ -101,7 +95,6 @@ class HostUpdater(Updater):
 class Slot(NamedTuple):
     """Room on the device for a block of every state and its gradient."""
 
-    number: int
     states: Mapping[str, torch.Tensor]
     """Flat, by name, in the order of the StateSpecs."""
     gradient: torch.Tensor
@@ -120,14 +113,19 @@ class DeviceUpdater(Updater):
     have no speculative updates of units that live on the device.
     """
 
-    def __init__(self, store: Store, lanes: dict[str, Lane], kernel: UpdateKernel | None, device: Device) -> None:
+    def __init__(
+        self,
+        store: Store,
+        lanes: dict[str, Lane],
+        plan: StreamPlan,
+        kernel: UpdateKernel | None,
+        device: Device,
+    ) -> None:
         """`kernel`: of the element-wise rule."""
-        super().__init__(store, lanes)
+        super().__init__(store, lanes, plan)
         self._kernel = kernel
         self._device = device
-        self._slots = Ring(self._open_slots())
-        self._works_in_slots = store.plan.layout.weight.copied
-        """Whether units that live on the device need a slot too."""
+        self._slots = self._open_slots()
 
     def _open_slots(self) -> list[Slot]:
         """The slots in the device's memory, if the plan has them."""
@@ -135,7 +133,7 @@ class DeviceUpdater(Updater):
         assert tier is not None
         at, _ = slot_offsets(layout)
         slots = []
-        for number in range(slot_count(layout) if self._store.plan.placement.pages(DEVICE, UPDATE_RING) else 0):
+        for _ in range(self._plan.places[1]):
             pages = tier.take(slot_pages(layout))
             states = {
                 state.name: pages.tensor(state.dtype, elements, at[state.name])
@@ -144,19 +142,19 @@ class DeviceUpdater(Updater):
             }
             gradient = pages.tensor(layout.gradient_dtype, layout.block_elements, at[GRAD])
             work = layout.work_elements
-            slots.append(Slot(number, states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
+            slots.append(Slot(states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
         return slots
 
-    def _compute(self, block: Block, parts: Mapping[str, Part], slot: Region | None, after: Sequence[Handle]) -> Handle:
+    def _compute(self, block: BlockUpdate) -> Handle:
         update, start, count, device = block.update, block.start, block.stop - block.start, self._device
         unit, extents = update.unit, update.extents
-        old, new = (self._tensors(block, names, parts, slot) for names in extents)
+        old, new = (self._tensors(block, names) for names in extents)
         moved = extents.moved
         moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
         brings = not self._store.lives_on_device(unit.index, GRAD)
         at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
         gradients = count * self._store.dtype(GRAD).itemsize * len(block.pieces)
-        there = self._slots.take() if moving or brings or self._works_in_slots else None
+        there = None if block.place is None else self._slots[block.place]
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
             gradient = record.buffer[at : at + count]
@@ -183,17 +181,14 @@ class DeviceUpdater(Updater):
         self._lanes["d2h"].count(passed)
         # Compute may still read weights that live there.
         read = PAST if WEIGHT in moving else update.pieces[-1][0].issued
-        pipe = unit.index % DEVICE_SLOTS if there is None else there.number
+        pipe = unit.index % DEVICE_SLOTS if block.place is None else block.place
         label, touched = f"update {unit.spec.name}", 2 * nbytes + gradients
         queued = partial(device.pipe, pipe, work, read)
-        handle = self._lanes["device_update"].submit(queued, after, touched, label)
-        if there is not None:
-            handle.then(lambda _: self._slots.give_back(there))
-        return handle
+        return self._lanes["device_update"].submit(queued, (), touched, label)
 
     def _apply(
         self,
-        block: Block,
+        block: BlockUpdate,
         piece: Segment,
         gradient: torch.Tensor,
         old: Tensors,
@@ -208,11 +203,7 @@ class DeviceUpdater(Updater):
 
 
 class ParameterUpdater(Updater):
-    """Updates parameters, or pieces of those that may be cut, one in each block.
-
-    Parts of several parameters may share a page of a state on SSD. So a block is read after the last write to its first
-    page.
-    """
+    """Updates parameters, or pieces of those that may be cut, one in each block."""
 
     def __init__(self, store: Store, *others: Any) -> None:
         super().__init__(store, *others)
@@ -222,13 +213,6 @@ class ParameterUpdater(Updater):
             for unit in store.plan.units
         ]
         """unit -> first element of a cut, counted from the first element that this rank updates -> cut."""
-
-    def _cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        return [(start, start + cut.stop - cut.start) for start, cut in self._cuts_of[unit.index].items()]
-
-    def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        """The first block. Later blocks may share its pages."""
-        return self._cuts(unit)[:1]
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
         return {
@@ -245,7 +229,7 @@ class ParameterUpdater(Updater):
 
     def _apply(
         self,
-        block: Block,
+        block: BlockUpdate,
         piece: Segment,
         gradient: torch.Tensor,
         old: Tensors,
@@ -286,16 +270,22 @@ class DeviceParameterUpdater(ParameterUpdater, DeviceUpdater):
     """Updates parameters on the device. Every slot there has a work area if the rule needs one."""
 
 
-def open_updaters(
+def open_update_stream(
     store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
-) -> list[Updater]:
-    """The updaters of a plan: of the CPU, and of the device if it updates units."""
+) -> UpdateStream:
+    """What carries out the updates of a plan, on the CPU and on the device."""
+    lane, updated = lanes["update"], store.shards.updated
+    plan = stream_plan(store.plan, lane.threads, lane.inline_bytes, lambda unit: len(updated(unit)))
     on_device, gradient = bool(store.plan.placement.on_device), store.plan.layout.gradient_dtype
-    if not isinstance(rule, ElementwiseRule):
-        on_host = HostParameterUpdater(store, lanes, None)
-        return [on_host, DeviceParameterUpdater(store, lanes, None, device)] if on_device else [on_host]
-    kernels = update_kernel(rule, precision, gradient), update_kernel(rule, precision, gradient, elsewhere=True)
-    updaters: list[Updater] = [HostUpdater(store, lanes, kernels)]
-    if on_device:
-        updaters.append(DeviceUpdater(store, lanes, device.update_kernel(rule, precision, gradient), device))
-    return updaters
+    parts = store, lanes, plan
+    updaters: list[Updater]
+    if isinstance(rule, ElementwiseRule):
+        kernels = update_kernel(rule, precision, gradient), update_kernel(rule, precision, gradient, elsewhere=True)
+        updaters = [HostUpdater(*parts, kernels)]
+        if on_device:
+            updaters.append(DeviceUpdater(*parts, device.update_kernel(rule, precision, gradient), device))
+    else:
+        updaters = [HostParameterUpdater(*parts, None)]
+        if on_device:
+            updaters.append(DeviceParameterUpdater(*parts, None, device))
+    return UpdateStream(store, updaters, plan)

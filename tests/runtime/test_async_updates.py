@@ -97,7 +97,7 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
 
         return slow_apply
 
-    for updater in engine_of(model)._executor.updaters:
+    for updater in engine_of(model)._executor.updates._updaters:
         monkeypatch.setattr(updater, "_apply", slow(updater._apply))
     planned = pagoda.plan_of(model).placement
     assert bool(planned.passing) == bool(planned.units_with("device", [WEIGHT])) == (placement == BOTH)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from zoo import ALL_ON_SSD, HOST_WEIGHTS, PAGE, Outcome, squeeze
 
 import pagoda
@@ -15,6 +16,8 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
+from pagoda.runtime.capture import Capture
+from pagoda.runtime.updates import Update, UpdateStream
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers
@@ -53,7 +56,7 @@ def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
     wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, optimizer = wrap(Layers(6), squeeze(Layers(6), ALL_ON_SSD, tmp_path, unit_limit="64KiB"))
-    updater, held = optimizer._engine._executor.updaters[0], optimizer._engine.store
+    updates, held = optimizer._engine._executor.updates, optimizer._engine.store
     values = torch.arange(9000, dtype=torch.float32)
     held.write(0, "exp_avg", 0, values)
     load, go_on, being_filled = held.ssd.load, threading.Event(), set[int]()
@@ -69,13 +72,14 @@ def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
         load(run, offset, into)
 
     monkeypatch.setattr(held.ssd, "load", load_later)
-    updater._read_ahead(0)
+    updates.read_ahead(0)
     while not being_filled:
         time.sleep(0.001)
-    updater._drop_ahead()
     timer = threading.Timer(0.1, go_on.set)
     timer.start()
-    assert torch.equal(held.read(0, "exp_avg", 0, 9000), values)
+    updates.drop_ahead()
+    for _ in held.slots:  # through each of them
+        assert torch.equal(held.read(0, "exp_avg", 0, 9000), values)
     timer.join()
 
 
@@ -90,8 +94,62 @@ def test_a_read_ahead_that_failed_is_dropped_with_its_error(
 
     with monkeypatch.context() as failing:
         failing.setattr(optimizer._engine.store.ssd, "load", fail)
-        optimizer._engine._executor.updaters[0].read_ahead(0)
+        optimizer._engine._executor.updates.read_ahead(0)
         optimizer._engine.drain()
+
+
+def test_an_update_waits_until_a_checkpoint_has_a_copy_of_what_it_replaces(
+    wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrap(Layers(6), pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE))
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.drain()
+    told: list[tuple[str, int]] = []
+    keep, take, changing = Capture.keep, Capture._take, UpdateStream._changing
+
+    def take_later(self: Capture) -> Any:
+        time.sleep(0.05)
+        return take(self)
+
+    def keep_later(self: Capture, unit: int, kept: Run) -> None:
+        time.sleep(0.01)
+        keep(self, unit, kept)
+        told.append(("kept", unit))
+
+    def begun(self: UpdateStream, update: Update) -> Any:
+        told.append(("begun", update.unit.index))
+        return changing(self, update)
+
+    monkeypatch.setattr(Capture, "_take", take_later)
+    monkeypatch.setattr(Capture, "keep", keep_later)
+    monkeypatch.setattr(UpdateStream, "_changing", begun)
+    optimizer.save_checkpoint(tmp_path / "checkpoint", wait=False)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.drain()
+    kept = [unit for what, unit in told if what == "kept"]
+    assert kept
+    assert all(told.index(("kept", unit)) < told.index(("begun", unit)) for unit in kept)
+
+
+@pytest.mark.inline
+def test_an_update_of_hundreds_of_small_parameters_needs_no_deeper_stack_than_one(wrap: Wrap) -> None:
+    """Each is a block, which the update lane does at once."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(torch.ones(999) for _ in range(400))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum((x * scale).sum() for scale in self.scales)
+
+    model, optimizer = wrap(Many(), pagoda.Memory(host="64MiB"), rule=pagoda.Adafactor())
+    model(torch.ones(999)).backward()
+    optimizer.step()
+    optimizer.drain()
+    assert all(step == 1 for _, step in steps_of(optimizer))
 
 
 # --- errors ------------------------------------------------------------------------------------------------
