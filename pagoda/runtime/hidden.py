@@ -266,5 +266,6 @@ def _refuse(what: str, args: Any) -> NoReturn:
     name = next(map(name_of, hidden_in(args)), "?")
     raise UsageError(
         f"Parameter {name!r} {what}: its weights are in pages, whose memory other weights use too. To read it, use "
-        f"param.clone(). {write_instead(name)} Its dtype is wrap(precision=...)'s, and its device memory.device's."
+        f"param.clone(). {write_instead(name)} Its dtype is wrap(precision=...)'s, and its device memory.device's. To "
+        "save it, use model.state_dict()."
     )
