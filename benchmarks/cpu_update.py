@@ -247,7 +247,7 @@ def elsewhere_rows(
 def compressed_rows(
     precision: Precision, moments: Moments, states: list[torch.Tensor], gradient: torch.Tensor, sweeper: Sweeper
 ) -> list[Row]:
-    """The update with compressed moments. Of its streams, scales (1/32 byte) are left out."""
+    """The update with compressed moments. Of its streams, floors (1/32 byte) are left out."""
     rule = AdamW(moments=moments)
     *weights, exp_avg, exp_avg_sq = states
     kept: dict[str, torch.Tensor] = {}

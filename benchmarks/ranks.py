@@ -43,6 +43,8 @@ from training import LR, Paged, Trainer, Workload
 STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
 NAMES = {**{kind: f"Pagoda, {kind}" for kind in STAGES}, "ddp": "DDP", "fsdp2": "FSDP2"}
 NAMES["fsdp2-offload"] = "FSDP2, CPU offload"
+SHOWN = {kind: name for kind, name in NAMES.items() if kind != "fsdp2-offload"}
+"""Those on the page; the file of results has all."""
 ON_ONE = ("stage 3", "ddp", "fsdp2-offload")
 """Kinds of one rank, which has nothing to share out."""
 TOKENS_AND_STEPS = ((64, 7), (512, 4))
@@ -276,25 +278,18 @@ def tables(result: dict[str, Any]) -> str:
         f"{result['machine']}, one core a rank ({os.cpu_count()} cores), {settings['model']} "
         f"({parameters / 1e6:.1f} M parameters).",
         "",
-        "| tokens a rank and step | ranks | | step | memory of a rank | collectives | sent by a rank |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for tokens, figures in result["speed"]["figures"].items():
-        for ranks in (1, *settings["ranks"]):
-            for kind, name in NAMES.items():
-                if (one := figures.get(f"{kind} x{ranks}")) is not None:
-                    cells = [f"{one['step_s']:.3f} s", f"{one['peak_bytes'] / 2**20:,.0f} MiB"]
-                    cells += [f"{one['messages']:.0f}", f"{one['sent_bytes'] / 2**20:,.1f} MiB"]
-                    lines.append("| " + " | ".join([tokens, str(ranks), name, *cells]) + " |")
-    lines += [
-        "",
-        "| ranks | 12 bytes a parameter / N | state in the plan | the whole plan | resident after a step | peak |",
+        "| tokens a rank and step | ranks | | step | memory of a rank | sent by a rank |",
         "|---|---|---|---|---|---|",
     ]
-    for name, figures in result["memory"].items():
-        ranks = int(name.removeprefix("x"))
-        cells = [12 * parameters / ranks, *(figures[f"{key}_bytes"] for key in ("state", "ledger", "kept", "peak"))]
-        lines.append("| " + " | ".join([str(ranks), *(f"{cell / 2**20:,.0f} MiB" for cell in cells)]) + " |")
+    for tokens, figures in result["speed"]["figures"].items():
+        for ranks in settings["ranks"]:
+            for kind, name in SHOWN.items():
+                if (one := figures.get(f"{kind} x{ranks}")) is not None:
+                    cells = [f"{one['step_s']:.2f} s", f"{one['peak_bytes'] / 2**20:,.0f} MiB"]
+                    sent = f"{one['sent_bytes'] / 2**20:,.0f} MiB" if one["messages"] else "-"
+                    lines.append("| " + " | ".join([tokens, str(ranks), name, *cells, sent]) + " |")
+    sizes = (f"{figures['ledger_bytes'] / 2**20:,.0f} MiB" for figures in result["memory"].values())
+    lines += ["", f"The plans of 1, 2 and 4 ranks have {', '.join(sizes)}; state is divided by the number of ranks."]
     return "\n".join(lines)
 
 

@@ -63,6 +63,11 @@ OTHER_BYTES = 12
 """Forward, recomputation and backward read a bf16 weight; autograd writes a gradient, and it is copied to its page."""
 WARM_UP = 2
 """Steps before the first that is recorded: one is traced, one planned for it."""
+HIDDEN = ("pagoda-half",)
+"""States that are in the file of results and not on the page."""
+DETAILED_TOKENS = 512
+"""Tokens of the steps whose seconds the page lists; the file of results has all."""
+SMALLEST_LOSS_S = 0.005
 STEP = "step"
 """What the record calls compute in `step()`."""
 _PRODUCT_S = 0.05
@@ -290,25 +295,27 @@ def tables(result: Figures) -> str:
     """The figures as Markdown."""
     lines = [
         f"{result['machine']}, load average {result['load_average']:.1f} before the run. `{result['model']}`, clipping "
-        f"at {result['clip']}; medians of {result['rounds']} rounds. A bound is in seconds; in bold is the limit's.",
+        f"at {result['clip']}; medians of {result['rounds']} rounds. Seconds.",
         "",
-        "| state | tokens | compute | DRAM | SSD | link | plain PyTorch | a step | limit / step "
-        "| plain beside the SSD | that / step |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| state | tokens | compute | DRAM | SSD | plain PyTorch | a step | limit / step | plain with SSD / step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    rows = [(state, tokens, one) for state, of in result["figures"].items() for tokens, one in of.items()]
+    shown_states = {state: of for state, of in result["figures"].items() if state not in HIDDEN}
+    rows = [(state, tokens, one) for state, of in shown_states.items() for tokens, one in of.items()]
     for state, tokens, one in rows:
         candidates = {**one["bounds_s"], "plain": one["plain_s"]}
         longest = max(candidates, key=lambda name: candidates[name])
-        cells = [f"**{s:.3f}**" if name == longest else f"{s:.3f}" for name, s in candidates.items()]
-        beside, step = one["plain_beside_s"], one["step_s"]
-        cells += [f"{step:.3f}", f"{one['of_limit']:.2f}", f"{beside:.3f}", f"{beside / step:.2f}"]
+        shown = {name: seconds for name, seconds in candidates.items() if name != "link" or name == longest}
+        cells = [f"**{s:.3f}**" if name == longest else f"{s:.3f}" for name, s in shown.items()]
+        step = one["step_s"]
+        cells += [f"{step:.3f}", f"{one['of_limit']:.2f}", f"{one['plain_beside_s'] / step:.2f}"]
         lines.append(f"| {label(state)} | {int(tokens):,} | {' | '.join(cells)} |")
-    names = dict.fromkeys(name for _, _, one in rows for name in one["lost_s"])
-    lines += ["", "| seconds of a step | " + " | ".join(f"{label(s)}, {int(t):,}" for s, t, _ in rows) + " |"]
-    lines.append("|---|" + "---|" * len(rows))
+    few = [(state, tokens, one) for state, tokens, one in rows if int(tokens) == DETAILED_TOKENS] or rows
+    names = dict.fromkeys(name for _, _, one in few for name, s in one["lost_s"].items() if abs(s) >= SMALLEST_LOSS_S)
+    lines += ["", "| seconds of a step | " + " | ".join(f"{label(s)}, {int(t):,}" for s, t, _ in few) + " |"]
+    lines.append("|---|" + "---|" * len(few))
     for name in names:
-        cells = [f"{one['lost_s'].get(name, 0.0):.3f}" for _, _, one in rows]
+        cells = [f"{one['lost_s'].get(name, 0.0):.2f}" for _, _, one in few]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", "![Bounds of a step, and what it takes](roofline.png)"])
 

@@ -161,42 +161,42 @@ def random_bits(numel: int, key: Key) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def round_noisily(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def noises(bits: torch.Tensor, cut: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The noise of exp_avg and of exp_avg_sq, below 2 ** cut, from random bits."""
+    return bits & ((1 << cut) - 1), bits >> (32 - cut)
+
+
+def encode_bf16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """bf16 of fp32 ``values``, stochastically rounded with 16 random bits each; both of one shape."""
-    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    bits = _bits(values)
     quiet = (bits & 0x7FFFFFFF) >= codecs.MAX_NOISY
     rounded = (bits + noise.masked_fill(quiet, 0)) >> 16
     return rounded.to(torch.int16).view(torch.bfloat16)
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """exp_avg, which is `signed`, or exp_avg_sq, fp32 [N], from 8-bit codes, shape [N], and one scale a block."""
-    k = (codes & 127 if signed else codes).float()
-    value = _map_value(k * 2 + 1 if signed else k + 1.5)
-    value = torch.where(k == (127 if signed else 255), 1.0, value).masked_fill(k == 0, 0.0)
-    value = torch.where(codes >= 128, -value, value) if signed else value
-    return value * _spread(scales, codes)
+def decode_8bit(codes: torch.Tensor, floors: torch.Tensor, signed: bool) -> torch.Tensor:
+    """exp_avg, which is `signed`, or exp_avg_sq, fp32 [N], from 8-bit codes, shape [N], and one floor a block."""
+    floor = _spread(floors, codes)
+    values = _value(((codes & 127 if signed else codes).long() << codecs.CUT) + _bits(floor))
+    if not signed:
+        return values
+    half = values / 2
+    values = values - torch.where(half > floor, half, floor)
+    return torch.where(codes >= 128, -values, values)
 
 
-def encode(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit codes, shape [N], and scales of such a moment, shape [N]."""
-    magnitudes = values.view(torch.int32) & 0x7FFFFFFF
-    padded = torch.nn.functional.pad(magnitudes, (0, -values.numel() % BLOCK))
-    top = padded.view(-1, BLOCK).amax(1)
-    scales = top.view(torch.float32).masked_fill(top < 0x00800000, 0.0).masked_fill(top >= 0x7F800000, torch.nan)
-    usable = _spread(scales, values) > 0
-    x = torch.where(usable, magnitudes.view(torch.float32) * _spread(1 / scales, values), 0.0)
-    u = torch.stack([x * _fp32(a) + _fp32(b) for a, b in codecs.LINES]).amin(0)
-    if signed:
-        u = _nearest(u.clamp(min=1)).clamp(1, 126.5)
-        u = torch.where(x >= _fp32(codecs.TOP_SIGNED), 127.0, u)
-        k = u.masked_fill(x < _fp32(codecs.ZERO_SIGNED), 0).to(torch.uint8)
-        k |= torch.signbit(values).to(torch.uint8) << 7
-    else:
-        u = (_nearest((u * 2).clamp(min=2)) - 1).clamp(1, 254.5)
-        u = torch.where(x >= _fp32(codecs.TOP_UNSIGNED), 255.0, u)
-        k = u.masked_fill(x <= 0, 0).to(torch.uint8)
-    return k.masked_fill(~usable, 0), scales
+def encode_8bit(values: torch.Tensor, noise: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit codes, shape [N], and floors of such a moment, shape [N]."""
+    padded = torch.nn.functional.pad(_bits(values.abs()), (0, -values.numel() % BLOCK))
+    exponent = (padded.view(-1, BLOCK).amax(1) + (1 << codecs.CUT) - 1) >> 23
+    floors = _value((exponent - (14 if signed else 31)).clamp(min=0) << 23)
+    floors = floors.masked_fill(exponent >= codecs.NOT_FINITE, torch.nan)
+    floor = _spread(floors, values)
+    raised = values.abs().maximum(floor)
+    raised = raised + values.abs() if signed else raised
+    codes = (_bits(raised) - _bits(floor) + noise) >> codecs.CUT
+    codes = codes | torch.signbit(values).long() << 7 if signed else codes
+    return codes.masked_fill(floor.isnan(), 0).to(torch.uint8), floors
 
 
 def _decoded(states: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,8 +206,8 @@ def _decoded(states: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     if "exp_avg_bf16" in states:
         return states["exp_avg_bf16"].float(), states["exp_avg_sq_bf16"].float()
     return (
-        decode(states["exp_avg_8bit"], states["exp_avg_scale"], True),
-        decode(states["exp_avg_sq_8bit"], states["exp_avg_sq_scale"], False),
+        decode_8bit(states["exp_avg_fp8"], states["exp_avg_floor"], True),
+        decode_8bit(states["exp_avg_sq_fp8"], states["exp_avg_sq_floor"], False),
     )
 
 
@@ -216,11 +216,12 @@ def _encode(states: Mapping[str, torch.Tensor], m: torch.Tensor, v: torch.Tensor
     if "exp_avg" in states:
         new = {"exp_avg": m, "exp_avg_sq": v}
     elif "exp_avg_bf16" in states:
-        bits = random_bits(m.numel(), noise).view(m.shape)
-        new = {"exp_avg_bf16": round_noisily(m, bits & 0xFFFF), "exp_avg_sq_bf16": round_noisily(v, bits >> 16)}
+        first, second = noises(random_bits(m.numel(), noise).view(m.shape), 16)
+        new = {"exp_avg_bf16": encode_bf16(m, first), "exp_avg_sq_bf16": encode_bf16(v, second)}
     else:
-        new = dict(zip(("exp_avg_8bit", "exp_avg_scale"), encode(m, True), strict=True))
-        new |= zip(("exp_avg_sq_8bit", "exp_avg_sq_scale"), encode(v, False), strict=True)
+        first, second = noises(random_bits(m.numel(), noise), codecs.CUT)
+        new = dict(zip(("exp_avg_fp8", "exp_avg_floor"), encode_8bit(m, first, True), strict=True))
+        new |= zip(("exp_avg_sq_fp8", "exp_avg_sq_floor"), encode_8bit(v, second, False), strict=True)
     for name, value in new.items():
         states[name].copy_(value)
 
@@ -230,24 +231,16 @@ def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
     return (x * (factor & 0xFFFF) + ((x * (factor >> 16) & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
-def _fp32(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits of fp32 values, as int64."""
+    return values.view(torch.int32).long() & 0xFFFFFFFF
 
 
-def _map_value(f: torch.Tensor) -> torch.Tensor:
-    p = torch.ones_like(f)
-    for below, factor, step in ((16, 16, 1e-4), (64, 4, 1e-2), (128, 2, 1e-1)):
-        small = f < below
-        p = torch.where(small, p * _fp32(step), p)
-        f = torch.where(small, f * factor, f)
-    return p * (f * _fp32(codecs.TENTH_STEPS) - _fp32(0.8))
+def _value(bits: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of such bits, below 2 ** 31."""
+    return bits.to(torch.int32).view(torch.float32)
 
 
-def _nearest(u: torch.Tensor) -> torch.Tensor:
-    n = (u.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where(u - n < _fp32(0.2), u - 1, u)
-
-
-def _spread(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Every element's scale."""
-    return scales.repeat_interleave(BLOCK)[: codes.numel()]
+def _spread(floors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Every element's floor."""
+    return floors.repeat_interleave(BLOCK)[: codes.numel()]

@@ -5,7 +5,6 @@ That all other pairs work is what `test_matrix.py` and `distributed/test_matrix_
 """
 
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -16,28 +15,6 @@ from pagoda.plan.combinations import REFUSED, Feature
 
 PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"
 BEGIN, END = "<!-- tests/test_combinations.py writes from here -->", "<!-- to here -->"
-ROWS: tuple[str, ...] = (
-    Feature.WHOLE,
-    "moments='8bit'",
-    "gradients in another dtype than weights (MixedPrecision.gradients)",
-    Feature.ASYNC,
-    Feature.SPECULATE,
-    "activations='auto'",
-    Feature.TILES,
-    "split.device_update_share",
-    "split.device_home_share",
-    "several ranks",
-    "tensor_parallel",
-    "expert_parallel",
-    "pipeline_parallel",
-    "weights and moments on SSD",
-    "activations recomputed or offloaded",
-    "`batch_tiles`",
-    "ZeRO stages 1 and 2",
-    "replicas",
-    "`partition_activations`",
-)
-"""The features on the page."""
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.WHOLE: {"optimizer": pagoda.Muon(lr=1e-2)},
     Feature.ASYNC: {"update": pagoda.Updates("async")},
@@ -57,21 +34,11 @@ def test_wrap_refuses_what_does_not_work_together_with_the_reason(pair: frozense
 
 
 def written() -> str:
-    """The table and its reasons."""
-    reasons = [*dict.fromkeys(REFUSED.values())]
-
-    def cell(one: str, other: str) -> str:
-        """A tick, or the letter of the reason."""
-        why = next((why for pair, why in REFUSED.items() if pair == {one, other}), None)
-        return "✓" if why is None else f"**{ascii_lowercase[reasons.index(why)]}**"
-
-    lines = [["", *map(str, range(1, len(ROWS)))], ["---"] * len(ROWS)]
-    for row, name in enumerate(ROWS, 1):
-        cells = [cell(name, other) for other in ROWS[: row - 1]]
-        lines.append([f"{row}. {name}", *cells, *[""] * (len(ROWS) - row)])
-    table = ["".join(f"| {text} " for text in line) + "|" for line in lines]
-    said = [f"- **{letter}**: {why}." for letter, why in zip(ascii_lowercase, reasons, strict=False)]
-    return "\n".join([*table, "", *said])
+    """The table."""
+    rows = [(*sorted(pair, key=[*Feature].index), why) for pair, why in REFUSED.items()]
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [("feature", "refused with", "reason"), ("---",) * 3, *rows]
+    )
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity's efficiency by bandwidth beside that of simulated plans."""
+"""Efficiency by bandwidth: ZeRO-Infinity's formula, and simulated plans."""
 
 from collections.abc import Iterator
 
@@ -18,19 +18,6 @@ PEAK = 70e12
 def efficiency(intensity: float, bytes_per_s: float) -> float:
     """ZeRO-Infinity, arXiv 2104.07857, section 4.1: compute and transfers take turns."""
     return intensity * bytes_per_s / (intensity * bytes_per_s + PEAK)
-
-
-def efficiency_table() -> Iterator[str]:
-    bandwidths = (1, 3, 6, 12, 25, 70, 150, 400, 1500)
-    yield f"| what moves | ait | {' | '.join(f'{b} GB/s' for b in bandwidths)} |"
-    yield f"|---|---:|{'---:|' * len(bandwidths)}"
-    rows: list[tuple[str, float]] = []
-    rows += [(f"weights, gradients; batch {b}", 1024.0 * b) for b in (1, 2, 4, 8, 16)]
-    rows += [(f"optimizer states; batch {b}", 1024.0 * b / 4) for b in (1, 2, 4, 8, 16)]
-    rows += [(f"activation checkpoints; hidden {h}", 24.0 * h) for h in (2048, 8192, 32768)]
-    for name, intensity in rows:
-        cells = " | ".join(f"{efficiency(intensity, b * GB):.0%}" for b in bandwidths)
-        yield f"| {name} | {intensity:,.0f} | {cells} |"
 
 
 def _one_gpu(bytes_per_s: float) -> Hardware:
@@ -63,14 +50,9 @@ def simulated_efficiency(bytes_per_s: float, batch: int, whole: bool) -> tuple[f
 
 
 def overlap_table() -> Iterator[str]:
-    yield (
-        "| GB/s | batch | paper's formula | one unit: bytes/param | formula for those bytes | simulated "
-        "| units of 512 MiB: bytes/param | formula for those bytes | simulated |"
-    )
-    yield "|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for bandwidth, batch in ((1, 4), (3, 4), (3, 16), (12, 1), (12, 4), (70, 1)):
+    yield "| GB/s | batch | paper's formula | one unit | units of 512 MiB |"
+    yield "|---:|---:|---:|---:|---:|"
+    for bandwidth, batch in ((1, 4), (3, 4), (3, 16), (12, 4), (70, 1)):
         cells = [f"{efficiency(1024.0 * batch, bandwidth * GB):.1%}"]
-        for whole in (True, False):
-            simulated, moved, intensity = simulated_efficiency(bandwidth * GB, batch, whole)
-            cells += [f"{moved:.1f}", f"{efficiency(intensity, bandwidth * GB):.1%}", f"{simulated:.1%}"]
+        cells += [f"{simulated_efficiency(bandwidth * GB, batch, whole)[0]:.1%}" for whole in (True, False)]
         yield f"| {bandwidth} | {batch} | {' | '.join(cells)} |"

@@ -1,5 +1,4 @@
-"""The papers' experiments beside what plans of the same models on the same machines do in the simulator: a table and a
-plot of each."""
+"""The papers' experiments, and the same models on the same machines in the simulator: a table and a plot of each."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,27 +36,17 @@ class Experiment:
     plot: Plot
 
 
-def _table(first: str, rows: list[tuple[str, str, str, str, str]]) -> list[str]:
-    head = f"| {first} | the paper's | Pagoda, simulated | ratio | why |"
-    return [head, "|---|---|---|---:|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+def _table(first: str, rows: list[tuple[str, str, str, str]]) -> list[str]:
+    head = f"| {first} | the paper's | Pagoda, simulated | ratio |"
+    return [head, "|---|---|---|---:|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _said(one: Run) -> str:
-    """What a run does, in a cell."""
-    copied = ", activations copied" if one.mode != "recompute" else ""
-    lane = one.timeline.binding_lane
-    return f"{one.flop_per_s / 1e12:.3g} TFLOP/s a GPU, {one.step_s:,.1f} s; {lane} binds{copied}"
-
-
-def _waits(one: Run) -> str:
-    """What binds a run, in the last cell."""
+def _result(one: Run) -> str:
+    """The rate and the step of a run, and what compute waits for, in a cell."""
     lane = one.timeline.binding_lane
     stall = one.timeline.stall_s.get(lane)
-    return (
-        "Every lane ends under compute"
-        if stall is None
-        else f"Compute waits {stall / one.timeline.step_s:.0%} for {lane}"
-    )
+    waits = "" if stall is None else f"; waits {stall / one.timeline.step_s:.0%} for {lane}"
+    return f"{one.flop_per_s / 1e12:.3g} TFLOP/s, {one.step_s:,.1f} s{waits}"
 
 
 def _shape(name: str, layers: int, hidden: int, seq_len: int = 1024, vocab: int = GPT_VOCAB) -> PaperShape:
@@ -90,21 +79,24 @@ def _on_node(machine: str, billions: int) -> float:
 
 
 def patrickstar() -> Experiment:
-    rows, ours, theirs = [], {}, {"DeepSpeed, 8xA100-40G": [(float(n), float(t)) for n, t in _DEEPSPEED.items()]}
+    table, ours, theirs = [], {}, {"DeepSpeed, 8xA100-40G": [(float(n), float(t)) for n, t in _DEEPSPEED.items()]}
     for machine, (label, figures) in _NODES.items():
-        for billions, figure in figures.items():
-            one = _of_paper(f"gpt-{billions}b", Setup(machine=machine, batch=_BATCH))
-            mine, why = _on_node(machine, billions), f"{_waits(one)}; PatrickStar's copies wait for each other"
-            deepspeed = _DEEPSPEED.get(billions) if machine == "a100-40g" else None
-            said = f"{figure}" + (f"; DeepSpeed {deepspeed}" if deepspeed else "")
-            rows.append((f"{label}: {billions}B", said, f"{mine:.0f}", f"{mine / figure:.2f}", why))
-        ours[f"Pagoda, {label}"] = [(float(n), _on_node(machine, n)) for n in figures]
+        mine = {billions: _on_node(machine, billions) for billions in figures}
+        shown = [*figures][::2]
+        rows = {
+            label: [f"{billions}B" for billions in shown],
+            "---": ["---:"] * len(shown),
+            "PatrickStar": [str(figures[billions]) for billions in shown],
+            "Pagoda, simulated": [f"{mine[billions]:.0f}" for billions in shown],
+        }
+        table += [f"| {first} | {' | '.join(cells)} |" for first, cells in rows.items()] + [""]
+        ours[f"Pagoda, {label}"] = [(float(n), t) for n, t in mine.items()]
         theirs[f"PatrickStar, {label}"] = [(float(n), float(t)) for n, t in figures.items()]
     text = f"""\
-arXiv 2108.05818: TFLOP/s of eight GPUs, read off its plots, at 8 FLOPs a parameter and token. Its shapes, sequences of
-1,024. The paper gives the best of several batches; assumed: {_BATCH} sequences a GPU in each case."""
+arXiv 2108.05818: TFLOP/s of eight GPUs, read off its plots, at 8 FLOPs a parameter and token. Sequences of 1,024. The
+paper gives the best of several batches; Pagoda has {_BATCH} sequences a GPU. In Pagoda's plans, compute never waits."""
     plot = Plot("papers_patrickstar", "parameters, billions", "TFLOP/s of eight GPUs", ours, theirs)
-    return Experiment("PatrickStar: one node of eight GPUs", text, _table("node and model", rows), plot)
+    return Experiment("PatrickStar: one node of eight GPUs", text, table[:-1], plot)
 
 
 # --- AngelPTM's ZeRO-Cache ----------------------------------------------------------------------------------
@@ -123,28 +115,20 @@ def zero_cache() -> Experiment:
             "55B; DeepSpeed 28B (+94.7%)",
             f"{most:.1f}B: +{most / 28 - 1:.0%} over DeepSpeed",
             f"{most / 55:.2f}",
-            "14 bytes a parameter with clipping in place of 16 to 20, and what RAM has no room for lives on GPUs",
         ),
         (
             "speed over DeepSpeed, one node",
             "+44.4%",
-            f"+{least - 1:.0%} at the least, for 6B to 30B",
+            f"at least +{least - 1:.0%}, 6B to 30B",
             f"{least / 1.444:.2f}",
-            "DeepSpeed's figures are those that PatrickStar measured on such a node; the article has its own",
         ),
-        ("55B on a node", "trains; no figure was read", _said(one), "—", "Whether it fits is what the article says"),
-        (
-            "100B on 32 GPUs, 100 Gb/s",
-            "+26.8% over DeepSpeed; the network limits",
-            _said(four),
-            "—",
-            "The network limits here too: each node gathers all weights twice a step",
-        ),
-        ("the same, 8 x 200 Gb/s", "—", _said(fast), "—", "What the network costs above"),
+        ("55B on a node", "trains", _result(one), "—"),
+        ("100B on 32 GPUs, 100 Gb/s", "+26.8% over DeepSpeed; the network limits", _result(four), "—"),
+        ("the same, 8 x 200 Gb/s", "—", _result(fast), "—"),
     ]
     text = """\
-Articles on AngelPTM (A100-40G nodes with 1 TB of RAM, 100 Gb/s between nodes; against DeepSpeed 0.8.1 and
-Megatron-DeepSpeed). They give ratios; tokens are not known. Assumed: 4 sequences of 1,024 a GPU."""
+Articles on AngelPTM: A100-40G nodes with 1 TB of RAM and 100 Gb/s between nodes, against DeepSpeed 0.8.1. They give
+ratios. Assumed: 4 sequences of 1,024 a GPU, and the speed of DeepSpeed that PatrickStar measured on such a node."""
     plot = Plot(
         "papers_zero_cache",
         "",
@@ -165,43 +149,33 @@ _NETWORKS = {"a100-40g": "100 Gb/s", "a100-40g-dgx": "8 x 200 Gb/s"}
 def angel() -> Experiment:
     speed = {n: _on_node("a100-40g", n) / t for n, t in _DEEPSPEED.items()}
     most = max(speed, key=lambda n: speed[n])
-    rows = [
-        (
-            "most throughput over DeepSpeed",
-            "+88.9%",
-            f"+{speed[most] - 1:.0%}, {most}B on a node",
-            f"{speed[most] / 1.889:.2f}",
-            "DeepSpeed's figure is the one of PatrickStar's plot; the paper's model and tokens for it are not known",
-        )
-    ]
+    gain = f"+{speed[most] - 1:.0%}"
+    rows = []
     ours: dict[str, Points] = {}
     for name, label, batch, counts in (
         ("gpt3-175b", "GPT3-175B", 4, (64, 128, 256, 512, 768)),
         ("t5-moe-1.2t", "T5-MoE-1.2T", 16, (64, 128, 256, 384, 768)),
     ):
         for machine, network in _NETWORKS.items():
-            base = 0.0
             for gpus in counts:
                 experts = gpus if PAPER_SHAPES[name].experts else 1
                 setup = Setup(machine=machine, nodes=gpus // 8, batch=batch, experts=experts)
                 on_ssd = not fits(PAPER_SHAPES[name], setup)
                 one = _of_paper(name, replace(setup, ssd=on_ssd))
-                total = gpus * one.flop_per_s / 1e15
-                ours.setdefault(f"{label}, {network}", []).append((gpus, total))
-                base = base or one.flop_per_s
-                said = f"{_said(one)}: {total:.1f} PFLOP/s" + ", part of the state on SSD" * on_ssd
-                why = f"{one.flop_per_s / base:.3g} times a GPU's rate of 64 GPUs. {_waits(one)}"
-                rows.append((f"{label}, {gpus} GPUs, {network}", "scales; curve not at hand", said, "—", why))
-    text = """\
-arXiv 2303.02868. Its abstract gives +88.9% of throughput at most, and says that GPT3-175B and T5-MoE-1.2T scale over
-hundreds of GPUs. The figures of its curves are not at hand, so there is no ratio, but how a GPU's rate changes from 64
-GPUs on. Assumed: 4 sequences of 2,048 a GPU, of T5 16 of 512; experts divided over all ranks (2,304 experts: 384 GPUs
-in place of 512); networks of 100 Gb/s a node as in the articles, and of a DGX A100; equal shares of tokens for all
-experts. State that RAM and GPUs have no room for is on SSD: 3.5 GB/s a node, and 25 GB/s in the DGX. With more GPUs
-each has fewer experts' states to update for the same FLOPs, so the T5's rate grows faster than the number of GPUs
-until the network binds."""
+                ours.setdefault(f"{label}, {network}", []).append((gpus, gpus * one.flop_per_s / 1e15))
+                if gpus in (counts[0], counts[-1]):
+                    result = _result(one) + ", part of the state on SSD" * on_ssd
+                    rows.append(f"| {label}, {gpus} GPUs, {network} | {result} |")
+    text = f"""\
+arXiv 2303.02868. Its abstract states at most +88.9% of throughput over DeepSpeed; Pagoda has {gain}, for {most}B on a
+node. It states that GPT3-175B and T5-MoE-1.2T scale over hundreds of GPUs; its curves were not available. Assumed: 4
+sequences of 2,048 a GPU, and 16 of 512 for T5; experts divided over all ranks, with equal shares of tokens; state that
+does not fit elsewhere on SSD (3.5 GB/s a node; 25 GB/s with 8 x 200 Gb/s). With more GPUs, each has fewer states of
+experts to update, so the T5's rate grows faster than the number of GPUs."""
     plot = Plot("papers_angel", "GPUs", "PFLOP/s of all GPUs", ours)
-    return Experiment("Angel-PTM: throughput and scaling", text, _table("case", rows), plot)
+    return Experiment(
+        "Angel-PTM: throughput and scaling", text, ["| case | Pagoda, simulated |", "|---|---|", *rows], plot
+    )
 
 
 # --- ZeRO ---------------------------------------------------------------------------------------------------
@@ -213,38 +187,28 @@ _PFLOPS = 15.0
 def zero() -> Experiment:
     rows, points = [], []
     sixty = replace(PAPER_SHAPES["gpt-60b"], heads=32)
-    first = 0.0
     for nodes, batch in ((4, 1), (8, 3), (16, 3), (25, 4)):
         one = run(sixty, Setup(machine="v100-32g", nodes=nodes, batch=batch, gpu_alone=True))
         gpus = one.setup.ranks.count
         total = gpus * one.flop_per_s / 1e15
         points.append((float(gpus), total))
-        first = first or total
-        theirs = "15 PFLOP/s on average from 8B to 100B" if gpus == 400 else "superlinear; figure not at hand"
-        grown = f"{total / first:.1f} times the rate of 64 GPUs for {gpus / 64:.2f} times the GPUs"
-        ratio = f"{total / _PFLOPS:.2f}" if gpus == 400 else "—"
-        rows.append(
-            (f"60B, {gpus} GPUs, {batch} sequences a GPU", theirs, f"{_said(one)}: {total:.1f} PFLOP/s", ratio, grown)
-        )
+        if gpus in (64, 400):
+            theirs, ratio = "superlinear scaling", "—"
+            if gpus == 400:
+                theirs, ratio = "15 PFLOP/s on average from 8B to 100B", f"{total / _PFLOPS:.2f}"
+            rows.append((f"60B, {gpus} GPUs, batch {batch}", theirs, f"{_result(one)}; {total:.1f} PFLOP/s", ratio))
     for name, nodes, batch, theirs, figure in (
-        ("gpt-13b", 8, 4, "over 40 TFLOP/s a GPU, data parallel only", 40.0),
-        ("gpt-100b", 25, 2, "37.5 TFLOP/s a GPU on average up to 100B", 37.5),
-        ("gpt-170b", 25, 1, "trains; figure not at hand", 0.0),
+        ("gpt-13b", 8, 4, "over 40 TFLOP/s, stage 2", 40.0),
+        ("gpt-100b", 25, 2, "37.5 TFLOP/s on average up to 100B", 37.5),
+        ("gpt-170b", 25, 1, "trains", 0.0),
     ):
         one = _of_paper(name, Setup(machine="v100-32g", nodes=nodes, batch=batch, gpu_alone=True))
         ratio = f"{one.flop_per_s / 1e12 / figure:.2f}" if figure else "—"
-        why = f"{_waits(one)}. Stage 3 needs no model parallelism"
-        if name == "gpt-13b":
-            why = f"{_waits(one)}. The paper has stage 2 there"
-        rows.append((f"{name[4:].upper()}, {nodes * 16} GPUs, {batch} sequences a GPU", theirs, _said(one), ratio, why))
+        rows.append((f"{name[4:].upper()}, {nodes * 16} GPUs, batch {batch}", theirs, _result(one), ratio))
     text = """\
-arXiv 1910.02054, DGX-2 nodes of 16 V100-32G, 800 Gb/s between them. The paper uses GPU memory alone, and so do these
-plans: every unit has its home there (`device_home_share`), stage 3, at 14 bytes a parameter with clipping; RAM has up
-to 8 GiB a rank of buffers. The paper divides layers over 16 GPUs too (model parallelism); here all ranks are data
-parallel, with as many sequences a GPU as the paper's batches come to (64, 384, 768 and 1,600 sequences; 800 for 100B,
-300 for 170B, rounded up to one a GPU: from memory, unverified; 4 a GPU for 13B is assumed). Its superlinear scaling
-comes from memory: with more GPUs, each has room for more sequences.
-Stage 3 on 64 GPUs reaches nearly all of a GPU's rate with one sequence, so there is less to gain."""
+arXiv 1910.02054, DGX-2 nodes of 16 V100-32G, 800 Gb/s between them. All state is in GPU memory, in the paper and here
+(`device_home_share`). The paper's batches are from memory and unverified; 4 for 13B is assumed. Its superlinear scaling
+comes from room for more sequences. Stage 3 on 64 GPUs reaches nearly all of a GPU's rate with one sequence."""
     plot = Plot(
         "papers_zero",
         "GPUs",
@@ -269,38 +233,29 @@ _NODE_MODELS = (("10B", 50, 4_096, 8), ("50B", 62, 8_192, 26), ("100B", 125, 8_1
 
 
 def infinity() -> Experiment:
-    rows: list[tuple[str, str, str, str, str]] = []
+    rows: list[tuple[str, str, str, str]] = []
     many: Points = []
     few: Points = []
     for name, layers, hidden, batch in _MODELS:
         shape = _shape(f"gpt-{name}", layers, hidden)
         one = run(shape, Setup(machine="v100-32g", nodes=32, batch=batch, ssd=True))
-        many.append((shape.params / 1e12, one.flop_per_s / 1e12))
         mine = one.flop_per_s / 1e12
-        why = _waits(one)
-        if name == "20T":
-            why += "; the paper has 1.25 sequences a GPU, with layers divided over 8 GPUs"
-        rows.append(
-            (
-                f"{name} ({layers}x{hidden}), 512 GPUs, batch {batch}",
-                f"{_LOW:.0f} to {_HIGH:.0f} TFLOP/s a GPU over the five",
-                _said(one),
-                f"{mine / _HIGH:.2f} to {mine / _LOW:.2f}",
-                why,
-            )
-        )
+        many.append((shape.params / 1e12, mine))
+        if name in (_MODELS[0][0], _MODELS[-1][0]):
+            case = f"{name} ({layers}x{hidden}), 512 GPUs, batch {batch}"
+            theirs = f"{_LOW:.0f} to {_HIGH:.0f} TFLOP/s"
+            rows.append((case, theirs, _result(one), f"{mine / _HIGH:.2f} to {mine / _LOW:.2f}"))
     for name, layers, hidden, batch in _NODE_MODELS:
         shape = _shape(f"gpt-{name}", layers, hidden)
         one = run(shape, Setup(machine="v100-32g", batch=batch, ssd=True))
         few.append((shape.params / 1e12, one.flop_per_s / 1e12))
-        theirs = "trains; figure not at hand" if name == "1T" else "over 40 TFLOP/s a GPU"
+        theirs = "trains" if name == "1T" else "over 40 TFLOP/s"
         ratio = "—" if name == "1T" else f"{one.flop_per_s / 40e12:.2f}"
-        rows.append((f"{name} ({layers}x{hidden}), one DGX-2, batch {batch}", theirs, _said(one), ratio, _waits(one)))
+        rows.append((f"{name} ({layers}x{hidden}), one DGX-2, batch {batch}", theirs, _result(one), ratio))
     text = """\
-arXiv 2104.07857, DGX-2 nodes with NVMe. Shapes and sequences a GPU are those of its table 1, from memory, unverified;
-sequences of 1,024. It keeps optimizer states, and of the largest models weights too, on NVMe; a plan fills GPU memory
-and RAM first and puts the rest on the drives. It also divides each layer over 4 or 8 GPUs; here large matrices are cut
-in tiles, and all ranks are data parallel."""
+arXiv 2104.07857, DGX-2 nodes with NVMe. Shapes and batches (its table 1) are from memory and unverified; sequences of
+1,024. The paper keeps optimizer states on NVMe; a plan fills GPU memory and RAM first. The paper also divides each
+layer over 4 or 8 GPUs; here large matrices are cut into tiles."""
     plot = Plot(
         "papers_infinity",
         "parameters, trillions",
@@ -336,27 +291,21 @@ def ten_cache() -> Experiment:
         one = run(shape, Setup(machine="a100-40g", gpus=1, batch=16, ssd=ssd, ram_gib=128))
         hits.append((float(index), 100 * one.hit_rate))
         before_s, after_s = before / _STEPS, after / _STEPS
-        theirs = f"{before_s:,.1f} -> {after_s:,.1f} s a step, {before / after:.2f} times as fast as ZeRO-Infinity"
-        ours = f"{one.step_s:.2f} s a step, {before_s / one.step_s:,.1f} times as fast as ZeRO-Infinity"
         rows.append(
             (
                 name + (", NVMe" if ssd else ""),
-                f"{theirs}; hit rate {low:.0f}% -> {high:.0f}%",
-                f"{ours}; hit rate {one.hit_rate:.0%}",
+                f"{before_s:,.1f} -> {after_s:,.1f} s, hit rate {low:.0f}% -> {high:.0f}%",
+                f"{_result(one)}; hit rate {one.hit_rate:.0%}",
                 f"{after_s / one.step_s:,.1f}",
-                _waits(one),
             )
         )
     text = f"""\
-arXiv 2511.14124; seconds and hit rates are those of its repository's plots: an epoch of MRPC, {_STEPS} steps of 16
-pairs. Its machine is not known here. Assumed: one A100-40G, 128 GiB of RAM (enough for the 7B models in 16 bytes a
-parameter, and not for the others), one drive of 3.5 GB/s, {_PAIR_TOKENS} tokens a padded pair; the epochs of 10B to
-13B are taken as {_STEPS} steps too, though its script may end after 31. So the seconds are of two machines, and their
-ratio says little; how much compute waits says more. Falcon's shapes here have the paper's size, not its single key and
-value head. A *hit* here is an access to a unit's weights for which compute does not wait, in forward and in backward;
-10Cache counts weights that are on the GPU when they are asked for. **The hit rate is worse than the paper's**: with so
-few tokens a step, the link is busy longer than compute, however early a copy starts, and a plan keeps no weights on the
-GPU from one step to the next unless their states live there too."""
+arXiv 2511.14124: seconds of a step and hit rates, ZeRO-Infinity's and 10Cache's, from the plots of its repository (an
+epoch of MRPC, taken as {_STEPS} steps of 16 pairs). Its machine is not known. Assumed: one A100-40G, 128 GiB of RAM,
+one drive of 3.5 GB/s, {_PAIR_TOKENS} tokens a pair. So the ratio of seconds compares two machines. A *hit* here is an
+access to a unit's weights for which compute does not wait. **Pagoda's hit rate is lower**: with so few tokens a step,
+the link is busy longer than compute, and a plan keeps no weights on the GPU between steps unless their states live
+there too."""
     names = [one[0] for one in _TRAINED]
     rates = {
         "ZeRO-Infinity": [(float(i), one[-2]) for i, one in enumerate(_TRAINED)],

@@ -195,13 +195,3 @@ def t5_shape(params: float) -> PaperShape:
     one, two = (replace(base, layers=n, decoder_layers=n).params for n in (1, 2))
     pairs = max(1, int((params - one) // (two - one)) + 1)
     return replace(base, name=f"t5-{pairs}x{base.hidden}", layers=pairs, decoder_layers=pairs, nominal=params)
-
-
-def with_device_homes(shape: PaperShape, setting: Setting) -> tuple[float, float]:
-    """Parameters that would fit if GPU memory that leases leave free were home to state: (in it alone, with the other
-    tiers). A closed form: 12 bytes a parameter, and four units, tiled, for leases and collective buffers."""
-    budgets = budgets_of(setting, shape)
-    unit = 2 * max(shape.ffn, shape.vocab) * shape.hidden / tiles_of(shape)
-    alone = max(0.0, (budgets.device or 0) - 4 * unit)
-    ranks = setting.ranks.data_parallel
-    return alone * ranks / 12, (alone + budgets.host + (budgets.ssd or 0)) * ranks / 12

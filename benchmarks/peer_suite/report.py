@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.memory.sizes import parse_bytes
-from turns import shown
 
 Figures = dict[str, Any]
 MIB, GIB = 1 << 20, 1 << 30
@@ -13,12 +12,10 @@ NOTHING = "-"
 
 
 def tables(result: Figures) -> str:
-    """All figures that there are."""
+    """The main figures. Quartiles, saving, loading, starting and settings are in the file of results only."""
     lines: list[str] = []
-    for variant, part in result.get("speed", {}).items():
-        lines += _speed(variant, part)
-    if "speed" in result:
-        lines += _systems(result["speed"])
+    if variants := result.get("speed"):
+        lines += [*_speed(variants), *_failures(variants)]
     if "largest" in result:
         lines += _largest(result["largest"])
     return "\n".join(lines).strip()
@@ -38,61 +35,62 @@ def _machine(part: Figures, variant: str) -> str:
     return f"{text} in {variant}, clipping at {settings['clip']}"
 
 
-def _speed(variant: str, part: Figures) -> list[str]:
-    settings = part["settings"]
-    tokens = [str(count) for count in sorted(settings["tokens"])]
-    lines = [f"{_machine(part, variant)}; {settings['rounds']} rounds."]
-    lines += ["Seconds of a step over those of plain PyTorch with checkpointing in the same round: the median, and the"]
-    lines += ["quartiles in brackets."]
-    of_micro_batch = " of a micro-batch" if settings["micro_batches"] > 1 else ""
-    lines += _head("system", *(f"{int(count):,} tokens{of_micro_batch}" for count in tokens))
-    ran = [one for one in part["figures"].values() if "error" not in one]
-    for one in ran:
-        lines.append(_row(one["label"], *(shown(one["tokens"][count]["ratio"]) for count in tokens)))
-    middle = tokens[len(tokens) // 2]
-    lines += _head(
-        "system",
-        f"a step, {middle} tokens{of_micro_batch}",
-        "most RAM of the process",
-        "written a step",
-        "first step ended after",
-        "save; RAM in addition",
-        "load; RAM in addition",
-    )
-    for one in ran:
-        at = one["tokens"][middle]
-        cells = [f"{statistics.median(at['step_s']):.2f} s", f"{at['peak_bytes'] / MIB:,.0f} MiB"]
-        cells += [f"{at['written_bytes'] / MIB:,.0f} MiB"]
-        cells += [f"{one['start_s']:.1f} s", _seconds_and_ram(one, "save"), _seconds_and_ram(one, "load")]
-        lines.append(_row(one["label"], *cells))
-    return [*lines, ""]
+def _speed(variants: Figures) -> list[str]:
+    """A step over that of plain PyTorch, of all variants; seconds, RAM and bytes written of the first variant, with its
+    middle number of tokens."""
+    lines, labels = [], {}
+    for variant, part in variants.items():
+        lines.append(f"- {_machine(part, variant)}; {part['settings']['rounds']} rounds.")
+        labels |= {name: one["label"] for name, one in part["figures"].items() if "error" not in one}
+    columns = [(variant, str(count)) for variant, part in variants.items() for count in part["settings"]["tokens"]]
+    first, part = next(iter(variants.items()))
+    middle = str(sorted(part["settings"]["tokens"])[len(part["settings"]["tokens"]) // 2])
+    lines += ["", "Median of a step's seconds over those of plain PyTorch with checkpointing in the same round. The"]
+    lines += [f"last columns are of {first} with {middle} tokens."]
+    heads = [f"{variant}: {int(count):,} tokens" for variant, count in columns]
+    lines += _head("system", *heads, "a step", "most RAM of the process", "written a step")
+    for name, label in labels.items():
+        figures = [_at(variants[variant], name, count) for variant, count in columns]
+        cells = [NOTHING if at is None else f"{at['ratio']['median']:.2f}" for at in figures]
+        lines.append(_row(label, *cells, *_costs(_at(part, name, middle))))
+    return lines
 
 
-def _seconds_and_ram(figures: Figures, turn: str) -> str:
-    if f"{turn}_s" not in figures:
-        return NOTHING
-    return f"{figures[f'{turn}_s']:.1f} s; {max(0, figures[f'{turn}_bytes']) / MIB:,.0f} MiB"
+def _at(part: Figures, name: str, tokens: str) -> Figures | None:
+    """The figures of a system with a number of tokens, if it ran."""
+    figures: Figures = part["figures"].get(name, {}).get("tokens", {})
+    return figures.get(tokens)
 
 
-def _systems(variants: Figures) -> list[str]:
-    """What every variant shares, once: why a system did not run, and the settings of all."""
-    systems = [one for part in variants.values() for one in part["figures"].values()]
-    lines = []
-    if failed := {(one["label"], one["error"].replace("|", "\\|")): None for one in systems if "error" in one}:
-        lines += _head("system that did not run", "why")
-        lines += [_row(*each) for each in failed]
-    lines += _head("system", "settings")
-    return lines + [_row(*each) for each in {one["label"]: one["settings"] for one in systems}.items()] + [""]
+def _costs(at: Figures | None) -> list[str]:
+    """Seconds of a step, RAM and bytes written of a system that ran."""
+    if at is None:
+        return [NOTHING] * 3
+    return [
+        f"{statistics.median(at['step_s']):.2f} s",
+        f"{at['peak_bytes'] / MIB:,.0f} MiB",
+        f"{at['written_bytes'] / MIB:,.0f} MiB",
+    ]
+
+
+def _failures(variants: Figures) -> list[str]:
+    """Why a system did not run."""
+    failed: dict[tuple[str, str], list[str]] = {}
+    for variant, part in variants.items():
+        for one in part["figures"].values():
+            if "error" in one:
+                failed.setdefault((one["label"], one["error"]), []).append(variant)
+    lines = [f"- {label} did not run ({'; '.join(of)}): `{error}`" for (label, error), of in failed.items()]
+    return ["", *lines, ""]
 
 
 def _largest(part: Figures) -> list[str]:
     settings = part["settings"]
     limits = dict(sorted(part["figures"].items(), key=lambda of: parse_bytes(of[0])))
     lines = [
-        f"{_machine(part, settings['precision'])}, more or fewer layers, {settings['tokens']} tokens, three steps,"
+        f"{_machine(part, settings['precision'])}, more or fewer layers, {settings['tokens']} tokens, three steps."
     ]
-    lines += [f"no turn longer than {settings['turn_s']:.0f} s. Memory is limited by {settings['limited_by']}."]
-    lines += ["Where nothing else is said, a larger model takes more RAM than that."]
+    lines += [f"Limited by {settings['limited_by']}; no turn is longer than {settings['turn_s']:.0f} s."]
     lines += _head("system", *(f"largest model in {parse_bytes(limit) / GIB:g} GiB" for limit in limits))
     labels = {name: one["label"] for of in limits.values() for name, one in of.items()}
     for name, label in labels.items():

@@ -71,7 +71,7 @@ def measure_bookkeeping(meter: Meter) -> Figure:
 
         with closing(optimizer):
             seconds(paged)
-            seconds(paged)  # by now with a plan made from a step
+            seconds(paged)  # by now with a plan that follows a step
             return meter.difference(
                 lambda: seconds(plain), lambda: seconds(paged), "a step of small linear layers in RAM"
             )

@@ -46,7 +46,7 @@ _Samples = defaultdict[str, list[float]]
 def check_directory(directory: Path, nbytes: int) -> None:
     """Raises StorageError unless `directory` exists and has `nbytes` free."""
     if not directory.is_dir():
-        raise StorageError(f"SSD directory {directory} is not there: create it (mkdir -p) or name another in --ssd")
+        raise StorageError(f"SSD directory {directory} does not exist: create it (mkdir -p) or name another in --ssd")
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise StorageError(

@@ -46,7 +46,7 @@ def _update_rate(meter: Meter) -> Figure:
 
 
 def measure_link(meter: Meter) -> Link:
-    """Rates of copies from and to page-locked RAM, made as the runtime makes them, with one GPU."""
+    """Rates of copies from and to page-locked RAM, as the runtime copies, with one GPU."""
     meter.report("copies between RAM and the GPU")
     nbytes = meter.effort.copy_bytes
     device = CudaDevice(meter.device)

@@ -54,14 +54,14 @@ def committed(
     stays, because ranks that have died may have committed such pages.
 
     Raises CheckpointError if `directory` exists, if another process is writing it, or if something that Pagoda did not
-    make has the temporary directory's name. Raises StorageError if the disk is full or cannot be written. Other errors
+    write has the temporary directory's name. Raises StorageError if the disk is full or cannot be written. Other errors
     of Pagoda are not converted.
     """
     check_absent(directory)
     temporary = partial(directory)
     try:
         make_directories(directory.parent)
-        with suppress(PermissionError):  # the caller may have just made the parent, unsynced
+        with suppress(PermissionError):  # the caller may have just created the parent, unsynced
             sync_directory(directory.parent.parent)
         lock = _claim(temporary, directory)
         claimed = lock.descriptor
@@ -125,8 +125,8 @@ def _claim(temporary: Path, directory: Path) -> Lock:
 
 def _not_ours(temporary: Path) -> CheckpointError:
     return CheckpointError(
-        f"{temporary} is needed as a temporary directory, but Pagoda did not make what is there. Move it, or name "
-        "another directory to write to."
+        f"{temporary} is needed as a temporary directory, but something that Pagoda did not write has its name. Move "
+        "it, or name another directory to write to."
     )
 
 

@@ -72,7 +72,7 @@ def export(
     By default, the weights have the values that the model computed with. `dtype` "fp32" writes the exact master; "bf16"
     rounds a model trained in fp32 to nearest even. A file has at most `max_shard_bytes` of tensors, or a single tensor.
     Buffers keep their dtype. The RAM used depends on the number of tensors, not on their size. Two kinds of tensors are
-    exceptions, because each is read as a whole: layouts that transformers makes by more than joining and cutting, and
+    exceptions, because each is read as a whole: layouts that transformers builds by more than joining and cutting, and
     parameters that tensor-parallel ranks divide.
 
     For a wrapped model, every rank calls it at the same point of the program, and the first rank writes.

@@ -84,9 +84,9 @@ class PagesOfRank:
     units: Mapping[str, PagedUnit]
     """First parameter of a unit -> the unit."""
     committed: CommittedPages | None
-    """The pages, open for reading. None if they were not found."""
+    """The pages, open for reading. None if they are missing."""
     missing: str
-    """Why they were not found."""
+    """Why they are missing."""
 
 
 class Pages:
@@ -96,7 +96,7 @@ class Pages:
         """`description` has the form of the result of `joined_pages`. Pages are looked for in `places`, then in their
         original directories.
 
-        Raises CheckpointError if the description is damaged. `check` reports pages that were not found.
+        Raises CheckpointError if the description is damaged. `check` reports missing pages.
         """
         self._directory = directory
         self.ranks: list[PagesOfRank] = []
@@ -121,7 +121,7 @@ class Pages:
             self._opened = opened.pop_all()
 
     def check(self) -> None:
-        """Raises CheckpointError if pages of a rank were not found, or their page table is damaged."""
+        """Raises CheckpointError if pages of a rank are missing, or their page table is damaged."""
         for rank in self.ranks:
             if rank.committed is None:
                 raise CheckpointError(f"{self._directory} cannot be read: {rank.missing}")

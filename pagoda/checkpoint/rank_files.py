@@ -16,9 +16,9 @@ from pagoda.memory.identity import partial
 class Files:
     """The tensor files of one checkpoint. This process fills in its part of each tensor.
 
-    With several ranks, the first rank makes the directory and reserves the files. All ranks write and sync their parts.
-    The first rank commits only after every rank has reported that it is done. So a crash of any rank at any time leaves
-    either no checkpoint or a complete one.
+    With several ranks, the first rank creates the directory and reserves the files. All ranks write and sync their
+    parts. The first rank commits only after every rank has reported that it is done. So a crash of any rank at any time
+    leaves either no checkpoint or a complete one.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     """
 
     def __init__(self, directory: Path, places: Sequence[str | Path] = (), all_pages: bool = True) -> None:
-        """`places`: more directories in which to look for pages on SSD. If pages cannot be found, opening fails with
+        """`places`: more directories in which to look for pages on SSD. If pages are missing, opening fails with
         `all_pages`; otherwise only reading them fails."""
         self.directory = directory
         self.manifest = read_manifest(directory)

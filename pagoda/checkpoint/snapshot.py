@@ -39,6 +39,12 @@ Adoptable = dict[tuple[int, str], tuple[CommittedPages, Run]]
 """(unit, state) -> pages of a checkpoint that hold it in the same layout as this run."""
 _log = logging.getLogger("pagoda")
 
+_FORMER_8BIT = (
+    "8-bit moments had another format. With the Pagoda that saved it, load it and call model.save_pretrained and "
+    "optimizer.save_state_dict. This Pagoda wraps that model and takes these states with optimizer.load_state_dict."
+)
+"""How to go on from such a checkpoint. These files have moments in fp32."""
+
 
 class Snapshot:
     """Reads and writes states by parameter name, so that a checkpoint does not depend on units, pages or tiers.
@@ -214,8 +220,8 @@ class Snapshot:
     def _load_unit(self, unit: LiveUnit, checkpoint: Checkpoint, adoptable: Adoptable) -> None:
         """Restore every state of a unit.
 
-        If a different division over tensor-parallel ranks has moved the blocks of block-quantized moments, they are
-        quantized again.
+        If a different division over tensor-parallel ranks has moved the blocks of 8-bit moments, these are rounded
+        again.
         """
         parameters, blocks = self._parameters(unit), any(state.per > 1 for state in self._states)
         store = self._engine.store
@@ -236,7 +242,7 @@ class Snapshot:
     def _adoptable(self, checkpoint: Checkpoint) -> Adoptable:
         """The committed pages of this same store that extents can use as they are.
 
-        Raises CheckpointError if other pages have to be copied and cannot be found.
+        Raises CheckpointError if other pages have to be copied and are missing.
         """
         pages, store = checkpoint.pages, self._engine.store
         found: Adoptable = {}
@@ -286,9 +292,10 @@ class Snapshot:
         path = directory / MANIFEST
         wanted = [state.name for state in self._states]
         if manifest["states"] != wanted:
+            way_out = "wrap with the precision, optimizer and moments of the run that saved it."
             raise CheckpointError(
                 f"{directory} holds the states {manifest['states']}, but this run keeps {wanted}: "
-                "wrap with the precision, optimizer and moments of the run that saved it."
+                + (_FORMER_8BIT if "exp_avg_8bit" in manifest["states"] else way_out)
             )
         differing = manifest["steps"].keys() ^ contents.steps.keys()
         if differing:

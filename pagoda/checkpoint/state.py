@@ -268,7 +268,7 @@ class WholeState:
         return DTensor.from_local(joined, self._mesh.experts, (Replicate(), Shard(0)), run_check=False)
 
     def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a whole, or a DTensor made by `join`, into the tiles' parts: rows of its first dimension."""
+        """Cut a whole, or a DTensor from `join`, into the tiles' parts: rows of its first dimension."""
         values = values.detach()
         if self._part is None:
             return [self.states[0].stored(values)]

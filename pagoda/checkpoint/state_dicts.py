@@ -83,8 +83,8 @@ class WeightStateDicts:
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
-                "load_state_dict(assign=True) would replace paged parameters; leave assign out. If it is not there, "
-                "the state dict was loaded with it before, which torch notes in its _metadata: pass dict(state_dict)."
+                "load_state_dict(assign=True) would replace paged parameters; leave assign out. If you did not pass "
+                "it, the state dict was loaded with it before, as torch notes in its _metadata: pass dict(state_dict)."
             )
         for name, param in module.named_parameters(recurse=False):
             state, value = state_of(param), state_dict.get(prefix + name)

@@ -106,9 +106,9 @@ class TensorWriter(DirectFile):
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], shared: bool = False) -> None:
-        """`shared`: open a file that another process has made for the same tensors, to write a part of it.
+        """`shared`: open a file that another process has created for the same tensors, to write a part of it.
 
-        Raises OSError if the file cannot be made or the disk has no room for it.
+        Raises OSError if the file cannot be created or the disk has no room for it.
         """
         specs = sorted(specs, key=lambda spec: spec.nbytes % _DIRECT_ALIGN != 0)
         starts = [*accumulate((spec.nbytes for spec in specs), initial=0)]

@@ -63,7 +63,7 @@ def _checkpoints_below(path: Path) -> Iterator[str]:
     """Ids of the checkpoints in a directory and below it."""
     ids = [id_ for manifest in path.rglob(MANIFEST) if (id_ := checkpoint_id_of(manifest.parent)) is not None]
     if not ids:
-        raise ConfigError(f"--keep {path}: there is no checkpoint there; nothing was deleted")
+        raise ConfigError(f"--keep {path}: there is no checkpoint at this path; nothing was deleted")
     yield from ids
 
 

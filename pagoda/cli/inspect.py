@@ -109,7 +109,7 @@ def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> i
             say(console, f"  {error}")
             continue
         kept.append(commit.table.written)
-        gone = "" if why_orphaned(commit) is None else " (not there: see pagoda gc)"
+        gone = "" if why_orphaned(commit) is None else " (missing: see pagoda gc)"
         size = format_bytes(len(commit.table.written) * page)
         say(console, f"  commit {name}: {size} of {commit.checkpoint}{gone}")
         if verify:

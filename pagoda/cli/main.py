@@ -1,7 +1,7 @@
 """Entry point of the `pagoda` command: picks the subcommand, and turns user errors into messages and exit codes.
 
-Exit codes: 0: done. 1: a plan does not fit, damage was found, or `gc` left pages. 2: user error (message on stderr, no
-traceback). 128 + signal: interrupted.
+Exit codes: 0: done. 1: a plan does not fit, something is damaged, or `gc` left pages. 2: user error (message on stderr,
+no traceback). 128 + signal: interrupted.
 """
 
 import io
@@ -137,7 +137,7 @@ def parse(args: Sequence[str]) -> tuple[Command, Any]:
         default = command.defaults(args[1:]) if chosen and command.defaults else None
         given = {} if default is None else {"default": default}
         arms.append(Annotated[command.config, tyro.conf.subcommand(command.name, **given)])
-    # tyro makes subcommands of a union, and a union needs a second member.
+    # tyro turns a union into subcommands, and a union needs a second member.
     union = Union[(*arms, Annotated[None, tyro.conf.Suppress])]  # type: ignore[valid-type]
     config: Any = tyro.cli(
         union,

@@ -26,7 +26,7 @@ def run(config: PlanConfig, console: Console) -> int:
     from pagoda.forecast.record import as_lines
     from pagoda.forecast.report import as_json, pipeline_table, show
 
-    gc.freeze()  # the garbage collector need not look at what imports made, which takes a third of a search
+    gc.freeze()  # the garbage collector need not look at the objects of imports, which takes a third of a search
 
     if config.plot is not None:
         check_plotting()

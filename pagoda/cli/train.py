@@ -1,4 +1,4 @@
-"""`pagoda train`: the ready-made training loop."""
+"""`pagoda train`: the built-in training loop."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Makes dataclasses of settings from decoded JSON, and checks every value against the type of its field."""
+"""Builds dataclasses of settings from decoded JSON, and checks every value against the type of its field."""
 
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path

@@ -20,8 +20,8 @@ class StatesConfig(Settings):
     options: tuple[str, ...] = ()
     """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """Format of AdamW's moments: fp32 (exact, 8 bytes per parameter), bf16 (stochastically rounded, 4), or 8bit
-    (quantized in blocks of 256, 2). The last two change the algorithm."""
+    """Format of AdamW's moments: fp32 (exact, 8 bytes per parameter), or bf16 (4) or 8bit (2), which are
+    stochastically rounded. These two change the algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,7 @@ class Tiles(Settings):
     """Number of micro-batches in which each layer runs its batch ("auto" chooses it), so that its weights are fetched
     once for the whole batch. Use one large batch instead of accumulation. With this setting you state that layers treat
     the samples of a batch independently in training. Gradients then have the bits of accumulation over the same
-    micro-batches. Layers that are found to mix samples are refused."""
+    micro-batches. Layers that mix samples are refused where Pagoda detects it."""
     tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
     """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are cut into tiles, which
     are fetched, used and dropped one after another. The gradient of such a layer's input is a sum over tiles, so it is

@@ -50,8 +50,8 @@ class ActivationEstimate:
     logits: int
     """Bytes around the loss."""
     gradients: int
-    """Twice the largest parameter's gradient: autograd makes one while another is copied to its extent. If layers run
-    in tiles, which add up the gradients of a whole layer first, that layer's gradients if they are larger."""
+    """Twice the largest parameter's gradient: autograd computes one while another is copied to its extent. If layers
+    run in tiles, which add up the gradients of a whole layer first, that layer's gradients if they are larger."""
     at_once: int = 1
     """Number of forward passes whose activations exist at the same time."""
 

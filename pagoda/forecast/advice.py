@@ -1,4 +1,4 @@
-"""Advice on what to change. Every line comes from a plan that was made and simulated with the change."""
+"""Advice on what to change. Every line comes from a plan that was simulated with the change."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -86,7 +86,7 @@ def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float,
 
 
 def _kinds(problem: Problem, best: Candidate) -> tuple[Options, ...]:
-    """The options of the chosen plan and the default options. No search is made, so a faster plan may exist."""
+    """The options of the chosen plan and the default options. Without a search, so a faster plan may exist."""
     chosen, options = best.options, problem.options
     as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
     return tuple(dict.fromkeys((as_chosen, options)))

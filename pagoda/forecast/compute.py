@@ -40,7 +40,7 @@ class Compute:
         leaves = [module for module in root.modules() if not module.children and (module.params or module.tied)]
         outside = [leaf.name for leaf in leaves if leaf.name not in inside]
         if not layers or not outside:
-            raise ConfigError("a profile of layers needs a model that is made of layers, an embedding and a head")
+            raise ConfigError("a profile of layers needs a model with layers, an embedding and a head")
         forward, backward = dict.fromkeys(outside, 0.0), dict.fromkeys(outside, 0.0)
         for module, (forward_s, backward_s) in ((outside[0], profile.embedding), (outside[-1], profile.head)):
             forward[module] += forward_s

@@ -56,7 +56,7 @@ def search_degrees(config: PlanConfig) -> tuple[PlanConfig, tuple[str, ...]]:
 
     Every candidate has the same number of sequences per step. If ranks share a batch, the step accumulates more
     micro-batches. If no candidate fits, all searched degrees are 1. With activations="auto", the fastest few candidates
-    are found with one policy each: activations are kept if they fit, and otherwise recomputed.
+    are compared with one policy each: activations are kept if they fit, and otherwise recomputed.
 
     Raises ConfigError with the reason if no candidate can be used.
     """

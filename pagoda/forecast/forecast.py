@@ -33,7 +33,7 @@ class Forecast:
     described: ModelDescription
     activations: ActivationEstimate
     notes: tuple[str, ...]
-    """How the budgets and compute times were found."""
+    """Where the budgets and compute times come from."""
     resolved: tuple[str, ...]
     """The settings that were left open, with the values chosen for them."""
     problem: Problem | None = None

@@ -78,7 +78,7 @@ def _hardware(name: str) -> Hardware:
         path = hardware_file()
         if not path.exists():
             raise ConfigError(
-                f"this machine has not been measured yet ({path} is not there): run `pagoda calibrate --ssd DIR` "
+                f"this machine has not been measured yet ({path} does not exist): run `pagoda calibrate --ssd DIR` "
                 f"first, which takes a minute, or name a machine in --hardware: {', '.join(MACHINES)}"
             )
         return read_hardware(path)
@@ -130,7 +130,7 @@ def _device_budget(machine: Machine, memory: Memory, activations: ActivationEsti
 
 
 def _host_budget(machine: Machine, memory: Memory, beside: int, notes: list[str]) -> int:
-    """Budget of RAM for pages. `beside` is the number of bytes of RAM that each rank takes for anything else."""
+    """Budget of RAM for pages. `beside` is the number of bytes that each rank needs for anything else."""
     if memory.host_bytes is not None:
         notes.append(f"host: {memory.host} as asked.")
         return memory.host_bytes
@@ -141,7 +141,7 @@ def _host_budget(machine: Machine, memory: Memory, beside: int, notes: list[str]
         raise _no_room(HOST, ram, beside)
     what = ("the RAM that is free now" if machine.here else "RAM") + (f", shared by {ranks}" if ranks > 1 else "")
     if host < most:
-        notes.append(f"host: {format_bytes(ram)} of {what}, less {format_bytes(beside)} beside the pages.")
+        notes.append(f"host: {format_bytes(ram)} of {what}, less {format_bytes(beside)} for other things.")
     else:
         notes.append(f"host: {HOST_SHARE:.0%} of {what}.")
     return host

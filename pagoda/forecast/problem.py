@@ -142,7 +142,7 @@ def activations_of(config: PlanConfig, described: ModelDescription) -> Activatio
 
 
 def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription) -> tuple[Problem, tuple[str, ...]]:
-    """The problem that a configuration describes, and how its budgets were found.
+    """The problem that a configuration describes, and where its budgets come from.
 
     Raises BudgetError if activations alone do not fit, and ConfigError for a setting that cannot be used.
     """

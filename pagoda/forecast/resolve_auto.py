@@ -1,5 +1,5 @@
 """Chooses the settings that a configuration leaves open: the policy for activations, and into how many micro-batches
-layers divide their batch. It compares plans that are made and simulated."""
+layers divide their batch. It compares simulated plans."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,7 +64,7 @@ def resolve_auto(
 def resolved_problem(
     config: PlanConfig, machine: Machine, described: ModelDescription
 ) -> tuple[Problem, tuple[str, ...]]:
-    """The problem of a configuration without open settings, and how its budgets were found. With activations="auto",
+    """The problem of a configuration without open settings, and where its budgets come from. With activations="auto",
     each layer has the policy that a run would choose for it.
 
     Raises the errors of `problem_of`, and BudgetError if layers have different policies and no plan fits.

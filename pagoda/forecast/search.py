@@ -1,4 +1,4 @@
-"""Searches for the fastest plan: makes several plans for one model and machine, and simulates each."""
+"""Searches for the fastest of several simulated plans for one model and machine."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -131,7 +131,7 @@ def _is_best(problem: Problem, fastest: Candidate) -> bool:
 
 
 def _try(found: list[Candidate], problem: Problem, name: str) -> None:
-    """Add a plan if it fits and differs from the ones found so far."""
+    """Add a plan if it fits and differs from the earlier ones."""
     try:
         plan = problem.plan()
     except BudgetError:

@@ -139,7 +139,7 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
                     f"{type(callback).__name__} copies weights that are not in memory: leave it out, and average them "
                     "inside pagoda.gathered, as examples/ema.py does."
                 )
-        if self.world_size == 1:  # as a DDPStrategy, it would get a distributed sampler, which shuffles otherwise
+        if self.world_size == 1:  # as a DDPStrategy, it would get a distributed sampler, with another order
             trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
         self.paging.check_device(self.root_device)
@@ -170,7 +170,7 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
     predict_step = partialmethod(_forward_of, "predict_step")
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Context in which parameters take no memory. `wrap` makes them in their homes."""
+        """Context in which parameters take no memory. `wrap` creates them in their homes."""
         return init()
 
     model_sharded_context = tensor_init_context
@@ -277,7 +277,7 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
         """Do nothing: `wrap` places the model."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which parameters take no memory. `wrap` makes them in their homes."""
+        """Context in which parameters take no memory. `wrap` creates them in their homes."""
         return init()
 
     def clip_gradients_norm(

@@ -97,7 +97,7 @@ class Paging:
     ) -> PagedOptimizer:
         """Wrap a model with the update rule of an optimizer in RAM. An optimizer of Pagoda is returned as it is.
 
-        Afterwards, both have the same list of param groups. So schedulers made for the optimizer, and schedulers inside
+        Afterwards, both have the same list of param groups. So schedulers of the optimizer, and schedulers inside
         of these, change the learning rate of the one that is returned.
 
         `groups` are by default the optimizer's own, and `settings` are arguments of `pagoda.wrap`. Raises ConfigError
@@ -194,7 +194,7 @@ def _without_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
     """Let the scheduler of an optimizer that was taken over name this one as its optimizer.
 
-    Schedulers warn if an optimizer's steps are not counted, and only a scheduler's constructor makes an optimizer count
+    Schedulers warn if an optimizer's steps are not counted, and only a scheduler's constructor lets an optimizer count
     them.
     """
     torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)

@@ -31,7 +31,7 @@ class _UnsealedError(CheckpointError):
 
 
 def begin(directory: Path) -> None:
-    """Make a directory, if it is not there, and mark it as not complete. Raises StorageError."""
+    """Create a directory if it does not exist, and mark it as not complete. Raises StorageError."""
     with storage_errors(f"{directory} could not be written"):
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory, None)

@@ -63,7 +63,7 @@ class Saves:
     def delete(self) -> None:
         """Delete all saves, and the directory if nothing else is in it."""
         _delete_all(self._all())
-        with suppress(OSError):  # something of the user's is there
+        with suppress(OSError):  # a file of the user has this name
             self._directory.rmdir()
 
     def newest(self) -> Path:

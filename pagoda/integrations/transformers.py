@@ -90,8 +90,8 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     # --- the model and its optimizer -----------------------------------------------------------------------------
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the model with the optimizer that was given, or that `create_optimizer` makes: the trainer's, or that of
-        a class of the user's. The trainer calls this when training or evaluation begins."""
+        """Wrap the model with the optimizer that was given, or that `create_optimizer` returns: the trainer's, or that
+        of a class of the user's. The trainer calls this when training or evaluation begins."""
         if self.optimizer is None:
             self.create_optimizer()
         if isinstance(self.optimizer, PagedOptimizer):
@@ -269,7 +269,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         if self._paged is not None and (best / STATE).is_dir():
             generators = rng_state()
             self._paged.load_checkpoint(best / STATE)
-            restore_rng(generators)  # the run goes on
+            restore_rng(generators)  # the run continues
         else:  # save_only_model
             super()._load_best_model()
 

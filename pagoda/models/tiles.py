@@ -24,7 +24,7 @@ def row_blocks(rows: int, widths: Sequence[int], most_elements: int) -> list[tup
 
     `widths`: elements of a row in each of the parameters that are cut.
     """
-    step = ALIGN_ELEMENTS // gcd(ALIGN_ELEMENTS, *widths)  # moments may be quantized in such blocks
+    step = ALIGN_ELEMENTS // gcd(ALIGN_ELEMENTS, *widths)  # moments may be stored in such blocks
     width = sum(widths)
     count = max(1, -(-rows * width // most_elements))
     each = max(step, -(-rows // count) // step * step)

@@ -34,8 +34,8 @@ _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
     "fp32": tuple(StateSpec(name, torch.float32) for name in MOMENT_NAMES),
     "bf16": tuple(StateSpec(f"{name}_bf16", torch.bfloat16) for name in MOMENT_NAMES),
     "8bit": (
-        *(StateSpec(f"{name}_8bit", torch.uint8) for name in MOMENT_NAMES),
-        *(StateSpec(f"{name}_scale", torch.float32, per=BLOCK) for name in MOMENT_NAMES),
+        *(StateSpec(f"{name}_fp8", torch.uint8) for name in MOMENT_NAMES),
+        *(StateSpec(f"{name}_floor", torch.float32, per=BLOCK) for name in MOMENT_NAMES),
     ),
 }
 
@@ -50,7 +50,7 @@ class AdamW(Adam):
     weight_decay: decoupled weight decay coefficient, >= 0.
 
     In addition to those of torch:
-    moments: format of the moments between updates: "fp32", "bf16" (rounded stochastically) or "8bit" (quantized).
+    moments: format of the moments between updates: "fp32", or "bf16" or "8bit", which are rounded stochastically.
     seed: seed of the stochastic rounding.
 
     Raises ConfigError, naming the field, for a value outside its range.
@@ -69,16 +69,16 @@ class AdamW(Adam):
         self._require("moments", self.moments in known, f"one of {', '.join(known)}")
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """Both moments, as values or codes, then their scales, in the order of the kernels' arguments."""
+        """Both moments, as values or codes, then their floors, in the order of the kernels' arguments."""
         return _MOMENTS[self.moments]
 
     def states_of(self, moment: str) -> tuple[StateSpec, ...]:
-        """The states that store one of `MOMENT_NAMES`: values or codes, then scales."""
+        """The states that store one of `MOMENT_NAMES`: values or codes, then floors."""
         return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
 
     def noise(self, parameter: str, step: int) -> Key | None:
-        """A key for bf16 moments. Others are not rounded stochastically."""
-        return Key.of(self.seed, parameter, step) if self.moments == "bf16" else None
+        """A key, unless moments are fp32 and not rounded."""
+        return None if self.moments == "fp32" else Key.of(self.seed, parameter, step)
 
     @property
     def kernel_name(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pagoda.jit import part
-from pagoda.optim.codecs import LINES, MAX_NOISY, TENTH_STEPS, TOP_SIGNED, TOP_UNSIGNED, ZERO_SIGNED
+from pagoda.optim.codecs import CUT, CUT_OFF, MAX_NOISY, NAN, NOT_FINITE
 from pagoda.optim.jit import (
     HAS_CONVERSIONS,
     add,
@@ -34,7 +34,6 @@ from pagoda.optim.jit import (
     shift_right,
     square_root,
     subtract,
-    truncated,
     where,
     word,
 )
@@ -196,8 +195,6 @@ def halves_of(form: Any, value: Any) -> Any:
 
 # Codecs of moments, as `codecs` defines them.
 
-(A0, B0), (A1, B1), (A2, B2), (A3, B3), (A4, B4), (A5, B5), (A6, B6) = LINES
-
 
 @part
 def noise_bits(index: Any, low: Any, high: Any) -> Any:
@@ -210,11 +207,15 @@ def noise_bits(index: Any, low: Any, high: Any) -> Any:
 
 
 @part
-def round_noisily(value: Any, noise: Any) -> Any:
-    """The bits of bf16, with 16 random bits."""
-    bits = bits_of(value)
-    noise = where(bit_and(bits, 0x7FFFFFFF) < MAX_NOISY, noise, word(0))
-    return shift_right(add(bits, noise), 16)
+def noises(bits: Any, cut: Any) -> Any:
+    """The noise of both moments from the random bits of an element: its lowest and its highest `cut` bits."""
+    return shift_right(shift_left(bits, 32 - cut), 32 - cut), shift_right(bits, 32 - cut)
+
+
+@part
+def cut_noisily(bits: Any, noise: Any, cut: Any) -> Any:
+    """Bits without the lowest `cut`. They are rounded up if these bits and the noise carry."""
+    return shift_right(add(bits, noise), cut)
 
 
 @part
@@ -224,87 +225,41 @@ def magnitude(value: Any) -> Any:
 
 
 @part
-def scale_of(top: Any) -> Any:
-    """The scale of a block whose largest magnitude has the bits `top`. 0 or NaN if the block becomes zeros."""
-    scale = where(top >= 0x00800000, float_of(top), fp32(0.0))
-    return where(top >= 0x7F800000, float_of(word(0x7FC00000)), scale)
+def encode_bf16(value: Any, noise: Any) -> Any:
+    return cut_noisily(bits_of(value), where(magnitude(value) < MAX_NOISY, noise, word(0)), 16)
 
 
 @part
-def _has_bit(bits: Any, at: Any) -> Any:
-    return shift_left(bits, 31 - at) >= 0x80000000
+def floor_of(top: Any, signed: Any) -> Any:
+    """The floor of a block of exp_avg (`signed`) or exp_avg_sq whose largest magnitude has the bits `top`."""
+    exponent = shift_right(add(top, CUT_OFF), 23)
+    octaves = 14 if signed else 31
+    floor = where(exponent > octaves, shift_left(subtract(exponent, octaves), 23), word(0))
+    return float_of(where(exponent >= NOT_FINITE, word(NAN), floor))
 
 
 @part
-def _map_value(unscaled: Any) -> Any:
-    # `unscaled` is f in `codecs` before the three steps, from 1 to below 256. Each step tests a bit of its exponent.
-    # They scale f to 128 or more, which is exact. Values are computed, because gathers from a table are several times
-    # slower on a CPU. `wide` replaces this on CPUs that look bytes up in registers.
-    bits = bits_of(unscaled)
-    exponent = add(bits, 1 << 23)
-    f = float_of(bit_or(bit_and(bits, 0x7FFFFF), 0x43000000))
-    p = where(_has_bit(exponent, 25), fp32(1.0), fp32(1e-4))
-    p = where(_has_bit(exponent, 24), p, p * fp32(1e-2))
-    p = where(_has_bit(exponent, 23), p, p * fp32(1e-1))
-    return p * (f * fp32(TENTH_STEPS) - fp32(0.8))
-
-
-@part
-def decode(code: Any, signed: Any) -> Any:
-    """The map's value for a code of exp_avg (`signed`) or of exp_avg_sq."""
+def decode_8bit(code: Any, floor: Any, signed: Any) -> Any:
+    """The value of a code of exp_avg (`signed`) or of exp_avg_sq."""
     if signed:
-        k = bit_and(code, 127)
-        value = _map_value(number(k) * fp32(2.0) + fp32(1.0))
-        value = where(k == 127, fp32(1.0), value)
-    else:
-        k = word(code)
-        value = _map_value(number(k) + fp32(1.5))
-        value = where(k == 255, fp32(1.0), value)
-    value = where(k == 0, fp32(0.0), value)
-    if signed:
+        raised = float_of(add(shift_left(bit_and(code, 127), CUT), bits_of(floor)))
+        half = raised * fp32(0.5)
+        value = raised - where(half > floor, half, floor)
         value = float_of(bit_or(bits_of(value), shift_left(shift_right(code, 7), 31)))
+    else:
+        value = float_of(add(shift_left(code, CUT), bits_of(floor)))
     return value
 
 
 @part
-def _lower(a: Any, b: Any) -> Any:
-    return where(a < b, a, b)
-
-
-@part
-def _line(x: Any, slope: Any, offset: Any) -> Any:
-    return x * fp32(slope) + fp32(offset)
-
-
-@part
-def _cell(x: Any, by: Any) -> Any:
-    """`u` of `codecs`, multiplied by `by`, without line 0, which only exp_avg_sq needs. On line 0, exp_avg has the
-    single code 1, which line 1 gives there too."""
-    u = _lower(_line(x, by * A1, by * B1), _line(x, by * A2, by * B2))
-    v = _lower(_line(x, by * A3, by * B3), _line(x, by * A4, by * B4))
-    return _lower(u, _lower(v, _lower(_line(x, by * A5, by * B5), _line(x, by * A6, by * B6))))
-
-
-@part
-def _nearest(u: Any) -> Any:
-    n = float_of(bit_and(bits_of(u), 0x7F800000))
-    return where(u - n < fp32(0.2), u - fp32(1.0), u)
-
-
-@part
-def encode(value: Any, inverse: Any, signed: Any) -> Any:
-    """The code of a moment, as a word. `inverse` is 1 divided by its block's scale."""
-    # Steps of `codecs` that cannot change a code are left out.
-    x = float_of(magnitude(value)) * inverse
+def encode_8bit(value: Any, floor: Any, noise: Any, signed: Any) -> Any:
+    """The code of a value of exp_avg (`signed`) or of exp_avg_sq, as a word."""
     if signed:
-        u = _lower(_nearest(_cell(x, 1)), fp32(126.5))
-        u = where(x >= fp32(TOP_SIGNED), fp32(127.0), u)
-        u = where(x < fp32(ZERO_SIGNED), fp32(0.0), u)
-        code = bit_or(truncated(u), bit_and(shift_right(bits_of(value), 24), 128))
+        size = float_of(magnitude(value))
+        raised = size + where(size > floor, size, floor)
     else:
-        u = _nearest(_lower(_cell(x, 2), _line(x, 2 * A0, 2 * B0))) - fp32(1.0)
-        u = _lower(where(u > fp32(1.0), u, fp32(1.0)), fp32(254.5))
-        u = where(x >= fp32(TOP_UNSIGNED), fp32(255.0), u)
-        u = where(x > fp32(0.0), u, fp32(0.0))
-        code = truncated(u)
-    return code
+        raised = where(value > floor, value, floor)
+    code = cut_noisily(subtract(bits_of(raised), bits_of(floor)), noise, CUT)
+    if signed:
+        code = bit_or(code, bit_and(shift_right(bits_of(value), 24), 128))
+    return bit_and(code, where(floor == floor, word(255), word(0)))

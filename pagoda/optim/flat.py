@@ -93,15 +93,15 @@ def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
     values = torch.empty(n, device=codes.device)
     if not codes.is_meta:
         at = _address(moment, codes, torch.uint8, n)
-        scales = _address(f"{moment} scale", kept[1], torch.float32, -(-n // BLOCK))
-        kernels.convert_moment(values.data_ptr(), at, scales, n, moment == "exp_avg", False)
+        floors = _address(f"{moment} floor", kept[1], torch.float32, -(-n // BLOCK))
+        kernels.convert_moment(values.data_ptr(), at, floors, n, moment == "exp_avg", False)
     return values
 
 
 def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, ...]:
     """The tensors that store ``values`` (shape [N], fp32) as a parameter's moment, as `decode_moment` takes them.
 
-    Nothing is rounded stochastically: bf16 rounds to nearest. Encoding decoded values gives the same bits. Raises
+    Nothing is rounded stochastically, but to nearest. Encoding decoded values gives the same bits. Raises
     ConfigError for unsuitable tensors.
     """
     if moments == "fp32":
@@ -109,7 +109,7 @@ def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[
     if moments == "bf16":
         return (values.to(torch.bfloat16),)
     n = values.numel()
-    codes, scales = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // BLOCK))
+    codes, floors = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // BLOCK))
     at = _address(moment, values, torch.float32, n)
-    kernels.convert_moment(at, codes.data_ptr(), scales.data_ptr(), n, moment == "exp_avg", True)
-    return codes, scales
+    kernels.convert_moment(at, codes.data_ptr(), floors.data_ptr(), n, moment == "exp_avg", True)
+    return codes, floors

@@ -5,8 +5,8 @@ Strict means no fast-math and no fused multiply-add: each operation rounds once,
 Integers are unsigned 32-bit integers that wrap. Numba would compute in 64 bits, and a vector would hold half as many.
 So each operation is LLVM's 32-bit instruction.
 
-Numba's disk cache only compares the text of a kernel's own file. If you change this file, `arithmetic` or `wide`,
-delete the folder's `__pycache__`.
+Numba's disk cache only compares the text of a kernel's own file. If you change this file or `arithmetic`, delete
+the folder's `__pycache__`.
 """
 
 from collections.abc import Callable
@@ -75,12 +75,6 @@ def number(word: Any) -> Any:
 
 
 @part
-def truncated(value: Any) -> Any:
-    """The integer part of a small fp32 value."""
-    return np.uint32(np.int32(value))
-
-
-@part
 def where(condition: Any, yes: Any, no: Any) -> Any:
     return yes if condition else no
 
@@ -106,8 +100,6 @@ rounded_to_half = _conversion(
 _TRIPLE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 HAS_CONVERSIONS: bool = "+f16c" in _FEATURES.split(",") or _TRIPLE.startswith(("aarch64", "arm64"))
 """Whether the CPU that Numba compiles for converts between fp16 and fp32."""
-HAS_BYTE_LOOKUPS: bool = {"+avx512bw", "+avx512vbmi"}.issubset(_FEATURES.split(","))
-"""Whether the CPU can look up bytes in registers."""
 
 
 # Memory, and scalars.

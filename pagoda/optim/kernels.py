@@ -36,21 +36,21 @@ from pagoda.optim.arithmetic import (
     SGD,
     SGD_MOMENTUM,
     adam_element,
-    decode,
-    encode,
+    decode_8bit,
+    encode_8bit,
+    encode_bf16,
+    floor_of,
     lion_element,
     magnitude,
     noise_bits,
-    round_noisily,
-    scale_of,
+    noises,
     sgd_element,
 )
-from pagoda.optim.codecs import BLOCK
+from pagoda.optim.codecs import BLOCK, CUT
 from pagoda.optim.elements import load, load_master, masters_at, store_master, stream, values_at
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
-from pagoda.optim.jit import add, bit_and, fence, on_stack, pointer, room, rounded, shift_right
+from pagoda.optim.jit import add, fence, on_stack, pointer, room, rounded, word
 from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
-from pagoda.optim.wide import decode_groups, encode_groups
 
 UpdateKernel = Callable[..., None]
 """``(*addresses of the rule's states in their order, gradient address, n, *targets, *noise, *scalars)``. targets is
@@ -61,11 +61,10 @@ _ROOM = 4 * BLOCK
 
 
 @part
-def _noise_of(key: Any, i: Any) -> Any:
-    """16 random bits for each moment."""
+def _noises(key: Any, i: Any, cut: Any) -> Any:
+    """The noise of both moments of an element."""
     index, low, high = key
-    bits = noise_bits(add(index, i), low, high)
-    return bit_and(bits, 0xFFFF), shift_right(bits, 16)
+    return noises(noise_bits(add(index, i), low, high), cut)
 
 
 def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
@@ -114,9 +113,9 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool
                     m, v = load(moments, avg, i), load(moments, avg_sq, i)
                     w, m, v = adam_element(w, m, v, g, scalars, decoupled)
                     if noisy:
-                        noise, noise_sq = _noise_of(given[:3], start + i)
-                        new_avg[1][i] = round_noisily(m, noise)
-                        new_avg_sq[1][i] = round_noisily(v, noise_sq)
+                        noise, noise_sq = _noises(given[:3], start + i, 16)
+                        new_avg[1][i] = encode_bf16(m, noise)
+                        new_avg_sq[1][i] = encode_bf16(v, noise_sq)
                     else:
                         new_avg[0][i] = m
                         new_avg_sq[0][i] = v
@@ -130,30 +129,6 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool
             fence()
 
     return update
-
-
-@part
-def _decode_block(codes: Any, values: Any, scale: Any, signed: Any) -> None:
-    """Decode one block of exp_avg (`signed`) or exp_avg_sq to fp32 values."""
-    done = decode_groups(codes.ctypes.data, values.ctypes.data, len(codes), scale, signed)
-    for i in range(done, len(codes)):
-        values[i] = decode(codes[i], signed) * scale
-
-
-@part
-def _encode_block(values: Any, codes: Any, top: Any, signed: Any) -> Any:
-    """Encode one block of exp_avg (`signed`) or exp_avg_sq, whose largest magnitude has the bits `top`. Returns its
-    scale."""
-    scale = scale_of(top)
-    if scale > np.float32(0):
-        inverse = np.float32(1) / scale
-        done = encode_groups(values.ctypes.data, codes.ctypes.data, len(codes), inverse, signed)
-        for i in range(done, len(codes)):
-            codes[i] = encode(values[i], inverse, signed)
-    else:
-        for i in range(len(codes)):
-            codes[i] = np.uint8(0)
-    return scale
 
 
 def _adamw_8bit(weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
@@ -172,26 +147,28 @@ def _adamw_8bit(weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
         weight_low: int,
         exp_avg: int,
         exp_avg_sq: int,
-        exp_avg_scale: int,
-        exp_avg_sq_scale: int,
+        exp_avg_floor: int,
+        exp_avg_sq_floor: int,
         gradient: int,
         n: int,
         *numbers: float,
     ) -> None:
         blocks = (n + BLOCK - 1) // BLOCK
-        scale = carray(pointer(exp_avg_scale, np.float32), blocks)
-        scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
+        floors = carray(pointer(exp_avg_floor, np.float32), blocks)
+        floors_sq = carray(pointer(exp_avg_sq_floor, np.float32), blocks)
         if elsewhere:
-            new_scale = carray(pointer(numbers[4], np.float32), blocks)
-            new_scale_sq = carray(pointer(numbers[5], np.float32), blocks)
+            new_floors = carray(pointer(numbers[4], np.float32), blocks)
+            new_floors_sq = carray(pointer(numbers[5], np.float32), blocks)
         else:
-            new_scale, new_scale_sq = scale, scale_sq
+            new_floors, new_floors_sq = floors, floors_sq
+        given = numbers[6:] if elsewhere else numbers
+        scalars = rounded(given[3:])
         avg, avg_sq = carray(on_stack(np.float32, BLOCK), BLOCK), carray(on_stack(np.float32, BLOCK), BLOCK)
+        index, low, high = given[:3]
         new_weight, new_low, new_first, new_second = room(_ROOM), room(_ROOM), room(_ROOM), room(_ROOM)
-        scalars = rounded(numbers[6:]) if elsewhere else rounded(numbers)
         for block in range(blocks):
             first = block * BLOCK
-            count = min(BLOCK, n - first)
+            count, start = min(BLOCK, n - first), add(index, first)
             masters = masters_at(weight + weight_bytes * first, weight_low + low_bytes * first, count)
             grads = values_at(gradient + gradient_bytes * first, count)
             codes = carray(pointer(exp_avg + first, np.uint8), count)
@@ -202,18 +179,20 @@ def _adamw_8bit(weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
                 new_codes_sq = carray(pointer(new_second, np.uint8), count)
             else:
                 new_masters, new_codes, new_codes_sq = masters, codes, codes_sq
-            _decode_block(codes, avg, scale[block], True)
-            _decode_block(codes_sq, avg_sq, scale_sq[block], False)
-            top, top_sq = np.uint32(0), np.uint32(0)
+            floor, floor_sq, top, top_sq = floors[block], floors_sq[block], np.uint32(0), np.uint32(0)
             for i in range(count):
                 w, g = load_master(weights, masters, i), load(gradients, grads, i)
-                w, m, v = adam_element(w, avg[i], avg_sq[i], g, scalars, True)
-                avg[i] = m
-                avg_sq[i] = v
+                m, v = decode_8bit(codes[i], floor, True), decode_8bit(codes_sq[i], floor_sq, False)
+                w, m, v = adam_element(w, m, v, g, scalars, True)
+                avg[i], avg_sq[i] = m, v
                 top, top_sq = max(top, magnitude(m)), max(top_sq, magnitude(v))
                 store_master(weights, new_masters, i, w)
-            new_scale[block] = _encode_block(avg, new_codes, top, True)
-            new_scale_sq[block] = _encode_block(avg_sq, new_codes_sq, top_sq, False)
+            floor, floor_sq = floor_of(top, True), floor_of(top_sq, False)
+            for i in range(count):
+                noise, noise_sq = noises(noise_bits(add(start, i), low, high), CUT)
+                new_codes[i] = encode_8bit(avg[i], floor, noise, True)
+                new_codes_sq[i] = encode_8bit(avg_sq[i], floor_sq, noise_sq, False)
+            new_floors[block], new_floors_sq[block] = floor, floor_sq
             if elsewhere:
                 stream(new_weight, numbers[0] + weight_bytes * first, weight_bytes * count)
                 stream(new_low, numbers[1] + low_bytes * first, low_bytes * count)
@@ -281,11 +260,11 @@ def halves(weight: torch.dtype, joining: bool) -> Callable[..., None]:
 
 
 @kernel
-def convert_moment(values: int, codes: int, scales: int, n: int, signed: bool, encoding: bool) -> None:
-    """Encode ``n`` fp32 elements of exp_avg (`signed`), or of exp_avg_sq (never below zero), to 8-bit codes and a scale
-    for each block, or decode them. The first element must be the first of a block."""
-    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
-    for block in range(len(scale)):
+def convert_moment(values: int, codes: int, floors: int, n: int, signed: bool, encoding: bool) -> None:
+    """Encode ``n`` fp32 elements of exp_avg (`signed`), or of exp_avg_sq (never below zero), to 8-bit codes and a floor
+    for each block, rounding to nearest, or decode them. The first element must be the first of a block."""
+    floor = carray(pointer(floors, np.float32), (n + BLOCK - 1) // BLOCK)
+    for block in range(len(floor)):
         first = block * BLOCK
         count = min(BLOCK, n - first)
         value = carray(pointer(values + 4 * first, np.float32), count)
@@ -294,9 +273,12 @@ def convert_moment(values: int, codes: int, scales: int, n: int, signed: bool, e
             top = np.uint32(0)
             for i in range(count):
                 top = max(top, magnitude(value[i]))
-            scale[block] = _encode_block(value, code, top, signed)
+            floor[block] = floor_of(top, signed)
+            for i in range(count):
+                code[i] = encode_8bit(value[i], floor[block], word(1 << (CUT - 1)), signed)
         else:
-            _decode_block(code, value, scale[block], signed)
+            for i in range(count):
+                value[i] = decode_8bit(code[i], floor[block], signed)
 
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None, elsewhere: bool = False) -> None:

@@ -49,7 +49,7 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     def update(states: Sequence[torch.Tensor], grad: torch.Tensor, arguments: Sequence[float]) -> None:
         n = grad.numel()
         random = len(arguments) - count
-        noise = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3] if plain else ()
+        noise = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3]
         scalars = tuple(arguments[random:])
         tensors = [_bits(state) for state in states]
         if precision == "fp32":

@@ -38,11 +38,6 @@ def number(word):
 
 
 @jit()
-def truncated(value):
-    return value.to(tl.int32).to(tl.uint32)
-
-
-@jit()
 def add(a, b):
     return tl.add(word(a), word(b), sanitize_overflow=False)
 
@@ -133,9 +128,9 @@ _functions = _on_gpu({name: value for name, value in globals().items() if type(v
 adam_element, sgd_element, lion_element = (_functions[f"{rule}_element"] for rule in ("adam", "sgd", "lion"))
 factored_update, adafactor_rate = _functions["factored_update"], _functions["adafactor_rate"]
 adafactor_element = _functions["adafactor_element"]
-noise_bits, round_noisily = _functions["noise_bits"], _functions["round_noisily"]
-magnitude, scale_of = _functions["magnitude"], _functions["scale_of"]
-decode, encode = _functions["decode"], _functions["encode"]
+noise_bits, noises, encode_bf16 = _functions["noise_bits"], _functions["noises"], _functions["encode_bf16"]
+magnitude, floor_of = _functions["magnitude"], _functions["floor_of"]
+decode_8bit, encode_8bit = _functions["decode_8bit"], _functions["encode_8bit"]
 bf16_to_fp32, fp16_to_fp32 = _functions["bf16_to_fp32"], _functions["fp16_to_fp32"]
 master_of, halves_of = _functions["master_of"], _functions["halves_of"]
 

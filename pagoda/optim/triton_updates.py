@@ -11,9 +11,15 @@ from pagoda.optim.triton_parts import jit
 
 _ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
 _SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
-_BLOCK = tl.constexpr(codecs.BLOCK)
+_BLOCK, _CUT = tl.constexpr(codecs.BLOCK), tl.constexpr(codecs.CUT)
 LANES, _ROW = tl.constexpr(gradient_kernels.LANES), tl.constexpr(gradient_kernels.ROW)
 _AHEAD = tl.constexpr(16)
+
+
+@jit()
+def _noises(index, at, key_low, key_high, cut: tl.constexpr):
+    """The noise of both moments of the elements `at`."""
+    return parts.noises(parts.noise_bits(parts.add(index, at), parts.word(key_low), parts.word(key_high)), cut)
 
 
 @jit(do_not_specialize=("n", "index", "key_low", "key_high"))
@@ -58,41 +64,43 @@ def update(
             m, v = parts.bf16_to_fp32(m), parts.bf16_to_fp32(v)
         w, m, v = parts.adam_element(w, m, v, grad, scalars, rule == _ADAMW)
         if noisy:
-            noise = parts.noise_bits(parts.add(index, at), parts.word(key_low), parts.word(key_high))
-            m, v = parts.round_noisily(m, noise & 0xFFFF), parts.round_noisily(v, noise >> 16)
-            m, v = m.to(tl.int16), v.to(tl.int16)
+            noise, noise_sq = _noises(index, at, key_low, key_high, 16)
+            m, v = parts.encode_bf16(m, noise).to(tl.int16), parts.encode_bf16(v, noise_sq).to(tl.int16)
         tl.store(first + at, m, mask)
         tl.store(second + at, v, mask)
     parts.store_master(weight, weight_low, at, w, mask, form)
 
 
 @jit()
-def _encode_blocks(value, codes, scales, at, mask, row, there, signed: tl.constexpr):
-    scale = parts.scale_of(tl.max(tl.where(mask, parts.magnitude(value), 0), axis=1))
-    tl.store(scales + row, scale, there)
-    usable = (scale > 0.0)[:, None]
-    inverse = tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0))[:, None]
-    code = tl.where(usable, parts.encode(tl.where(usable, value, 0.0), inverse, signed), 0)
-    tl.store(codes + at, code.to(tl.uint8), mask)
+def _encode_blocks(value, noise, codes, floors, at, mask, row, there, signed: tl.constexpr):
+    floor = parts.floor_of(tl.max(tl.where(mask, parts.magnitude(value), 0), axis=1), signed)
+    tl.store(floors + row, floor, there)
+    tl.store(codes + at, parts.encode_8bit(value, floor[:, None], noise, signed).to(tl.uint8), mask)
 
 
-@jit(do_not_specialize=("n",), do_not_specialize_on_alignment=("exp_avg_scale", "exp_avg_sq_scale"))
+@jit(
+    do_not_specialize=("n", "index", "key_low", "key_high"),
+    do_not_specialize_on_alignment=("exp_avg_floor", "exp_avg_sq_floor"),
+)
 def adamw_8bit(
     weight,
     weight_low,
     exp_avg,
     exp_avg_sq,
-    exp_avg_scale,
-    exp_avg_sq_scale,
+    exp_avg_floor,
+    exp_avg_sq_floor,
     gradient,
     n,
+    index,
+    key_low,
+    key_high,
     scalars,
     form: tl.constexpr,
     arriving: tl.constexpr,
     size: tl.constexpr,
 ):
-    """AdamW with 8-bit moments. A program has whole quantization blocks, and the first element is the first of a
-    block."""
+    """AdamW with 8-bit moments, otherwise like `update`. A program has whole blocks, and the first element is the first
+    of a block."""
     rows: tl.constexpr = size // _BLOCK
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     at = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -100,12 +108,14 @@ def adamw_8bit(
     there = row * _BLOCK < n
     w = parts.load_master(weight, weight_low, at, mask, form)
     grad = parts.as_fp32(tl.load(gradient + at, mask, 0), arriving)
-    m = parts.decode(tl.load(exp_avg + at, mask, 0), True) * tl.load(exp_avg_scale + row, there, 0.0)[:, None]
-    v = parts.decode(tl.load(exp_avg_sq + at, mask, 0), False) * tl.load(exp_avg_sq_scale + row, there, 0.0)[:, None]
+    floor, floor_sq = tl.load(exp_avg_floor + row, there, 0.0), tl.load(exp_avg_sq_floor + row, there, 0.0)
+    m = parts.decode_8bit(tl.load(exp_avg + at, mask, 0), floor[:, None], True)
+    v = parts.decode_8bit(tl.load(exp_avg_sq + at, mask, 0), floor_sq[:, None], False)
     w, m, v = parts.adam_element(w, m, v, grad, scalars, True)
     parts.store_master(weight, weight_low, at, w, mask, form)
-    _encode_blocks(m, exp_avg, exp_avg_scale, at, mask, row, there, True)
-    _encode_blocks(v, exp_avg_sq, exp_avg_sq_scale, at, mask, row, there, False)
+    noise, noise_sq = _noises(index, at, key_low, key_high, _CUT)
+    _encode_blocks(m, noise, exp_avg, exp_avg_floor, at, mask, row, there, True)
+    _encode_blocks(v, noise_sq, exp_avg_sq, exp_avg_sq_floor, at, mask, row, there, False)
 
 
 @jit(do_not_specialize=("n",))

@@ -103,7 +103,7 @@ class Layout:
 
     @cached_property
     def small(self) -> tuple[StateSpec, ...]:
-        """States with one element for many parameters: scales, factors, counts. They always live in RAM, because a
+        """States with one element for many parameters: floors, factors, counts. They always live in RAM, because a
         streamed block's share of one would be a few KiB, far less than a page."""
         most = sum(unit.trainable_numel for unit in self.units) // SMALL
         return tuple(

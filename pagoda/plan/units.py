@@ -8,7 +8,7 @@ from pagoda.errors import BudgetError
 
 ALIGN_ELEMENTS = 256
 """Every parameter starts at a multiple of this many elements in its extent. BLAS results may depend on alignment, CUDA
-needs 256 bytes, and blocks that are quantized together (`optim.codecs`) must not depend on the layout."""
+needs 256 bytes, and blocks of 8-bit moments (`optim.codecs`) must not depend on the layout."""
 
 
 @dataclass(frozen=True, slots=True)

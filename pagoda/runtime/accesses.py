@@ -53,7 +53,8 @@ class Accesses:
     for compute, both happen between two events.
 
     The scheduler is told about the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
-    once per operation. Reads in a row count as one use, which ends when compute does anything else.
+    once per operation, and so does code outside forwards. Reads in a row count as one use, which ends when compute does
+    anything else.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Accesses:
         self._rank_group = rank_group
         self._uses = {phase: [0] * len(plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         """Current uses of each unit, including an unfinished read."""
-        self._reading: LiveUnit | None = None
-        """The unit that backward read last, while that read counts as a use."""
+        self._reading: tuple[LiveUnit, Phase] | None = None
+        """The unit that one operation read last, and in which phase, while that read counts as a use."""
         self._last: Access | None = None
         self._forks = forks()
         self.closed = False
@@ -129,15 +130,16 @@ class Accesses:
             if not self._uses[phase][unit.index]:
                 self._driver.tell(self._scheduler.release, unit.index)
 
-    def read(self, unit: LiveUnit) -> torch.Tensor:
-        """A unit's weights for one operation of backward. They stay in place as long as the tensor is kept."""
+    def read(self, unit: LiveUnit, phase: Phase = Phase.BACKWARD) -> torch.Tensor:
+        """A unit's weights for one operation, of backward or outside forwards. They stay in place as long as the tensor
+        is kept."""
         with self.turn:
-            lease = self.begin(unit, Phase.BACKWARD)
-            if self._reading is unit:
-                self._uses[Phase.BACKWARD][unit.index] -= 1
+            lease = self.begin(unit, phase)
+            if self._reading == (unit, phase):
+                self._uses[phase][unit.index] -= 1
             else:
                 self.end_read()
-                self._reading = unit
+                self._reading = unit, phase
         return lease.base
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
@@ -147,11 +149,11 @@ class Accesses:
             self._driver.tell(event, *arguments)
 
     def end_read(self) -> None:
-        """Backward has finished the last read, or has ended."""
+        """Compute has finished the last read."""
         with self.turn:
-            unit, self._reading = self._reading, None
-            if unit is not None:
-                self.end(unit, Phase.BACKWARD)
+            reading, self._reading = self._reading, None
+            if reading is not None:
+                self.end(*reading)
 
     def _access(self, unit: LiveUnit, phase: Phase) -> None:
         """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
@@ -191,8 +193,15 @@ class Accesses:
         graphs with the old weights are outdated."""
         self.tell(self._scheduler.overwritten, unit.index)
 
+    def before_forward(self) -> None:
+        """A forward begins, which is no part of another one and of no backward. Its accesses are its own."""
+        self.end_read()
+        self.before_evaluation()
+
     def before_evaluation(self) -> None:
-        """A forward without gradients begins. Between steps, it must see all asynchronous updates."""
+        """If compute is about to use weights without gradients between steps, it must see all asynchronous updates."""
+        if torch.is_grad_enabled():
+            return
         if self.plan.options.max_staleness is not None and not self._used:
             self.check_usable()
             self.drain()

@@ -17,9 +17,8 @@ from pagoda.runtime.unit import LiveUnit, written_in_forward
 
 @dataclass(eq=False, slots=True)
 class _Forward:
-    """A running forward, or a running method of a module that reads parameters."""
+    """A running forward."""
 
-    is_method: bool
     phase: Phase
     thread: int = field(default_factory=threading.get_ident)
     entered: list[LiveUnit] = field(default_factory=list)
@@ -45,7 +44,7 @@ class ActiveForwards:
     @property
     def in_forward(self) -> bool:
         """Whether a forward is running."""
-        return any(not forward.is_method for forward in self._running)
+        return bool(self._running)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -54,7 +53,7 @@ class ActiveForwards:
         A thread that Python did not start is one of autograd's. The thread for which it works waits in backward, and
         may be inside a forward, so there is nothing to wait for.
         """
-        if self._runs_here() or isinstance(threading.current_thread(), threading._DummyThread):
+        if self.runs_here or isinstance(threading.current_thread(), threading._DummyThread):
             yield
             return
         if not self._one_thread.acquire(blocking=False):
@@ -71,13 +70,9 @@ class ActiveForwards:
         Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
         to transform leases too.
         """
-        if not units and self._runs_here() and self._packing.is_innermost:
+        if not units and self.runs_here and self._packing.is_innermost:
             return call(*args, **kwargs)  # what it uses is leased for the forward around it
-        return self._run(False, units, call, *args, **kwargs)
-
-    def run_method(self, units: Iterable[LiveUnit], method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of a module other than its forward. Parameters that `gathered` shows are not leased again."""
-        return self._run(True, [u for u in units if not u.gathered], method, *args, **kwargs)
+        return self._run(units, call, *args, **kwargs)
 
     def use(self, units: Sequence[LiveUnit]) -> bool:
         """Lease units for one function of torch, and then until the innermost running forward ends or other units need
@@ -85,13 +80,35 @@ class ActiveForwards:
 
         Returns False if no forward runs in this thread.
         """
-        if not self._runs_here():
+        if not self.runs_here:
             return False
         forward = self._running[-1]
         for unit in units:
             self._enter(forward, unit, keep=units)
             forward.read.append(unit)
         return True
+
+    @contextmanager
+    def around_function(self) -> Iterator[None]:
+        """Around a function of torch that uses hidden parameters.
+
+        Outside forwards it is like a forward of its own: other threads wait, it sees the same updates, and what a graph
+        saves is packed. But in backward, what runs may repeat a part of a forward, whose graph is packed already.
+        """
+        if self.runs_here:
+            yield
+            return
+        _refuse_transforms()
+        with self.alone():
+            starts_packing = False
+            if torch._C._current_graph_task_id() == -1:
+                self._accesses.before_evaluation()
+                starts_packing = torch.is_grad_enabled() and self._packing.enter()
+            try:
+                yield
+            finally:
+                if starts_packing:
+                    self._packing.leave()
 
     def _give_back(self, keep: Sequence[LiveUnit]) -> None:
         """Hide what running forwards have read of other modules, except the units `keep`. They lease it again if they
@@ -102,28 +119,22 @@ class ActiveForwards:
                 forward.entered.remove(unit)
                 self._leave(forward, unit)
 
-    def _runs_here(self) -> bool:
+    @property
+    def runs_here(self) -> bool:
+        """Whether a forward runs in this thread."""
         return bool(self._running) and self._running[-1].thread == threading.get_ident()
 
-    def _run(
-        self, is_method: bool, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UsageError(
-                "The transforms of torch.func (vmap, grad, jvp, ...) cannot run a wrapped model: use autograd's own "
-                "functions, or transform only what holds no parameters."
-            )
+    def _run(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        _refuse_transforms()
         with self.alone():
-            return self._run_alone(is_method, units, call, *args, **kwargs)
+            return self._run_alone(units, call, *args, **kwargs)
 
-    def _run_alone(
-        self, is_method: bool, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not self._running and not torch.is_grad_enabled():
-            self._accesses.before_evaluation()
-        starts_packing = self._packing.enter()
+    def _run_alone(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         in_backward = torch._C._current_graph_task_id() != -1
-        forward = _Forward(is_method, Phase.BACKWARD if in_backward else Phase.FORWARD)
+        if not self._running and not in_backward:
+            self._accesses.before_forward()
+        starts_packing = self._packing.enter()
+        forward = _Forward(Phase.BACKWARD if in_backward else Phase.FORWARD)
         self._running.append(forward)
         try:
             for unit in units:
@@ -158,3 +169,11 @@ class ActiveForwards:
         if written is not None:
             self._accesses.overwritten(unit)
             forward.written.append(written)
+
+
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            "The transforms of torch.func (vmap, grad, jvp, ...) cannot run a wrapped model: use autograd's own "
+            "functions, or transform only what holds no parameters."
+        )

@@ -44,6 +44,7 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import open_updaters
+from pagoda.runtime.uses import Uses
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.simulate.timeline import Timeline
 
@@ -122,6 +123,7 @@ class Engine:
         self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, self.rank_group)
         self.graphs.packing.register(units)
         self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
+        self.uses = Uses(self.active_forwards, self.accesses, self.graphs.packing)
         self.saver = Saver()
         self.stepper = Stepper(
             units, clip_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages

@@ -49,8 +49,6 @@ class Gathering:
     _window: memoryview | None = None
     """RAM through which a slice on SSD is sent: each message is sent before the next is read."""
     _reading: threading.Lock = field(default_factory=threading.Lock)
-    _updated: dict[int, Handle] = field(default_factory=dict)
-    """unit -> this rank's latest update of a slice that is shared."""
 
     def __post_init__(self) -> None:
         collectives, store = self._collectives, self._store
@@ -86,7 +84,6 @@ class Gathering:
         """Bring every rank's updated slice of a unit's weights to this rank's home, `extent`, once its own is
         updated."""
         unit, updated = record.unit, record.updated
-        self._updated[unit.index] = updated
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         # Under backward, ranks may update others.
         alike = not self._store.plan.options.update_during_backward
@@ -150,7 +147,7 @@ class Gathering:
         if not self._collectives.order.failed:
             # This rank's compute is about to queue the same update, unless it waits for what comes after this.
             self._await_version(unit, version, lambda: self._collectives.awaited)
-            _end(self._updated.get(unit.index))
+            _end(self._executor.updated(unit))
             self._check_version(unit, version)
         self._share(unit, self._store.newest_extent(unit.index, WEIGHT))
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from pagoda.runtime.engine import Engine
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.markers import GradientMarker
 from pagoda.runtime.next_update import check_is_ours
-from pagoda.runtime.reads import has_forward, methods_reading_params, params_read_in
+from pagoda.runtime.reads import has_forward, params_read_in
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -54,7 +54,6 @@ class ModelHooks:
         needed = _units_of_modules(model, engine.units)
         for block in find_blocks(model):
             self._follow(block, needed.get(block.module, []))
-        self._bracket_methods(model)
         for module, units in needed.items():
             self._bracket(module, units, is_root=module is model)
         for unit in engine.units:
@@ -79,6 +78,7 @@ class ModelHooks:
     def _bracket(self, module: nn.Module, units: list[LiveUnit], is_root: bool) -> None:
         """Lease units during every call of a module, including its own hooks. If a module has `_compiled_call_impl`,
         torch calls that instead of everything else."""
+        module.__dict__["__deepcopy__"] = self._engine.__reduce_ex__  # refuses, before parameters are copied
         call = module._compiled_call_impl
         if call is None:
             call = module._call_impl
@@ -99,18 +99,6 @@ class ModelHooks:
     def _refuse_compiling(self, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             self._refuse()
-
-    def _bracket_methods(self, model: nn.Module) -> None:
-        """Lease units during methods that read parameters. Users may call such methods, for example `encode`, outside a
-        forward."""
-        owner = {id(param): unit for unit in self._engine.units for param in unit.params}
-        compiled = {inner for module in model.modules() if module._compiled_call_impl for inner in module.modules()}
-        for module in model.modules():
-            for name, params in () if module in compiled else methods_reading_params(module).items():
-                method = getattr(module, name)
-                units = list(dict.fromkeys(owner[id(param)] for param in params if id(param) in owner))
-                bracketed = partial(self._engine.active_forwards.run_method, units, method)
-                module.__dict__[name] = update_wrapper(bracketed, method)
 
     def _follow(self, block: Block, units: list[LiveUnit]) -> None:
         """Let the activations' policy run a block's forward. Lease its units when backward recomputes it, because no

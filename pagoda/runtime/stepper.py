@@ -17,7 +17,7 @@ from pagoda.plan.tiers import HOST
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient, non_finite_error
-from pagoda.runtime.hidden import outside_use
+from pagoda.runtime.hidden import unseen
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
 from pagoda.runtime.rank_group import Counts, RankGroup
@@ -83,7 +83,7 @@ class Stepper:
         """Autograd has finished one parameter's gradient."""
         announced = self._options.accumulation_steps
         if not unit.used:
-            raise UsageError(outside_use(unit.name(slot)))
+            raise UsageError(unseen(unit.name(slot), "received a gradient"))
         if unit.updated:
             raise UsageError(
                 f"{unit.name(slot)!r} received a gradient after its update during backward: more backward passes than "

@@ -1,4 +1,4 @@
-"""The ready-made training loop on top of `pagoda.wrap`: configuration, text, metrics, progress, resuming."""
+"""The built-in training loop on top of `pagoda.wrap`: configuration, text, metrics, progress, resuming."""
 
 from pagoda.train.config import OptimConfig, TrainConfig
 

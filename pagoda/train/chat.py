@@ -1,6 +1,6 @@
 """Turns conversations into tokens with the tokenizer's chat template. The loss counts what assistants write.
 
-What an assistant writes, its *turn*, is a part of the text that the template makes of the whole conversation:
+What an assistant writes, its *turn*, is a part of the text that the template gives for the whole conversation:
 
 - If the template has generation markers (`{% generation %}`), it is what they enclose. If TRL is installed and has a
   training variant of the template, which has markers, that variant is used, as TRL trains with it.
@@ -274,7 +274,7 @@ class ChatTemplate:
         return _same(alone, beginning)
 
     def _found_again(self, chat: _Chat, index: int, turn: str, text: str) -> Span | None:
-        """Where a turn is in the text of a conversation that goes on, or None if the template writes it differently
+        """Where a turn is in the text of a conversation that continues, or None if the template writes it differently
         there. `turn` is what it writes if the conversation ends with the turn."""
         _, found, at_end = self._around(chat, index, index + 1)
         _, again, after = self._around(chat, index, len(chat.messages))

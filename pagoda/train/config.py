@@ -223,7 +223,7 @@ class TrainConfig(Run):
             raise ConfigError("--lora.rank adapts whole layers: leave out --tensor-parallel")
 
     def settings(self) -> dict[str, Any]:
-        """All settings in JSON's types. `from_settings` makes an equal configuration of them."""
+        """All settings in JSON's types. `from_settings` reads them into an equal configuration."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return found
 

@@ -48,12 +48,12 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
     if config.resume and config.out is None:
         raise ConfigError("--resume continues a run: name its directory with --out")
     if config.out is None and may_be_restarted():
-        raise ConfigError("torchrun --max-restarts goes on with a run: name its directory with --out")
+        raise ConfigError("torchrun --max-restarts continues a run: name its directory with --out")
 
     def choices() -> tuple[TrainConfig, list[str]]:
         if config.out is not None and not config.resume and config.depends_on_data:
             run_dir = RunDir(config.out)
-            if was_restarted() and run_dir.config.exists():  # these processes go on with what others began
+            if was_restarted() and run_dir.config.exists():  # these processes continue what others began
                 return replace(run_dir.started_config(), out=config.out), []
             run_dir.check_free()
         chosen, reasons = _chosen(config, mesh.ranks.data_parallel, console)
@@ -129,7 +129,7 @@ def _learning_rate(config: TrainConfig) -> tuple[float, list[str]]:
 
 
 def _new_directory(asked: TrainConfig) -> Path:
-    """A directory in runs/ that is not there yet, with the names of model and data."""
+    """A directory in runs/ that does not exist yet, with the names of model and data."""
     stem = f"{Path(asked.model).resolve().name}-{Path(asked.data).stem}".replace("*", "")
     return unused(Path("runs") / stem, "-")
 
@@ -192,7 +192,7 @@ def _room(asked: TrainConfig) -> tuple[int, str]:
     if memory.device_bytes is not None and not memory.arena_for_device:
         if not torch.cuda.is_available():
             raise ConfigError(f"--memory.device is {memory.device}, and torch finds no CUDA GPU here: leave it out")
-        return max(0, torch.cuda.mem_get_info()[0] - memory.device_bytes), "of the GPU, beside pages"
+        return max(0, torch.cuda.mem_get_info()[0] - memory.device_bytes), "of the GPU, without pages"
     free = free_ram()
     host = int(free * HOST_SHARE) if memory.host_bytes is None else memory.host_bytes
-    return max(0, free - host), f"of {format_bytes(free)} free RAM, beside {format_bytes(host)} for pages"
+    return max(0, free - host), f"of {format_bytes(free)} free RAM, less {format_bytes(host)} for pages"

@@ -110,7 +110,7 @@ def _crosses(session: Session) -> bool:
     """Whether a model's logits in a document depend on the document before it.
 
     The model reads two short documents together, then again with other tokens in the first one. Its logits in the
-    second one must stay the same, except for rounding: experts that get another number of tokens may round otherwise.
+    second one must stay the same, except for rounding: experts that get another number of tokens may round differently.
     """
     rows = session.batches.rows
     length = min(_PROBED, rows.length // 2)

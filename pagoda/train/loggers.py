@@ -76,7 +76,7 @@ class Loggers:
                 work(name, logger)
             except Exception as error:  # of another package, which may raise anything
                 del opened[name]
-                self._warn(f"--log {name} fails: {type(error).__name__}: {error}. The run goes on without it")
+                self._warn(f"--log {name} fails: {type(error).__name__}: {error}. The run continues without it")
 
     def _open(self, name: str, module: Any) -> Any:
         """A destination for one run: TensorBoard's writer of event files in the run's directory, or a run of wandb or

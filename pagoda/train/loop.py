@@ -158,4 +158,4 @@ def _check_trace(config: TrainConfig, run_dir: RunDir, done: int) -> None:
         )
     parent = config.trace.absolute().parent
     if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == run_dir.path.absolute()):
-        raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that is there")
+        raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that exists")

@@ -60,7 +60,7 @@ class StepMetrics(Entry):
     peak_bytes: Mapping[str, int]
     """Most bytes in use so far, per tier."""
     accesses: Mapping[str, int] = field(default_factory=dict)
-    """Number of accesses to units by where they found the weights: in_place, arrived, late or fault."""
+    """Number of accesses to units by where the weights were: in_place, arrived, late or fault."""
     prefetch_hit_rate: float
     """Share of accesses to fetched weights that did not wait: arrived / (arrived + late + fault)."""
     faults: int
@@ -153,13 +153,13 @@ class MetricsFile:
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Go on if the block fails to write. Warns when that begins, and when it ends."""
+        """Continue if the block fails to write. Warns when that begins, and when it ends."""
         why = ""
         try:
             yield
         except (OSError, StorageError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            why = f"{self._path} cannot be written: {reason}. The run goes on and tries again after each step"
+            why = f"{self._path} cannot be written: {reason}. The run continues and tries again after each step"
         if bool(why) != self._fails:
             self._fails = bool(why)
             self._warn(why or f"{self._path} can be written again, and lacks nothing")

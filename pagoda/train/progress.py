@@ -57,7 +57,7 @@ class Lasting:
             with suppress(OSError, ValueError):
                 discard(self._target)
             with suppress(OSError, ValueError):
-                message = f"pagoda: {error}: the run goes on, and writes what follows to output.txt in its directory"
+                message = f"pagoda: {error}: the run continues, and writes what follows to output.txt in its directory"
                 print(message, file=sys.stderr, flush=True)
             return False
 

@@ -106,7 +106,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: not JSON: {error}. Each line is to be a record of its own") from error
+                raise ConfigError(f"{where}: not JSON: {error}. Each line must be one record") from error
             yield where, row, position
 
 
@@ -310,7 +310,7 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             content = self._file.read(len(buffer))
-        except Exception as error:  # each format has errors of its own
+        except Exception as error:  # each format has its own errors
             raise OSError(f"it cannot be unpacked, or is cut short: {error}") from error
         buffer[: len(content)] = content
         return len(content)

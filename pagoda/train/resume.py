@@ -61,8 +61,8 @@ def begin(
         held.enter_context(locked(run_dir.path))
         if named and (again or not config.resume):
             raise ConfigError(
-                "--checkpoint says where --resume goes on from: "
-                + ("it was used already, so leave it out to go on" if again else "add --resume")
+                "--checkpoint names the checkpoint from which --resume continues: "
+                + ("it was used already, so leave it out to continue" if again else "add --resume")
             )
         if not (config.resume or (again and run_dir.config.exists())):
             run_dir.check_free()

@@ -71,7 +71,7 @@ class RunDir:
         if not existing.is_dir():
             raise ConfigError(f"--out {self.path}: {existing} is a file, not a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(f"--out {self.path} cannot be made: {existing} is not writable")
+            raise ConfigError(f"--out {self.path} cannot be created: {existing} is not writable")
 
     def check_free(self) -> None:
         """Check that a new run can start here. Writes nothing.
@@ -198,7 +198,7 @@ class RunDir:
 
 
 def unused(path: Path, separator: str = "") -> Path:
-    """The path if nothing is there, otherwise the first one with a number after it at which nothing is."""
+    """The path if it does not exist, otherwise the first free one with a number after it."""
     numbered = (path.with_name(f"{path.name}{separator}{number}") for number in count(2))
     return next(each for each in chain([path], numbered) if not each.exists())
 

@@ -26,7 +26,7 @@ _log = logging.getLogger("pagoda")
 
 
 class Saving:
-    """Saves checkpoints in the background. If a write fails, the run says so and goes on, because the next checkpoint
+    """Saves checkpoints in the background. If a write fails, the run says so and continues, because the next checkpoint
     may succeed. The last one is retried for a while, because the state is still in memory."""
 
     def __init__(self, session: Session, run_dir: RunDir, tokenizer: Sequence[Path], mesh: Mesh, console: Console):
@@ -159,6 +159,6 @@ class Saving:
         if not isinstance(error, PagodaError | OSError):
             raise error
         if say_it:
-            message = f"The checkpoint after step {step} was not saved: {error}. The run goes on to the next one"
+            message = f"The checkpoint after step {step} was not saved: {error}. The run continues to the next one"
             say(self._console, message) if self._mesh.rank == 0 else _log.warning("%s", message)
         return error

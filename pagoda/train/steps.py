@@ -226,12 +226,12 @@ class Steps:
 
     @contextmanager
     def _warning_of(self, path: Path) -> Iterator[None]:
-        """Let the run go on without a file that cannot be written."""
+        """Let the run continue without a file that cannot be written."""
         try:
             yield
         except (ConfigError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            self._warn(f"{path} cannot be written: {why}. The run goes on without it")
+            self._warn(f"{path} cannot be written: {why}. The run continues without it")
 
     def _warn(self, message: str) -> None:
         say(self._console, message) if self._mesh.rank == 0 else _log.warning("%s", message)

@@ -127,7 +127,7 @@ class ModelTokenizer(Tokenizer):
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # a broken file is found by one of several libraries
+        except Exception as error:  # one of several libraries reports a broken file
             said = str(error).strip().splitlines()[:1] or [type(error).__name__]
             raise ConfigError(
                 f"the tokenizer in {directory} cannot be read: {said[0]}. Copy all files of the tokenizer again, or "

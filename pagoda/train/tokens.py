@@ -1,4 +1,4 @@
-"""The tokens of a data set. They are made once, and kept as memory-mapped files in a cache directory.
+"""The tokens of a data set. They are computed once, and kept as memory-mapped files in a cache directory.
 
 `tokens` has every token of every document, in order: id, or ~id if the loss does not count it, in 16 or 32 bits. `ends`
 has the end of each document, int64. `about.json` has all other facts, and a hash of each of the three. The directory's
@@ -90,7 +90,7 @@ def open_tokens(
     column: str | None = None,
     console: Console | None = None,
 ) -> Tokens:
-    """The tokens of `--data` (file, folder, glob, or "stdlib"). They are made now if they are not in the cache.
+    """The tokens of `--data` (file, folder, glob, or "stdlib"). They are computed now if they are not in the cache.
 
     `column` has the text or the conversation of a record. Progress is shown on `console`. Without a tokenizer, tokens
     are bytes.

@@ -121,7 +121,7 @@ def test_what_cannot_be_read_or_written_exits_with_2(
     out = tmp_path / "hardware.json"
     assert main(["calibrate", "--ssd", str(tmp_path / "none"), "--out", str(out)]) == 2
     error = capfd.readouterr().err
-    assert "none is not there: create it" in error
+    assert "none does not exist: create it" in error
     assert "Traceback" not in error
     assert not out.exists()
     monkeypatch.setattr("pagoda.calibrate.calibrate", lambda *_: measured)

@@ -261,7 +261,7 @@ def assert_refused_untouched(run: Run, directory: Path, message: str) -> None:
         (Recipe("conv"), "does not belong to this model: only one of the two trains"),
         (
             Recipe("llama", moments="8bit"),
-            "this run keeps .*exp_avg_sq_8bit.*precision, optimizer and moments of the run that",
+            "this run keeps .*exp_avg_sq_fp8.*precision, optimizer and moments of the run that",
         ),
     ],
     ids=["model", "moments"],
@@ -296,6 +296,15 @@ def damaged(saved: Path, copy: Path, **changes: object) -> Path:
             content[key] = value
     write_manifest(copy, {key: value for key, value in content.items() if key not in ("format", "version", "hash")})
     return copy
+
+
+def test_a_checkpoint_with_the_former_8_bit_moments_is_refused_with_the_way_out(saved: Path, tmp_path: Path) -> None:
+    former = ["weight", "weight_low", "exp_avg_8bit", "exp_avg_sq_8bit", "exp_avg_scale", "exp_avg_sq_scale"]
+    copy = damaged(saved, tmp_path / "former", states=former)
+    for name in former[2:]:
+        shutil.copy(copy / "exp_avg.safetensors", copy / f"{name}.safetensors")
+    with pytest.raises(pagoda.CheckpointError, match=r"exp_avg_8bit.*save_state_dict.*load_state_dict"):
+        Run(Recipe("llama", moments="8bit"), RESIDENT).load(copy)
 
 
 def test_a_manifest_with_values_that_cannot_be_used_is_refused(saved: Path, tmp_path: Path) -> None:

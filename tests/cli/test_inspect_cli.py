@@ -20,7 +20,7 @@ def test_stores_commits_checkpoints_and_space_are_shown(tmp_path: Path, capsys: 
     assert main(["inspect", str(saved.ssd)]) == 0
     shown = capsys.readouterr().out
     assert "12 slots of 4.00 KiB" in shown
-    assert f"16.00 KiB of {checkpoints}/step-1 (not there: see pagoda gc)\n" in shown
+    assert f"16.00 KiB of {checkpoints}/step-1 (missing: see pagoda gc)\n" in shown
     assert f"16.00 KiB of {checkpoints}/step-2\n" in shown
     assert "20.00 KiB kept by commits, 28.00 KiB free" in shown
 

@@ -192,8 +192,10 @@ def test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(placement: str,
     assert counts.pop("aten::_local_scalar_dense", 0) <= 2  # transformers looks into each forward's positions
     assert counts["d2h"] > 0
     assert set(counts) <= {"h2d", "d2h"}
-    with pytest.raises(pagoda.UsageError, match=r"outside the forward.*gathered"):
-        torch.nn.init.zeros_(next(model.parameters()))
+    weight = next(model.parameters())
+    assert weight.norm().item() > 0
+    torch.nn.init.zeros_(weight)
+    assert not weight.any()
     optimizer.close()
 
 

@@ -670,6 +670,52 @@ def change_between_steps(out: Path, how: str) -> Any:
     return weights
 
 
+def use_weights_anywhere(out: Path, stage: int, ssd: bool) -> dict[str, Any]:
+    """Weights, their average and a penalty's values after steps in which every rank reads weights outside forwards, and
+    one rank more than the other. Between steps, all write."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    memory = pagoda.Memory(host="512KiB", ssd=f"{out}:16MiB" if ssd else None, page_size=PAGE, unit_limit="2KiB")
+    mesh = pagoda.open_mesh(stage=stage)
+    model, optimizer = pagoda.wrap(model, pagoda.SGD(lr=0.125), memory=memory, precision="fp32", mesh=mesh)
+    average = [torch.zeros(param.shape) for param in model.parameters()]
+    penalties, rank = [], place()[0]
+    for step in range(5):
+        loss, penalty = model(torch.ones(2, 16)).square().mean(), sum(p.square().sum() for p in model.parameters())
+        penalties.append(penalty.item())
+        (loss + 0.01 * penalty).backward()
+        if rank == 1 and step in (1, 3):
+            assert model[2].weight.norm() > 0
+        optimizer.step()
+        if rank == 0 and step in (2, 3):
+            assert torch.equal(model[1].weight, model[1].weight.clone())
+        with torch.no_grad():
+            for value, param in zip(average, model.parameters(), strict=True):
+                value.lerp_(param, 0.25)
+            model[3].weight.clamp_(-0.1, 0.1)
+    weights = joined(model.state_dict())
+    optimizer.close()
+    return {"weights": weights, "average": dict(enumerate(average)), "penalties": penalties}
+
+
+def write_alone(out: Path) -> str:
+    """The error of a rank that writes a weight while the other trains."""
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
+
+    def go_on() -> None:
+        with torch.no_grad():
+            if place()[0] == 0:
+                model.first.weight.mul_(2)
+        model(torch.ones(2, 8), both=True).backward()
+        optimizer.step()
+
+    error = refusal(go_on)
+    with suppress(Exception):
+        optimizer.close()
+    return error
+
+
 def clip_unalike(out: Path, how: str) -> str:
     """The error where ranks clip gradients of different parameters, or multiply them by different numbers."""
     rank = place()[0]

@@ -128,6 +128,22 @@ def test_ranks_change_weights_between_steps_that_the_step_before_left_as_they_we
         assert_equal(weights, alone)
 
 
+@pytest.mark.parametrize(("stage", "ssd"), [(3, False), (3, True), (1, False)])
+def test_ranks_use_weights_outside_forwards_alike_or_alone(
+    stage: int, ssd: bool, ranks: RankServer, tmp_path: Path
+) -> None:
+    (alone,) = ranks.run("use_weights_anywhere", 1, tmp_path / "alone", stage=stage, ssd=ssd)
+    for result in ranks.run("use_weights_anywhere", 2, tmp_path / "together", stage=stage, ssd=ssd):
+        assert_equal(result["weights"], alone["weights"])
+        assert_equal(result["average"], alone["average"])
+        assert result["penalties"] == alone["penalties"]
+
+
+def test_a_rank_that_writes_alone_is_an_error_on_all(ranks: RankServer, tmp_path: Path) -> None:
+    for error in ranks.run("write_alone", 2, tmp_path):
+        assert "at different points" in error
+
+
 def test_hybrid_sharding_differs_by_the_order_of_sums_only(ranks: RankServer, once: Any, tmp_path: Path) -> None:
     recipe = {"model": "llama", "precision": "fp32", "clip": None, "steps": 2}
     expected = alone(once, 4, recipe)

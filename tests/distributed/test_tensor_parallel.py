@@ -50,7 +50,7 @@ def test_a_divided_model_has_the_bits_that_it_has_without_pages(
         assert all(peak <= result["plan_peak"][tier] for tier, peak in result["peak"].items())
         assert result["norms"] == results[0]["norms"]
     if placement.get("kind") == "ssd":
-        moment = {"adamw-8bit": "exp_avg_8bit", "muon": "momentum_buffer"}.get(model.get("rule"), "exp_avg")
+        moment = {"adamw-8bit": "exp_avg_fp8", "muon": "momentum_buffer"}.get(model.get("rule"), "exp_avg")
         assert all({"weight", moment} <= result["lines"]["ssd"].keys() for result in results)
 
 

@@ -56,12 +56,12 @@ def copy_of(states: States) -> States:
 
 
 def random_values(n: int, scale: float, generator: torch.Generator, edges: bool) -> torch.Tensor:
-    """Values shape [n]; with ``edges`` half of them are from `EDGES`."""
+    """Values shape [n]; with ``edges`` half of the first half are from `EDGES`."""
     drawn = torch.randn(n, generator=generator) * scale
     if not edges:
         return drawn
     picked = EDGES[torch.randint(len(EDGES), (n,), generator=generator)]
-    return torch.where(torch.rand(n, generator=generator) < 0.5, picked, drawn)
+    return torch.where((torch.rand(n, generator=generator) < 0.5) & (torch.arange(n) < n / 2), picked, drawn)
 
 
 def random_states(
@@ -76,6 +76,7 @@ def random_states(
         for moment, scale in (("exp_avg", 1e-1), ("exp_avg_sq", 1e-3)):
             values = random_values(n, scale, generator, edges)
             values = values.abs() if moment == "exp_avg_sq" else values
+            values = values / 4 if rule.moments == "8bit" else values  # the largest are not finite to this codec
             kept = flat.encode_moment(moment, values, rule.moments)
             made.update(zip((state.name for state in rule.states_of(moment)), kept, strict=True))
     else:

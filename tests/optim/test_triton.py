@@ -180,7 +180,7 @@ for form in (0, 1, 2):
     types = {**TYPES, "weight": weight, "weight_low": weight, "gradient": weight}
     fp32, half = (types | dict.fromkeys(("first", "second"), kind) for kind in ("*fp32", "*i16"))
     codes = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*u8")
-    codes |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), "*fp32")
+    codes |= dict.fromkeys(("exp_avg_floor", "exp_avg_sq_floor"), "*fp32")
     kernels = [(triton_updates.update, fp32, {"rule": rule, "noisy": False, "size": 1024}) for rule in range(5)]
     kernels.append((triton_updates.update, half, {"rule": 0, "noisy": True, "size": 1024}))
     kernels.append((triton_updates.adamw_8bit, codes, {"size": 1024}))

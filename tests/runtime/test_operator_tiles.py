@@ -121,7 +121,7 @@ def test_a_checkpoint_resumes_in_other_tiles_or_none(
 
 
 def test_the_moments_of_a_bias_in_tiles_are_restored_to_any_tiles(wrap: Wrap, tmp_path: Path) -> None:
-    """Each tile has scales of its own, and a checkpoint joins them."""
+    """Each tile has floors of its own, and a checkpoint joins them."""
     tiles = [pagoda.Tiles(tile_limit=limit) for limit in ("20KiB", None)]
     rule = pagoda.AdamW(lr=1e-2, moments="8bit")
     model, optimizer = wrap(wide(), rule=rule, tiles=tiles[0])

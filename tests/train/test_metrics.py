@@ -135,7 +135,7 @@ def test_a_full_disk_is_named_once_and_no_line_is_lost_when_there_is_room_again(
             file.write(replace(METRICS, step=step))
             file.sync()
         assert len(warnings) == 1
-        assert "m cannot be written: No space left on device. The run goes on" in warnings[0]
+        assert "m cannot be written: No space left on device. The run continues" in warnings[0]
         file._file = right
         file.write(replace(METRICS, step=3))
         assert steps_in(tmp_path / "m") == [1, 2, 3]

@@ -60,5 +60,5 @@ def test_a_run_goes_on_without_its_output_and_writes_it_to_a_file(
     assert console.file is stream
     assert [line["step"] for line in read_metrics(config.out / "metrics.jsonl")] == [1, 2]
     assert (config.out / "checkpoints" / "step-000002").is_dir()
-    assert capsys.readouterr().err.count(f"{error}: the run goes on") == 1
+    assert capsys.readouterr().err.count(f"{error}: the run continues") == 1
     assert "step 2/2" in (config.out / "output.txt").read_text()

@@ -29,7 +29,7 @@ from pagoda.runtime.activations.saved import (
     moved,
     unchanged,
 )
-from pagoda.runtime.hidden import hidden_class, outside_use
+from pagoda.runtime.hidden import hidden_class, unseen
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.unit import LiveUnit, ShownParameter
 
@@ -49,10 +49,12 @@ class WeightReference:
 
     requires_grad = False
 
-    def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor, graph: Graph) -> None:
+    def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor, graph: Graph, first: int = 0) -> None:
+        """`first`: the element of the lease with which the tensor's storage begins."""
         self._graph = graph
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self._view, self._form = View(local(tensor)), DTensorForm.of(tensor)
+        self._view.offset += first
         self._accesses = accesses
         self._unit = unit
         self._version = accesses.edition(unit)
@@ -150,6 +152,8 @@ class Packing:
     _of_thread: threading.local = field(default_factory=threading.local)
     _placeholders: dict[int, str] = field(default_factory=dict)
     _buffers: frozenset[int] = frozenset()
+    _copies: dict[int, tuple[LiveUnit, int, torch.dtype]] = field(default_factory=dict)
+    """Storage of a copy of a parameter -> its unit, its first element there, and its dtype."""
 
     @property
     def _entered(self) -> list[tuple[Callable[[torch.Tensor], Any], Any]]:
@@ -200,6 +204,19 @@ class Packing:
         """Stop packing."""
         _, hooks = self._entered.pop()
         hooks.__exit__(None, None, None)
+
+    @contextmanager
+    def copied(self, unit: LiveUnit, slot: int, copy: torch.Tensor) -> Iterator[None]:
+        """Inside, `copy` has the values of a parameter. If graphs save it, they keep a reference to the weights."""
+        if unit.forms[slot] is not None:
+            yield
+            return
+        storage = copy.untyped_storage()._cdata
+        self._copies[storage] = unit, unit.spec.slots[slot].offset, copy.dtype
+        try:
+            yield
+        finally:
+            del self._copies[storage]
 
     @property
     def is_innermost(self) -> bool:
@@ -343,9 +360,12 @@ class Packing:
         lease = self._leases.find(address)
         if lease is not None:
             return WeightReference(self._accesses, lease.unit, tensor, self.graph)
+        unit, first, dtype = self._copies.get(address, (None, 0, None))
+        if unit is not None and tensor.dtype is dtype:
+            return WeightReference(self._accesses, unit, tensor, self.graph, first)
         name = self._placeholders.get(address)
         if name is not None:
-            raise UsageError(outside_use(name))
+            raise UsageError(unseen(name, "is saved for backward"))
         return None
 
     def _activation(self, tensor: torch.Tensor) -> SavedStorage | None:
