@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .threads import Thread, Threads, ViolationError
+from .threads import OverError, Thread, Threads, ViolationError
 
 
 class _Message(NamedTuple):
@@ -108,10 +108,12 @@ class Network:
                     del box[place]
                     target = into.view(-1).view(torch.uint8)
                     if message.what != what or message.data.numel() != target.numel():
-                        raise ViolationError(
+                        wrong = (
                             f"rank {message.sender} sends {message.data.numel()} bytes of {message.what}, and rank "
                             f"{self.rank} expects {target.numel()} of {what}"
                         )
+                        self.threads.end(ViolationError(wrong))
+                        raise OverError
                     target.copy_(message.data)
                     return message.sender
             if sender in self.gone or (sender is None and len(self.gone) >= self.size - 1):

@@ -4,6 +4,7 @@ All of the package runs as for users. What lies below it is make-believe: thread
 
     python -m tests.worlds.world 1000          # worlds with seeds 0 to 999
     python -m tests.worlds.world 1 4711        # that one, with what its program does printed
+    python -m tests.worlds.world 1000 --ranks  # some of them with two ranks
 """
 
 import gc
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -63,10 +65,13 @@ class AtOnce:
 class World:
     """One run."""
 
-    def __init__(self, seed: int, log: bool = False, haste: int = 0) -> None:
-        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns."""
+    def __init__(self, seed: int, log: bool = False, haste: int = 0, ranks: bool = False) -> None:
+        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns. `ranks`:
+        some worlds have two ranks."""
         self.seed = seed
         self.rules = Rules.draw(Random(seed))
+        if not ranks:
+            self.rules = replace(self.rules, ranks=1)
         self.haste = Random(7 * seed + haste + 1)
         """Decides everything but what programs do."""
         self.log: list[str] | None = [] if log else None
@@ -171,9 +176,9 @@ def alone() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def run(seed: int, log: bool = False) -> str | None:
+def run(seed: int, log: bool = False, ranks: bool = False) -> str | None:
     """Run a world; what went wrong in it, if anything."""
-    world = World(seed, log)
+    world = World(seed, log, ranks=ranks)
     wrong = None
     try:
         world.run()
@@ -190,13 +195,14 @@ def run(seed: int, log: bool = False) -> str | None:
 
 def main() -> None:
     os.environ["PAGODA_POISON"] = "1"
+    numbers, ranks = [int(each) for each in sys.argv[1:] if each.isdigit()], "--ranks" in sys.argv
     with alone():
-        if len(sys.argv) > 2:
-            print(run(int(sys.argv[2]), log=True))
+        if len(numbers) > 1:
+            print(run(numbers[1], log=True, ranks=ranks))
             return
         started = time.perf_counter()
-        wrong = [found[:300] for seed in range(int(sys.argv[1])) if (found := run(seed)) is not None]
-        print(*wrong[:20], f"{sys.argv[1]} worlds, {len(wrong)} wrong, {time.perf_counter() - started:.1f} s", sep="\n")
+        wrong = [found[:300] for seed in range(numbers[0]) if (found := run(seed, ranks=ranks))]
+        print(*wrong[:20], f"{numbers[0]} worlds, {len(wrong)} wrong, {time.perf_counter() - started:.1f} s", sep="\n")
 
 
 if __name__ == "__main__":
