@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -149,7 +149,7 @@ class Order:
             if self._list and call.kind is CollectiveKind.GATHER:
                 self.asked += 1
                 return False
-            self._pass_over(self._rest())
+            self._pass_over_rest()
         asking = self._askers(call, self._settle(call))
         return {*self._sharers(call.about)}.issubset(asking)
 
@@ -159,7 +159,7 @@ class Order:
         if part is not self._part or step is not None:
             self.leave(whole=step is not False)
         elif self._wanted is not None and not self._claim(call):
-            self._pass_over(self._rest())
+            self._pass_over_rest()
         self._settle(call)
 
     def leave(self, whole: bool) -> None:
@@ -167,7 +167,7 @@ class Order:
         if self._wanted is not None:
             assert self._part is not None
             assert self._part.number is not None
-            self._pass_over(self._rest())
+            self._pass_over_rest()
             self._known[self._part.number][0] = tuple(self._wanted) if whole else ()
         self._part, self._list, self._wanted = None, (), None
 
@@ -216,26 +216,28 @@ class Order:
         for place in range(self._next, len(self._list)):
             found = self._list[place]
             if found == entry and found.position <= entry.position:
-                passed, self._next = self._list[self._next : place], place + 1
-                self._pass_over(passed)
+                self._pass_over(place)
+                self._next = place + 1
                 return True
             if found.kind is CollectiveKind.ON_ALL_RANKS:
                 break
         return False
 
-    def _rest(self) -> Sequence[Call]:
-        """Skip to the next entry that needs all ranks, and return the entries before it."""
-        first = self._next
-        while self._next < len(self._list) and self._list[self._next].kind is not CollectiveKind.ON_ALL_RANKS:
-            self._next += 1
-        return self._list[first : self._next]
+    def _pass_over_rest(self) -> None:
+        """Skip to the next entry that needs all ranks."""
+        stop = self._next
+        while stop < len(self._list) and self._list[stop].kind is not CollectiveKind.ON_ALL_RANKS:
+            stop += 1
+        self._pass_over(stop)
 
-    def _pass_over(self, entries: Iterable[Call]) -> None:
-        if self._broken is not None or self._transport.broken:
-            return  # no rank takes part any more
-        for entry in entries:
+    def _pass_over(self, stop: int) -> None:
+        """Take part in the entries before `stop`. If that fails, `_next` is the first one that is left."""
+        while self._next < stop and self._broken is None and not self._transport.broken:
+            entry = self._list[self._next]
+            self._next += 1
             self.served += 1
             self._take_part(entry.kind, entry.about, self._version(entry.about) + entry.version)
+        self._next = max(self._next, stop)  # no rank takes part any more if the connection is broken
 
     def _take_part(self, kind: CollectiveKind, unit: int, version: int | None) -> None:
         try:

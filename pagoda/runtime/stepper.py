@@ -139,6 +139,10 @@ class Stepper:
         comes before `step()`."""
         event = self._scheduler.gradient
         self._accesses.tell(event, record.unit.index, record.complete, last, True, record, arrival)
+        self._await_buffers(record)
+
+    def _await_buffers(self, record: UnitGradient) -> None:
+        """Wait until every gradient that autograd has made has a buffer. `record` is named if there is no room."""
         lane = "update" if self._options.update_during_backward else "ssd_write"
         self._accesses.wait(lambda: not self._scheduler.held_back, lane, lambda: self._refuse(record))
 
@@ -379,6 +383,9 @@ class Stepper:
         return self._factor(unit, slot) / self.scaler.scale
 
     def _settle(self, records: Iterable[UnitGradient]) -> None:
+        records = [*records]
+        if records:  # after an error in backward, some may still have no buffer
+            self._await_buffers(records[0])
         start = time.perf_counter()
         for record in records:
             record.settle()

@@ -62,6 +62,9 @@ class Rules:
     """Whether gradients leave one by one."""
     cut: bool
     """Whether large layers are several units."""
+    ranks: int
+    stage: int
+    """Of ZeRO."""
     inline: bool
     """Whether small work is done by the thread that submits it."""
 
@@ -71,7 +74,8 @@ class Rules:
         mode = rng.choice(["clipped", "clipped", "during backward", "asynchronous", "plain"])
         device, whole = rng.random() < 0.5, rng.random() < 0.15
         queued = device and not whole and rng.random() < 0.7
-        experts = rng.randint(1, count - 2) if count > 2 and rng.random() < 0.2 else 0
+        ranks = 2 if not queued and not whole and rng.random() < 0.25 else 1
+        experts = rng.randint(1, count - 2) if count > 2 and ranks == 1 and rng.random() < 0.2 else 0
         plain = [*range(count - experts)]
         return Rules(
             sizes=tuple(
@@ -95,16 +99,18 @@ class Rules:
             whole=whole,
             steps=rng.randint(2, 5),
             holds=rng.choice([0.0, 0.0, 0.3]),
-            departures=rng.choice([0.0, 0.1, 0.3]),
+            departures=0.0 if ranks > 1 and mode == "during backward" else rng.choice([0.0, 0.1, 0.3]),
             reorders=rng.choice([0.0, 0.0, 0.3]),
             changes=rng.choice([0.0, 0.0, 0.3]),
             clips=rng.random() < 0.3,
-            failures=rng.choice([0.0, 0.0, 0.0, 0.005, 0.02]),
-            infinite=rng.choice([0.0, 0.0, 0.0, 0.03]),
+            failures=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.0, 0.005, 0.02]),
+            infinite=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.0, 0.03]),
             checkpoints=rng.choice([0.0, 0.2, 0.5]),
             keeps_pages=rng.random() < 0.5,
             small_pieces=rng.random() < 0.5,
             cut=mode != "asynchronous" and rng.random() < 0.3,
+            ranks=ranks,
+            stage=rng.choice([1, 2, 3, 3]),
             inline=not queued and rng.random() < 0.15,
         )
 

@@ -13,7 +13,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from queue import Empty, SimpleQueue
 from random import Random
 from types import ModuleType
@@ -43,8 +42,8 @@ class Thread:
         self.waiters: list[Thread] = []
         """Threads that wait for its end."""
         self.ended = False
-        self.at = 0
-        """Its number in order of start."""
+        self.rank = 0
+        """Of the program to which it belongs."""
         self.real: threading.Thread | None = None
         self.world: Threads
 
@@ -61,7 +60,6 @@ class Threads:
 
     def __init__(self, rng: Random, most_turns: int = 200_000) -> None:
         self._rng = rng
-        self._numbers = count()
         self._most_turns = most_turns
         self.turns = 0
         """How often another thread went on."""
@@ -80,13 +78,14 @@ class Threads:
 
     def _new(self, name: str) -> Thread:
         thread = Thread(name, self._rng.random())
-        thread.at, thread.world = next(self._numbers), self
+        thread.world = self
         self.all.append(thread)
         return thread
 
     def start(self, work: Callable[..., object], name: str, *arguments: object) -> Thread:
         """Start a thread, as `process.start_thread` does."""
         thread = self._new(name)
+        thread.rank = self.running.rank
 
         def run() -> None:
             thread.turn.acquire()
@@ -383,13 +382,18 @@ def _thread_class(threads: Threads) -> Callable[..., Any]:
 
 
 class _Time:
-    """The module `time`: who sleeps lets others go on."""
+    """The module `time`: who sleeps lets others go on, and sleep alone takes time."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
+        self._now = 0.0
 
-    def sleep(self, _: float) -> None:
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
         self._threads.block([], timed=True)
+
+    def monotonic(self) -> float:
+        return self._now
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)

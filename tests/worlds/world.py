@@ -1,18 +1,14 @@
-"""A random world: a program that trains a model through the package, in turns with the package's threads.
+"""A random world: programs that train through the package, in turns with the package's threads.
 
-The program uses layers, makes gradients, steps, evaluates, saves and loads, and is interrupted at any moment. Layers
-check that they read the weights that the algorithm says; so do checkpoints, and the homes of states when updates are
-drained. All of the package runs as for users. What lies below it is make-believe: threads, drives, and copies.
+All of the package runs as for users. What lies below it is make-believe: threads, drives, devices, and the network.
 
     python -m tests.worlds.world 1000          # worlds with seeds 0 to 999
     python -m tests.worlds.world 1 4711        # that one, with what its program does printed
+    python -m tests.worlds.world 1000 --ranks  # some of them with two ranks
 """
 
-import copy
-import ctypes
 import gc
 import logging
-import math
 import os
 import shutil
 import sys
@@ -20,38 +16,32 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
-import pagoda
 from pagoda import api
-from pagoda.checkpoint.reader import Checkpoint
 from pagoda.construction import writers
-from pagoda.errors import BudgetError, ConfigError, NonFiniteGradientError, PagodaError, UsageError
-from pagoda.memory.ssd import record, store as ssd_store, tier
+from pagoda.distributed import service, transport
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.world import World as Processes
+from pagoda.memory.ssd import record, store as ssd_store
+from pagoda.plan.ranks import Ranks
 from pagoda.runtime import gradients as runtime_gradients, lanes, store as runtime_store, updaters
-from pagoda.runtime.engine import Engine
-from pagoda.runtime.unit import LiveUnit
 
-from .device import DeviceError, QueuedDevice, SlowDevice, slow_copy, slow_kernel
+from .device import slow_copy, slow_kernel
 from .disk import Drive
-from .model import InterruptionError, Layer, Model
+from .network import Network
+from .program import Program, require
 from .rules import Rules
 from .threads import OverError, Threads, ViolationError, in_turns
-from .truth import LR, Truth, WholeSGD, norm_of, stored_weight
-
-LIMIT = 3000.0
-"""Of the gradients' norm, in worlds that clip now and then."""
 
 
 class AtOnce:
@@ -72,51 +62,26 @@ class AtOnce:
         return done
 
 
-def require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ViolationError(message)
-
-
 class World:
     """One run."""
 
-    def __init__(self, seed: int, log: bool = False, haste: int = 0) -> None:
-        """Worlds of one seed, but another `haste`, are the same program on threads that take other turns."""
-        self.rng = Random(seed)
+    def __init__(self, seed: int, log: bool = False, haste: int = 0, ranks: bool = False) -> None:
+        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns. `ranks`:
+        some worlds have two ranks."""
+        self.seed = seed
+        self.rules = Rules.draw(Random(seed))
+        if not ranks:
+            self.rules = replace(self.rules, ranks=1)
         self.haste = Random(7 * seed + haste + 1)
-        self.rules = rules = Rules.draw(self.rng)
+        """Decides everything but what programs do."""
         self.log: list[str] | None = [] if log else None
         self.threads = Threads(self.haste)
-        self.drive = Drive(self.threads, self.haste, rules.failures)
-        kind = QueuedDevice if rules.queued else SlowDevice
-        self.device = kind(self.threads, self.haste, rules.failures)
-        self.truths = [Truth.first(layer, len(sizes)) for layer, sizes in enumerate(rules.sizes)]
-        self.order = rules.order
-        self.step_number = 0
-        self.turn = 0
-        """Steps since the last drain."""
-        self.lr = LR
-        self.big = 1.0
-        """A factor of this step's gradients."""
-        self.coming: dict[int, tuple[float, ...]] = {}
-        """Layer -> the gradients that its backward gives now."""
-        self.arrived: Counter[tuple[int, int]] = Counter()
-        """(layer, slot) -> the gradients of this step that the package has taken."""
-        self.step_begun = False
-        """Whether compute has used a layer in a step since the last `step()`."""
-        self.used_any = False
-        """Whether compute has used a layer since the last `step()`."""
-        self.evaluating = False
-        self.held: list[tuple[torch.Tensor, float, int, int]] = []
-        """Views of weights that the program keeps: view, value, layer, step."""
-        self.saving: tuple[Path, list[Truth]] | None = None
-        """The checkpoint that is being written."""
-        self.save_error: Exception | None = None
-        self.saved: tuple[Path, list[Truth]] | None = None
-        """The last complete checkpoint."""
+        self.drive = Drive(self.threads, self.haste, self.rules.failures)
+        self.network = Network(self.threads, self.rules.ranks)
         self.folder = Path(tempfile.mkdtemp(prefix="pagoda-world-", dir=_FOLDER))
-
-    # --- the whole ---
+        self.given: dict[tuple[int, int, int], dict[int, float]] = {}
+        """(step, layer, slot) -> the sum of the gradients of each rank."""
+        self.programs: list[Program] = []
 
     def run(self) -> None:
         """Run the world. Raises ViolationError."""
@@ -136,525 +101,57 @@ class World:
             raise self.threads.cause
 
     def _run(self) -> None:
-        with self.healthy():
-            self._wrap()
-        try:
-            if self.rules.failures:
-                with self.healthy():
-                    self.begin_checkpoint()
-                    self.end_checkpoint()
-            for _ in range(self.rules.steps):
-                self.mending(self.a_round)
-            while not self.mending(self.finish):
-                pass
-            self.device.finish()
-            self.optimizer.close()
-            self.device.stop()
-        finally:
-            if not self.engine.accesses.closed:  # it cannot be closed in a world that is over
-                self.engine._dropped.detach()
-                self.engine.accesses.closed = True
-                if self.engine.store.ssd is not None:
-                    tier._live.pop(self.engine.store.ssd.record.id, None)
+        self.programs += [Program(self, rank) for rank in range(self.rules.ranks)]
+        others = []
+        for program in self.programs[1:]:
+            others.append(self.threads.start(self._run_one, f"compute {program.rank}", program))
+            others[-1].rank = program.rank
+        self._run_one(self.programs[0])
+        for other in others:
+            other.join()
         alive = [thread.name for thread in self.threads.all[1:] if not thread.ended]
         require(not alive, f"threads run on after close(): {alive}")
 
+    def _run_one(self, program: Program) -> None:
+        with warnings.catch_warnings():
+            program.run()
+        self.network.leave(program.rank)
+
+    def mesh(self, rank: int) -> Mesh | None:
+        """For `wrap`."""
+        size = self.rules.ranks
+        return None if size == 1 else Mesh(Processes(rank, size, rank, size), Ranks(size, size, self.rules.stage))
+
+    def note(self, rank: int, *words: object) -> None:
+        if self.log is not None:
+            self.log.append(" ".join(map(str, (*([f"rank {rank}:"] if self.rules.ranks > 1 else []), *words))))
+
     @contextmanager
     def _make_believe(self) -> Iterator[None]:
-        """Inside, the package uses this world's drive, copies and kernels."""
-        with ExitStack() as stack:
-            for module in (ssd_store, record):
-                stack.enter_context(mock.patch.object(module, "PageFile", self.drive.file))
-            patch = mock.patch.object
-            stack.enter_context(patch(writers, "ThreadPoolExecutor", AtOnce))
-            stack.enter_context(patch(api, "open_device", lambda _: self.device))
-            stack.enter_context(patch(runtime_store, "copy_bytes", slow_copy(self.threads)))
-            stack.enter_context(patch(updaters, "update_kernel", slow_kernel(self.threads, updaters.update_kernel)))
-            worth = 2048 if self.rules.small_pieces else runtime_gradients._WORTH_BYTES
-            stack.enter_context(patch(runtime_gradients, "_WORTH_BYTES", worth))
-            stack.enter_context(patch(lanes, "INLINE_BYTES", 128 << 10 if self.rules.inline else 0))
-            warnings.simplefilter("ignore")
-            stack.enter_context(warnings.catch_warnings())
-            yield
+        """Inside, the package uses this world's drive, devices, copies, kernels and network."""
 
-    def _wrap(self) -> None:
-        rules = self.rules
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[rules.precision]
-        layers = [
-            Layer(number, sizes, number not in rules.frozen, number not in rules.unread, dtype)
-            for number, sizes in enumerate(rules.sizes)
+        def pauses(make: Callable[..., Any]) -> Callable[..., Any]:
+            return slow_kernel(self.threads, make)
+
+        places: list[tuple[Any, str, Any]] = [
+            (ssd_store, "PageFile", self.drive.file),
+            (record, "PageFile", self.drive.file),
+            (writers, "ThreadPoolExecutor", AtOnce),
+            (api, "open_device", lambda _: self.programs[self.threads.running.rank].device),
+            (runtime_store, "copy_bytes", slow_copy(self.threads)),
+            (updaters, "update_kernel", pauses(updaters.update_kernel)),
+            (runtime_gradients, "_WORTH_BYTES", 2048 if self.rules.small_pieces else 256 << 10),
+            (lanes, "INLINE_BYTES", 128 << 10 if self.rules.inline else 0),
         ]
-        if not rules.trained:
-            for param in layers[0].parameters():
-                param.requires_grad_(True)
-        self.model = Model(layers, rules.experts)
-        settings: dict[str, Any] = {"precision": rules.precision}
-        if rules.mode == "clipped":
-            settings["clip_grad_norm"] = LIMIT if rules.clips else 1e9
-        if rules.mode == "asynchronous":
-            settings["update"] = pagoda.Updates("async", max_staleness=rules.staleness)
-            settings["clip_grad_norm"] = LIMIT if rules.clips else None
-        if rules.announced:
-            settings["accumulation_steps"] = rules.accumulation
-        rule = WholeSGD() if rules.whole else rules.rule
-        for memory in self._memories():
-            try:
-                self.model, self.optimizer = pagoda.wrap(self.model, rule, memory=memory, **settings)
-                break
-            except (BudgetError, ConfigError) as error:
-                refusal = error
-        else:
-            raise ViolationError(f"no memory is enough: {refusal}")
-        self.note(rules, memory)
-        self.engine: Engine = self.optimizer._engine
-        self.units: list[LiveUnit] = []
-        """By layer."""
-        for layer in layers:
-            (unit,) = {unit for unit in self.engine.units for param in unit.params if param is layer.p0}
-            self.units.append(unit)
-            for slot, param in enumerate(layer.parameters()):
-                if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(partial(self.delivered, layer.number, slot))
-
-    def _memories(self) -> Iterator[pagoda.Memory]:
-        """Memories to try, from small to large."""
-        rules = self.rules
-        elements = sum(sum(sizes) for sizes in rules.sizes)
-        share, total = 0.05 + 1.5 * rules.scarce, 16 * elements + (1 << 16)
-        split = pagoda.Split(device_update_share=rules.device_updates) if rules.device_updates else None
-        while share < 40:
-            memory: dict[str, Any] = {"host": int(share * total), "page_size": 4096, "unit_limit": rules.unit_limit}
-            if rules.ssd:
-                memory["ssd"] = f"{self.folder}:{64 << 20}"
-                memory["ssd_checkpoints"] = int(rules.keeps_pages)
-            if rules.device:
-                memory |= {"device": f"cpu:{int(share * total / 2)}", "split": split}
-            yield pagoda.Memory(**memory)
-            share *= 1.2
-            if share > 10:
-                split = None
-
-    def note(self, *words: object) -> None:
-        if self.log is not None:
-            self.log.append(" ".join(map(str, words)))
-
-    # --- what layers report ---
-
-    def reads(self, layer: int, values: tuple[torch.Tensor, ...], forward: bool) -> None:
-        """A layer reads its weights."""
-        self.note("  reads", layer, "forward" if forward else "backward")
-        self.used_any = True
-        self.step_begun = self.step_begun or not self.evaluating
-        for _ in range(2):
-            self.check_read(layer, values)
-            self.threads.let_others()
-        if forward and self.rng.random() < self.rules.holds:
-            wanted = self.weights(layer)
-            self.held += [(v.detach(), w, layer, self.step_number) for v, w in zip(values, wanted, strict=True)]
-
-    def check_read(self, layer: int, values: Sequence[torch.Tensor]) -> None:
-        truth = self.truths[layer]
-        for slot, (value, wanted) in enumerate(zip(values, self.weights(layer), strict=True)):
-            told = [stored_weight(version[slot].weight, self.rules.precision) for version in truth.values]
-            self.check_values(value, wanted, f"layer {layer} reads {{}}, not {wanted}, version {truth.shown} of {told}")
-
-    def check_values(self, values: torch.Tensor, wanted: float, message: str) -> None:
-        """All of these are `wanted` when compute comes to it. A device's queue does not keep memory alive."""
-        half = values.dtype is torch.bfloat16
-        place = (ctypes.c_uint16 if half else ctypes.c_float) * values.numel()
-        found = np.frombuffer(place.from_address(values.data_ptr()), np.uint16 if half else np.float32)
-        number = np.float32(wanted).view(np.uint32) >> 16 if half else np.float32(wanted)
-
-        def check() -> None:
-            if not (found == number).all():
-                has = (found.astype(np.uint32) << 16).view(np.float32) if half else found
-                raise ViolationError(message.format(_some(has)))
-
-        self.device.compute(check)
-
-    def tensor(self, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-        """A gradient that compute makes."""
-        half = dtype is torch.bfloat16
-        array = np.full(size, 0x7FC0, np.uint16) if half else np.full(size, np.nan, np.float32)
-        number = (np.float32(value).view(np.uint32) >> 16).astype(np.uint16) if half else np.float32(value)
-        self.device.compute(partial(array.fill, number))
-        return torch.from_numpy(array.view(np.int16) if half else array).view(dtype)
-
-    def weights(self, layer: int) -> list[float]:
-        """The weights that an access must read."""
-        truth = self.truths[layer]
-        return [stored_weight(value.weight, self.rules.precision) for value in truth.values[truth.shown]]
-
-    def gradients(self, layer: int) -> tuple[float, ...] | None:
-        """What a layer's backward gives."""
-        if self.rng.random() < self.rules.departures / 20:
-            return None
-        if self.rules.mode != "during backward":
-            self.evaluate_now_and_then()
-        given = tuple(self.big * self.rng.randint(1, 9) for _ in self.rules.sizes[layer])
-        if self.rng.random() < self.rules.infinite:
-            given = (math.inf, *given[1:])
-        self.note("  gradients", layer, given)
-        self.coming[layer] = given
-        return given
-
-    def delivered(self, layer: int, slot: int, _: torch.Tensor) -> None:
-        """The package has taken a parameter's gradient."""
-        gradients = self.truths[layer].gradients
-        gradients[slot] = gradients.get(slot, 0.0) + self.coming[layer][slot]
-        self.arrived[layer, slot] += 1
-
-    # --- forward and backward ---
-
-    def a_pass(self) -> None:
-        """Forward and backward, which may run twice."""
-        loss = self.model(self.forward)
-        self.between_passes()
-        again = self.rules.mode not in ("during backward",) and not self.rules.announced and self.rng.random() < 0.1
-        loss.sum().backward(retain_graph=again)
-        if again:
-            loss.sum().backward()
-        del loss
-
-    def forward(self, model: Model, x: torch.Tensor) -> torch.Tensor:
-        rules = self.rules
-        for layer in self.order:
-            if self.rng.random() < rules.departures / 2:
-                continue
-            x = model.layer(layer)(x, self)
-            self.evaluate_now_and_then()
-            if self.rng.random() < rules.departures / 20:
-                raise InterruptionError
-        if rules.experts:
-            everyone = [*range(len(rules.sizes) - rules.experts, len(rules.sizes))]
-            chosen = everyone if rules.steady else self.rng.sample(everyone, self.rng.randint(0, len(everyone)))
-            x = model.experts(x, self, chosen)
-        return x
-
-    def evaluate_now_and_then(self) -> None:
-        """Another layer is used meanwhile, as an evaluation does."""
-        if self.rng.random() < self.rules.departures / 4:
-            layer = self.rng.randrange(len(self.rules.sizes))
-            with self.evaluation():
-                self.model.layer(layer)(torch.ones(1), self)
-
-    def between_passes(self) -> None:
-        """The program may save, or look at the weights."""
-        roll = self.rng.random()
-        if self.rules.mode == "during backward":
-            return
-        if roll < 0.05:
-            self.begin_checkpoint()
-        elif roll > 0.97:
-            self.drain()
-
-    # --- the step ---
-
-    def a_step(self) -> None:
-        rng, rules = self.rng, self.rules
-        self.big = 16.0 if rules.clips and rng.random() < 0.4 else 1.0
-        if rng.random() < rules.reorders:
-            self.order = tuple(rng.sample(self.order, len(self.order)))
-        self.coming.clear()
-        self.arrived.clear()
-        passes = rules.accumulation + (not rules.announced and rng.random() < 0.1)
-        try:
-            for _ in range(passes):
-                self.a_pass()
-        except InterruptionError:
-            self.note("interrupted")
-            self.drop()
-            return
-        if rng.random() < 0.05:
-            self.drop()
-            return
-        self.step()
-
-    def step(self) -> None:
-        lr = self.lr
-        if self.rules.mode != "during backward" and self.rng.random() < self.rules.changes:
-            self.lr = lr = LR * self.rng.choice([1.0, 2.0, 0.5])
-        self.optimizer.param_groups[0]["lr"] = lr
-        norm, scale = norm_of(self.truths, self.rules.sizes), 1.0
-        if self.rules.clips and self.rules.mode in ("clipped", "asynchronous"):
-            scale = min(1.0, LIMIT / (norm + 1e-6))
-        self.note("step", self.step_number, "norm", norm, "scale", scale, "lr", lr)
-        try:
-            self.optimizer.step()
-        except NonFiniteGradientError:
-            require(not math.isfinite(norm), "step() finds a gradient that is not finite, and all are")
-            self.refused(lr)
-            return
-        require(math.isfinite(norm), "step() does not find that a gradient is not finite")
-        told = self.optimizer.stats.grad_norm
-        require((told or 0.0) == norm, f"the norm is {told}, not {norm}")
-        for truth in self.truths:
-            truth.apply(scale, lr)
-        self.turn_over()
-
-    def refused(self, lr: float) -> None:
-        """A step was not taken. Updates during backward may stand."""
-        for layer, truth in enumerate(self.truths):
-            unit = self.units[layer]
-            slots = self.slots(layer)
-            if any(unit.steps[at] > truth.newest[slot].steps for slot, at in enumerate(slots) if at < unit.trainable):
-                require(self.rules.mode == "during backward", f"layer {layer} was updated in a step that was not taken")
-                require(all(map(math.isfinite, truth.gradients.values())), f"layer {layer} was updated with infinity")
-                truth.apply(1.0, lr)
-            truth.gradients = {}
-        if self.rules.mode == "asynchronous":
-            self.drained()
-        else:
-            self.turn_over()
-
-    def slots(self, layer: int) -> list[int]:
-        """By parameter of a layer, its slot in its unit."""
-        unit, mine = self.units[layer], [*self.model.layer(layer).parameters()]
-        return [next(at for at, param in enumerate(unit.params) if param is each) for each in mine]
-
-    def turn_over(self) -> None:
-        """A step is over: what the next one reads."""
-        self.step_number += 1
-        self.step_begun = self.used_any = False
-        self.turn += 1
-        most = self.rules.staleness if self.rules.mode == "asynchronous" else 0
-        for truth, unit in zip(self.truths, self.units, strict=True):
-            if most:
-                truth.shown = truth.closed
-            if not most or (self.turn + unit.index) % most == 0:
-                truth.closed = truth.asked
-            if not most:
-                truth.shown = truth.asked
-
-    def drop(self) -> None:
-        """The program drops its gradients. If some are applied, it has to take the step."""
-        self.note("drop")
-        try:
-            self.optimizer.zero_grad()
-        except UsageError:
-            require(self.rules.mode == "during backward", "gradients cannot be dropped")
-            self.count_interrupted()
-            self.step()
-            return
-        for truth in self.truths:
-            truth.gradients = {}
-
-    def count_interrupted(self) -> None:
-        """An error that came while a gradient was taken, such as that of an earlier one, does not lose it."""
-        records = self.engine.gradients.of_step()
-        for layer, given in self.coming.items():
-            record, truth = records.get(self.units[layer].index), self.truths[layer]
-            for slot, at in enumerate(self.slots(layer)) if record is not None else ():
-                if at < len(record.arrivals) and record.arrivals[at] > self.arrived[layer, slot]:
-                    truth.gradients[slot] = truth.gradients.get(slot, 0.0) + given[slot]
-
-    # --- between steps ---
-
-    def drain(self) -> None:
-        self.note("drain")
-        self.optimizer.drain()
-        self.device.finish()
-        self.drained()
-        self.check_homes()
-
-    def drained(self) -> None:
-        self.turn = 0
-        for truth in self.truths:
-            truth.closed = truth.asked
-            if self.rules.mode != "asynchronous" or not self.step_begun:
-                truth.shown = truth.asked
-
-    def check_homes(self) -> None:
-        """Of drained states."""
-        store = self.engine.store
-        for layer, truth in enumerate(self.truths):
-            unit = self.units[layer]
-            for at, value in zip(self.slots(layer), truth.newest, strict=True):
-                spans = {state.name: store.plan.layout.span(unit.spec, at, state) for state in store.plan.layout.states}
-                found = {
-                    name: store.read(unit.index, name, span.first, span.count) for name, span in spans.items() if span
-                }
-                self.check_states(f"the home of layer {layer}", found, value)
-
-    def check_states(self, where: str, found: dict[str, torch.Tensor], value: Any) -> None:
-        weight = found["weight"].flatten()
-        master = weight.float().numpy()
-        if "weight_low" in found:
-            high = weight.view(torch.int16).numpy().astype(np.int64) << 16
-            low = found["weight_low"].flatten().view(torch.int16).numpy().astype(np.int64)
-            master = ((high + low) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
-        require((master == value.weight).all(), f"{where} has weights {_some(master)}, not {value.weight}")
-        if (momentum := found.get("momentum_buffer")) is not None:
-            held = momentum.flatten().numpy()
-            require((held == value.momentum).all(), f"{where} has momentum {_some(held)}, not {value.momentum}")
-
-    def evaluate(self) -> None:
-        self.note("evaluate")
-        if self.rules.mode == "asynchronous" and not self.used_any:
-            self.turn = 0
-            for truth in self.truths:
-                truth.closed = truth.shown = truth.asked
-        with self.evaluation(), suppress(InterruptionError):
-            self.model(self.forward)
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Inside, uses of layers are no part of a step."""
-        before, self.evaluating = self.evaluating, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.evaluating = before
-
-    def overwrite(self) -> None:
-        """The program writes weights."""
-        layer = self.rng.randrange(len(self.truths))
-        slot = self.rng.randrange(len(self.rules.sizes[layer]))
-        value = float(self.rng.randint(1, 100))
-        self.note("overwrite", layer, slot, value)
-        self.let_go()
-        self.device.finish()
-        param = [*self.model.layer(layer).parameters()][slot]
-        with pagoda.gathered([param], modify=True):
-            param.data.fill_(value)
-        self.drained()
-        self.truths[layer].overwrite(slot, value)
-
-    def begin_checkpoint(self) -> None:
-        self.end_checkpoint()
-        path = self.folder / f"checkpoint-{self.step_number}-{self.rng.randrange(1 << 30)}"
-        self.note("save", path.name)
-        replaces = [self.saved[0]] if self.saved is not None else []
-        self.save_error = None
-        self.optimizer.save_checkpoint(path, wait=False, replaces=replaces, on_error=self.save_failed)
-        if self.rules.mode == "asynchronous":
-            self.drained()
-        self.saving = path, [truth.rewound() for truth in self.truths]
-
-    def save_failed(self, error: Exception) -> None:
-        self.save_error = error
-
-    def end_checkpoint(self) -> None:
-        if self.saving is None:
-            return
-        (path, truths), self.saving = self.saving, None
-        self.optimizer.wait_for_checkpoint()
-        if self.save_error is not None:
-            self.note("saving has failed:", self.save_error)
-            self.check_failure(self.save_error)
-            return
-        self.check_checkpoint(path, truths)
-        self.saved = path, truths
-
-    def check_checkpoint(self, path: Path, truths: list[Truth]) -> None:
-        """A checkpoint has the states of the step after which it was asked for."""
-        with self.healthy(), Checkpoint(path, self.engine.ssd_directories) as checkpoint:
-            for layer, truth in enumerate(truths):
-                names = [self.units[layer].name(at) for at in self.slots(layer)]
-                for name, value in zip(names, truth.newest, strict=True):
-                    found = {
-                        state: tensors[name].whole() for state, tensors in checkpoint.tensors.items() if name in tensors
-                    }
-                    self.check_states(f"layer {layer} in a checkpoint", found, value)
-
-    def load(self) -> None:
-        """The last checkpoint takes the place of all states."""
-        assert self.saved is not None
-        path, truths = self.saved
-        self.note("load", path.name)
-        self.let_go()
-        self.device.finish()
-        with self.healthy():
-            self.optimizer.load_checkpoint(path)
-        self.truths = copy.deepcopy(truths)
-        self.step_begun, self.turn = False, 0
-        for truth in self.truths:
-            truth.closed = truth.shown = truth.asked
-
-    # --- what fails ---
-
-    @contextmanager
-    def healthy(self) -> Iterator[None]:
-        """Inside, nothing fails."""
-        before = self.drive.healthy
-        self.drive.healthy = self.device.healthy = True
-        try:
+        if self.rules.ranks > 1:
+            places += [(transport, "dist", self.network), (service, "dist", self.network)]
+            places += [(transport, "_get_default_store", lambda: None)]
+        with ExitStack() as stack:
+            for place in places:
+                stack.enter_context(mock.patch.object(*place))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            self.drive.healthy = self.device.healthy = before
-
-    def check_failure(self, error: BaseException) -> None:
-        """An error must have a cause: a transfer that has failed."""
-        if isinstance(error, BudgetError) and self.held:
-            return
-        if not (isinstance(error, PagodaError | DeviceError) and self.drive.failed + self.device.failed):
-            raise error
-
-    def mending(self, do: Callable[[], None]) -> bool:
-        """Do something. After a failure, drop the step, or load a checkpoint if states are damaged."""
-        try:
-            do()
-            return True
-        except Exception as error:
-            self.check_failure(error)
-            self.note("failed:", error)
-        self.let_go()
-        try:
-            if self.engine.damage.cause is None:
-                self.drop()
-                return False
-        except Exception as error:
-            self.check_failure(error)
-        with self.healthy(), suppress(Exception):
-            self.optimizer.wait_for_checkpoint()
-        if self.saving is not None and self.save_error is None:
-            self.saved = self.saving  # which has replaced the one before
-        self.saving = None
-        self.load()
-        return False
-
-    def let_go(self, before: int | None = None) -> None:
-        """Drop views of weights, of all steps or those `before` one. They must have kept their values."""
-        old = [each for each in self.held if before is None or each[-1] < before]
-        self.held = [each for each in self.held if before is not None and each[-1] >= before]
-        for view, value, layer, step in old:
-            if step == self.step_number or self.in_frames(layer):  # weights in their home change with the step
-                self.check_values(view, value, f"a view of layer {layer} has {{}}, not {value}")
-
-    def in_frames(self, layer: int) -> bool:
-        return not self.engine.leases.in_place(self.units[layer])
-
-    # --- the whole ---
-
-    def a_round(self) -> None:
-        number = self.step_number
-        self.a_step()
-        self.let_go(before=number)
-        if self.rng.random() < self.rules.checkpoints:
-            self.begin_checkpoint()
-        if self.rng.random() < 0.5:
-            self.end_checkpoint()
-        roll = self.rng.random()
-        if roll < 0.15:
-            self.drain()
-        elif roll < 0.25:
-            self.evaluate()
-        elif roll < 0.32:
-            self.overwrite()
-        elif roll < 0.4 and self.saved is not None:
-            self.end_checkpoint()
-            self.load()
-
-    def finish(self) -> None:
-        self.let_go()
-        self.end_checkpoint()
-        self.drain()
-
-
-def _some(found: Any) -> list[float]:
-    """A few of the values in an array."""
-    return sorted({*found.tolist()})[:4]
 
 
 _FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -679,9 +176,9 @@ def alone() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def run(seed: int, log: bool = False) -> str | None:
+def run(seed: int, log: bool = False, ranks: bool = False) -> str | None:
     """Run a world; what went wrong in it, if anything."""
-    world = World(seed, log)
+    world = World(seed, log, ranks=ranks)
     wrong = None
     try:
         world.run()
@@ -698,13 +195,14 @@ def run(seed: int, log: bool = False) -> str | None:
 
 def main() -> None:
     os.environ["PAGODA_POISON"] = "1"
+    numbers, ranks = [int(each) for each in sys.argv[1:] if each.isdigit()], "--ranks" in sys.argv
     with alone():
-        if len(sys.argv) > 2:
-            print(run(int(sys.argv[2]), log=True))
+        if len(numbers) > 1:
+            print(run(numbers[1], log=True, ranks=ranks))
             return
         started = time.perf_counter()
-        wrong = [found[:300] for seed in range(int(sys.argv[1])) if (found := run(seed)) is not None]
-        print(*wrong[:20], f"{sys.argv[1]} worlds, {len(wrong)} wrong, {time.perf_counter() - started:.1f} s", sep="\n")
+        wrong = [found[:300] for seed in range(numbers[0]) if (found := run(seed, ranks=ranks))]
+        print(*wrong[:20], f"{numbers[0]} worlds, {len(wrong)} wrong, {time.perf_counter() - started:.1f} s", sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,601 @@
+"""The program of a random world: it trains a model through the package, as users do.
+
+It uses layers, makes gradients, steps, evaluates, saves and loads, and is interrupted at any moment. Layers check that
+they read the weights that the algorithm says; so do checkpoints, and the homes of states when updates are drained.
+"""
+
+import copy
+import ctypes
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import pagoda
+from pagoda.checkpoint.reader import Checkpoint
+from pagoda.errors import BudgetError, ConfigError, NonFiniteGradientError, PagodaError, UsageError
+from pagoda.memory.ssd import tier
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.unit import LiveUnit
+
+from .device import DeviceError, QueuedDevice, SlowDevice
+from .model import InterruptionError, Layer, Model
+from .threads import ViolationError
+from .truth import LR, Truth, WholeSGD, norm_of, stored_weight
+
+if TYPE_CHECKING:
+    from .world import World
+
+LIMIT = 3000.0
+"""Of the gradients' norm, in worlds that clip now and then."""
+
+
+def require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ViolationError(message)
+
+
+class Program:
+    """The program of one rank."""
+
+    def __init__(self, world: "World", rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.rules = rules = world.rules
+        self.threads, self.drive, self.note = world.threads, world.drive, partial(world.note, rank)
+        self.rng = Random(world.seed)
+        """Decides what programs do. They do the same on every rank."""
+        self.own = Random(f"{world.seed} {rank}")
+        """Decides what differs between ranks."""
+        kind = QueuedDevice if rules.queued else SlowDevice
+        self.device = kind(self.threads, world.haste, rules.failures)
+        self.truths = [Truth.first(layer, len(sizes)) for layer, sizes in enumerate(rules.sizes)]
+        self.order = rules.order
+        self.step_number = 0
+        self.attempt = 0
+        """Steps that were taken, refused or dropped."""
+        self.turn = 0
+        """Steps since the last drain."""
+        self.lr = LR
+        self.big = 1.0
+        """A factor of this step's gradients."""
+        self.coming: dict[int, tuple[float, ...]] = {}
+        """Layer -> the gradients that its backward gives now."""
+        self.arrived: Counter[tuple[int, int]] = Counter()
+        """(layer, slot) -> the gradients of this step that the package has taken."""
+        self.step_begun = False
+        """Whether compute has used a layer in a step since the last `step()`."""
+        self.used_any = False
+        """Whether compute has used a layer since the last `step()`."""
+        self.evaluating = False
+        self.held: list[tuple[torch.Tensor, float, int, int]] = []
+        """Views of weights that the program keeps: view, value, layer, step."""
+        self.saving: tuple[Path, list[Truth]] | None = None
+        """The checkpoint that is being written."""
+        self.save_error: Exception | None = None
+        self.saved: tuple[Path, list[Truth]] | None = None
+        """The last complete checkpoint."""
+        self.folder = world.folder
+
+    # --- the whole ---
+
+    def run(self) -> None:
+        """Train."""
+        with self.healthy():
+            self._wrap()
+        try:
+            if self.rules.failures:
+                with self.healthy():
+                    self.begin_checkpoint()
+                    self.end_checkpoint()
+            for _ in range(self.rules.steps):
+                self.mending(self.a_round)
+            while not self.mending(self.finish):
+                pass
+            self.device.finish()
+            self.optimizer.close()
+            self.device.stop()
+        finally:
+            if not self.engine.accesses.closed:  # it cannot be closed in a world that is over
+                self.engine._dropped.detach()
+                self.engine.accesses.closed = True
+                if self.engine.store.ssd is not None:
+                    tier._live.pop(self.engine.store.ssd.record.id, None)
+
+    def _wrap(self) -> None:
+        rules = self.rules
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[rules.precision]
+        layers = [
+            Layer(number, sizes, number not in rules.frozen, number not in rules.unread, dtype)
+            for number, sizes in enumerate(rules.sizes)
+        ]
+        if not rules.trained:
+            for param in layers[0].parameters():
+                param.requires_grad_(True)
+        self.model = Model(layers, rules.experts)
+        settings: dict[str, Any] = {"precision": rules.precision}
+        if rules.mode == "clipped":
+            settings["clip_grad_norm"] = LIMIT if rules.clips else 1e9
+        if rules.mode == "asynchronous":
+            settings["update"] = pagoda.Updates("async", max_staleness=rules.staleness)
+            settings["clip_grad_norm"] = LIMIT if rules.clips else None
+        if rules.announced:
+            settings["accumulation_steps"] = rules.accumulation
+        rule = WholeSGD() if rules.whole else rules.rule
+        for memory in self._memories():
+            try:
+                self.model, self.optimizer = pagoda.wrap(
+                    self.model, rule, memory=memory, mesh=self.world.mesh(self.rank), **settings
+                )
+                break
+            except (BudgetError, ConfigError) as error:
+                refusal = error
+        else:
+            raise ViolationError(f"no memory is enough: {refusal}")
+        self.note(rules, memory)
+        self.engine: Engine = self.optimizer._engine
+        self.units: list[LiveUnit] = []
+        """By layer."""
+        for layer in layers:
+            (unit,) = {unit for unit in self.engine.units for param in unit.params if param is layer.p0}
+            self.units.append(unit)
+            for slot, param in enumerate(layer.parameters()):
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(partial(self.delivered, layer.number, slot))
+
+    def _memories(self) -> Iterator[pagoda.Memory]:
+        """Memories to try, from small to large."""
+        rules = self.rules
+        elements = sum(sum(sizes) for sizes in rules.sizes)
+        share, total = 0.05 + 1.5 * rules.scarce, 16 * elements + (1 << 16)
+        split = pagoda.Split(device_update_share=rules.device_updates) if rules.device_updates else None
+        while share < 40:
+            memory: dict[str, Any] = {"host": int(share * total), "page_size": 4096, "unit_limit": rules.unit_limit}
+            if rules.ssd:
+                memory["ssd"] = f"{self.folder}:{64 << 20}"
+                memory["ssd_checkpoints"] = int(rules.keeps_pages)
+            if rules.device:
+                memory |= {"device": f"cpu:{int(share * total / 2)}", "split": split}
+            yield pagoda.Memory(**memory)
+            share *= 1.2
+            if share > 10:
+                split = None
+
+    # --- what layers report ---
+
+    def reads(self, layer: int, values: tuple[torch.Tensor, ...], forward: bool) -> None:
+        """A layer reads its weights."""
+        self.note("  reads", layer, "forward" if forward else "backward")
+        self.used_any = True
+        self.step_begun = self.step_begun or not self.evaluating
+        for _ in range(2):
+            self.check_read(layer, values)
+            self.threads.let_others()
+        if forward and self.rng.random() < self.rules.holds:
+            wanted = self.weights(layer)
+            self.held += [(v.detach(), w, layer, self.step_number) for v, w in zip(values, wanted, strict=True)]
+
+    def check_read(self, layer: int, values: Sequence[torch.Tensor]) -> None:
+        truth = self.truths[layer]
+        for slot, (value, wanted) in enumerate(zip(values, self.weights(layer), strict=True)):
+            told = [stored_weight(version[slot].weight, self.rules.precision) for version in truth.values]
+            self.check_values(value, wanted, f"layer {layer} reads {{}}, not {wanted}, version {truth.shown} of {told}")
+
+    def check_values(self, values: torch.Tensor, wanted: float, message: str) -> None:
+        """All of these are `wanted` when compute comes to it. A device's queue does not keep memory alive."""
+        half = values.dtype is torch.bfloat16
+        place = (ctypes.c_uint16 if half else ctypes.c_float) * values.numel()
+        found = np.frombuffer(place.from_address(values.data_ptr()), np.uint16 if half else np.float32)
+        number = np.float32(wanted).view(np.uint32) >> 16 if half else np.float32(wanted)
+
+        def check() -> None:
+            if not (found == number).all():
+                has = (found.astype(np.uint32) << 16).view(np.float32) if half else found
+                raise ViolationError(message.format(_some(has)))
+
+        self.device.compute(check)
+
+    def tensor(self, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """A gradient that compute makes."""
+        half = dtype is torch.bfloat16
+        array = np.full(size, 0x7FC0, np.uint16) if half else np.full(size, np.nan, np.float32)
+        number = (np.float32(value).view(np.uint32) >> 16).astype(np.uint16) if half else np.float32(value)
+        self.device.compute(partial(array.fill, number))
+        return torch.from_numpy(array.view(np.int16) if half else array).view(dtype)
+
+    def weights(self, layer: int) -> list[float]:
+        """The weights that an access must read."""
+        truth = self.truths[layer]
+        return [stored_weight(value.weight, self.rules.precision) for value in truth.values[truth.shown]]
+
+    def gradients(self, layer: int) -> tuple[float, ...] | None:
+        """What a layer's backward gives."""
+        if self.rng.random() < self.rules.departures / 20:
+            return None
+        if self.rules.mode != "during backward":
+            self.evaluate_now_and_then()
+        given = tuple(self.big * self.own.randint(1, 9) for _ in self.rules.sizes[layer])
+        if self.rng.random() < self.rules.infinite:
+            given = (math.inf, *given[1:])
+        self.note("  gradients", layer, given)
+        self.coming[layer] = given
+        return given
+
+    def delivered(self, layer: int, slot: int, _: torch.Tensor) -> None:
+        """The package has taken a parameter's gradient."""
+        self.deliver(layer, slot)
+        self.arrived[layer, slot] += 1
+
+    def deliver(self, layer: int, slot: int) -> None:
+        of_ranks = self.world.given.setdefault((self.attempt, layer, slot), {})
+        of_ranks[self.rank] = of_ranks.get(self.rank, 0.0) + self.coming[layer][slot]
+
+    def reduce(self) -> None:
+        """All ranks have come to the end of the step. Its gradients are the mean over them."""
+        for (attempt, layer, slot), of_ranks in self.world.given.items():
+            if attempt == self.attempt:
+                self.truths[layer].gradients[slot] = sum(of_ranks.values()) / self.rules.ranks
+
+    # --- forward and backward ---
+
+    def a_pass(self) -> None:
+        """Forward and backward, which may run twice."""
+        loss = self.model(self.forward)
+        self.between_passes()
+        again = self.rules.mode not in ("during backward",) and not self.rules.announced and self.rng.random() < 0.1
+        loss.sum().backward(retain_graph=again)
+        if again:
+            loss.sum().backward()
+        del loss
+
+    def forward(self, model: Model, x: torch.Tensor) -> torch.Tensor:
+        rules = self.rules
+        for layer in self.order:
+            if self.rng.random() < rules.departures / 2:
+                continue
+            x = model.layer(layer)(x, self)
+            self.evaluate_now_and_then()
+            if self.rng.random() < rules.departures / 20:
+                raise InterruptionError
+        if rules.experts:
+            everyone = [*range(len(rules.sizes) - rules.experts, len(rules.sizes))]
+            chosen = everyone if rules.steady else self.rng.sample(everyone, self.rng.randint(0, len(everyone)))
+            x = model.experts(x, self, chosen)
+        return x
+
+    def evaluate_now_and_then(self) -> None:
+        """Another layer is used meanwhile, as an evaluation does."""
+        if self.rng.random() < self.rules.departures / 4:
+            layer = self.rng.randrange(len(self.rules.sizes))
+            with self.evaluation():
+                self.model.layer(layer)(torch.ones(1), self)
+
+    def between_passes(self) -> None:
+        """The program may save, or look at the weights."""
+        roll = self.rng.random()
+        if self.rules.mode == "during backward":
+            return
+        if roll < 0.05:
+            self.begin_checkpoint()
+        elif roll > 0.97:
+            self.drain()
+
+    # --- the step ---
+
+    def a_step(self) -> None:
+        rng, rules = self.rng, self.rules
+        self.big = 16.0 if rules.clips and rng.random() < 0.4 else 1.0
+        if rng.random() < rules.reorders:
+            self.order = tuple(rng.sample(self.order, len(self.order)))
+        self.coming.clear()
+        self.arrived.clear()
+        passes = rules.accumulation + (not rules.announced and rng.random() < 0.1)
+        try:
+            for _ in range(passes):
+                self.a_pass()
+        except InterruptionError:
+            self.note("interrupted")
+            self.drop()
+            return
+        if rng.random() < 0.05 and not (rules.ranks > 1 and rules.mode == "during backward"):
+            self.drop()
+            return
+        self.step()
+
+    def step(self) -> None:
+        lr = self.lr
+        if self.rules.mode != "during backward" and self.rng.random() < self.rules.changes:
+            self.lr = lr = LR * self.rng.choice([1.0, 2.0, 0.5])
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.note("step", self.step_number, "lr", lr)
+        refused = False
+        try:
+            self.optimizer.step()
+        except NonFiniteGradientError:
+            refused = True
+        self.reduce()
+        self.attempt += 1
+        norm, scale = norm_of(self.truths, self.rules.sizes), 1.0
+        require(refused != math.isfinite(norm), f"step() took a step: {not refused}, and the norm is {norm}")
+        if refused:
+            self.refused(lr)
+            return
+        if self.rules.clips and self.rules.mode in ("clipped", "asynchronous"):
+            scale = min(1.0, LIMIT / (norm + 1e-6))
+        told = self.optimizer.stats.grad_norm
+        require((told or 0.0) == norm, f"the norm is {told}, not {norm}")
+        self.note("norm", norm, "scale", scale)
+        for truth in self.truths:
+            truth.apply(scale, lr)
+        self.turn_over()
+
+    def refused(self, lr: float) -> None:
+        """A step was not taken. Updates during backward may stand."""
+        for layer, truth in enumerate(self.truths):
+            unit = self.units[layer]
+            slots = self.slots(layer)
+            if any(unit.steps[at] > truth.newest[slot].steps for slot, at in enumerate(slots) if at < unit.trainable):
+                require(self.rules.mode == "during backward", f"layer {layer} was updated in a step that was not taken")
+                require(all(map(math.isfinite, truth.gradients.values())), f"layer {layer} was updated with infinity")
+                truth.apply(1.0, lr)
+            truth.gradients = {}
+        if self.rules.mode == "asynchronous":
+            self.drained()
+        else:
+            self.turn_over()
+
+    def slots(self, layer: int) -> list[int]:
+        """By parameter of a layer, its slot in its unit."""
+        unit, mine = self.units[layer], [*self.model.layer(layer).parameters()]
+        return [next(at for at, param in enumerate(unit.params) if param is each) for each in mine]
+
+    def turn_over(self) -> None:
+        """A step is over: what the next one reads."""
+        self.step_number += 1
+        self.step_begun = self.used_any = False
+        self.turn += 1
+        most = self.rules.staleness if self.rules.mode == "asynchronous" else 0
+        for truth, unit in zip(self.truths, self.units, strict=True):
+            if most:
+                truth.shown = truth.closed
+            if not most or (self.turn + unit.index) % most == 0:
+                truth.closed = truth.asked
+            if not most:
+                truth.shown = truth.asked
+
+    def drop(self) -> None:
+        """The program drops its gradients. If some are applied, it has to take the step."""
+        self.note("drop")
+        try:
+            self.optimizer.zero_grad()
+        except UsageError:
+            require(self.rules.mode == "during backward", "gradients cannot be dropped")
+            self.count_interrupted()
+            self.step()
+            return
+        self.attempt += 1
+
+    def count_interrupted(self) -> None:
+        """An error that came while a gradient was taken, such as that of an earlier one, does not lose it."""
+        records = self.engine.gradients.of_step()
+        for layer in self.coming:
+            record = records.get(self.units[layer].index)
+            for slot, at in enumerate(self.slots(layer)) if record is not None else ():
+                if at < len(record.arrivals) and record.arrivals[at] > self.arrived[layer, slot]:
+                    self.deliver(layer, slot)
+
+    # --- between steps ---
+
+    def drain(self) -> None:
+        self.note("drain")
+        self.optimizer.drain()
+        self.device.finish()
+        self.drained()
+        self.check_homes()
+
+    def drained(self) -> None:
+        self.turn = 0
+        for truth in self.truths:
+            truth.closed = truth.asked
+            if self.rules.mode != "asynchronous" or not self.step_begun:
+                truth.shown = truth.asked
+
+    def check_homes(self) -> None:
+        """Of drained states."""
+        store = self.engine.store
+        for layer, truth in enumerate(self.truths):
+            unit = self.units[layer]
+            for at, value in zip(self.slots(layer), truth.newest, strict=True):
+                spans = {state.name: store.plan.layout.span(unit.spec, at, state) for state in store.plan.layout.states}
+                found = {
+                    name: store.read(unit.index, name, span.first, span.count) for name, span in spans.items() if span
+                }
+                self.check_states(f"the home of layer {layer}", found, value)
+
+    def check_states(self, where: str, found: dict[str, torch.Tensor], value: Any) -> None:
+        weight = found["weight"].flatten()
+        master = weight.float().numpy()
+        if "weight_low" in found:
+            high = weight.view(torch.int16).numpy().astype(np.int64) << 16
+            low = found["weight_low"].flatten().view(torch.int16).numpy().astype(np.int64)
+            master = ((high + low) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+        require((master == value.weight).all(), f"{where} has weights {_some(master)}, not {value.weight}")
+        if (momentum := found.get("momentum_buffer")) is not None:
+            held = momentum.flatten().numpy()
+            require((held == value.momentum).all(), f"{where} has momentum {_some(held)}, not {value.momentum}")
+
+    def evaluate(self) -> None:
+        self.note("evaluate")
+        if self.rules.mode == "asynchronous" and not self.used_any:
+            self.turn = 0
+            for truth in self.truths:
+                truth.closed = truth.shown = truth.asked
+        with self.evaluation(), suppress(InterruptionError):
+            self.model(self.forward)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, uses of layers are no part of a step."""
+        before, self.evaluating = self.evaluating, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.evaluating = before
+
+    def overwrite(self) -> None:
+        """The program writes weights."""
+        layer = self.rng.randrange(len(self.truths))
+        slot = self.rng.randrange(len(self.rules.sizes[layer]))
+        value = float(self.rng.randint(1, 100))
+        self.note("overwrite", layer, slot, value)
+        self.let_go()
+        self.device.finish()
+        param = [*self.model.layer(layer).parameters()][slot]
+        with pagoda.gathered([param], modify=True):
+            param.data.fill_(value)
+        self.drained()
+        self.truths[layer].overwrite(slot, value)
+
+    def begin_checkpoint(self) -> None:
+        self.end_checkpoint()
+        path = self.folder / f"checkpoint-{self.step_number}-{self.rng.randrange(1 << 30)}"
+        self.note("save", path.name)
+        replaces = [self.saved[0]] if self.saved is not None else []
+        self.save_error = None
+        self.optimizer.save_checkpoint(path, wait=False, replaces=replaces, on_error=self.save_failed)
+        if self.rules.mode == "asynchronous":
+            self.drained()
+        self.saving = path, [truth.rewound() for truth in self.truths]
+
+    def save_failed(self, error: Exception) -> None:
+        self.save_error = error
+
+    def end_checkpoint(self) -> None:
+        if self.saving is None:
+            return
+        (path, truths), self.saving = self.saving, None
+        self.optimizer.wait_for_checkpoint()
+        if self.save_error is not None:
+            self.note("saving has failed:", self.save_error)
+            self.check_failure(self.save_error)
+            return
+        self.check_checkpoint(path, truths)
+        self.saved = path, truths
+
+    def check_checkpoint(self, path: Path, truths: list[Truth]) -> None:
+        """A checkpoint has the states of the step after which it was asked for."""
+        with self.healthy(), Checkpoint(path, self.engine.ssd_directories) as checkpoint:
+            for layer, truth in enumerate(truths):
+                names = [self.units[layer].name(at) for at in self.slots(layer)]
+                for name, value in zip(names, truth.newest, strict=True):
+                    found = {
+                        state: tensors[name].whole() for state, tensors in checkpoint.tensors.items() if name in tensors
+                    }
+                    self.check_states(f"layer {layer} in a checkpoint", found, value)
+
+    def load(self) -> None:
+        """The last checkpoint takes the place of all states."""
+        assert self.saved is not None
+        path, truths = self.saved
+        self.note("load", path.name)
+        self.let_go()
+        self.device.finish()
+        with self.healthy():
+            self.optimizer.load_checkpoint(path)
+        self.truths = copy.deepcopy(truths)
+        self.attempt += 1
+        self.step_begun, self.turn = False, 0
+        for truth in self.truths:
+            truth.closed = truth.shown = truth.asked
+
+    # --- what fails ---
+
+    @contextmanager
+    def healthy(self) -> Iterator[None]:
+        """Inside, nothing fails."""
+        before = self.drive.healthy
+        self.drive.healthy = self.device.healthy = True
+        try:
+            yield
+        finally:
+            self.drive.healthy = self.device.healthy = before
+
+    def check_failure(self, error: BaseException) -> None:
+        """An error must have a cause: a transfer that has failed."""
+        if isinstance(error, BudgetError) and self.held:
+            return
+        if not (isinstance(error, PagodaError | DeviceError) and self.drive.failed + self.device.failed):
+            raise error
+
+    def mending(self, do: Callable[[], None]) -> bool:
+        """Do something. After a failure, drop the step, or load a checkpoint if states are damaged."""
+        try:
+            do()
+            return True
+        except Exception as error:
+            self.check_failure(error)
+            self.note("failed:", error)
+        self.let_go()
+        try:
+            if self.engine.damage.cause is None:
+                self.drop()
+                return False
+        except Exception as error:
+            self.check_failure(error)
+        with self.healthy(), suppress(Exception):
+            self.optimizer.wait_for_checkpoint()
+        if self.saving is not None and self.save_error is None:
+            self.saved = self.saving  # which has replaced the one before
+        self.saving = None
+        self.load()
+        return False
+
+    def let_go(self, before: int | None = None) -> None:
+        """Drop views of weights, of all steps or those `before` one. They must have kept their values."""
+        old = [each for each in self.held if before is None or each[-1] < before]
+        self.held = [each for each in self.held if before is not None and each[-1] >= before]
+        for view, value, layer, step in old:
+            if step == self.step_number or self.in_frames(layer):  # weights in their home change with the step
+                self.check_values(view, value, f"a view of layer {layer} has {{}}, not {value}")
+
+    def in_frames(self, layer: int) -> bool:
+        return not self.engine.leases.in_place(self.units[layer])
+
+    # --- the whole ---
+
+    def a_round(self) -> None:
+        number = self.step_number
+        self.a_step()
+        self.let_go(before=number)
+        if self.rng.random() < self.rules.checkpoints:
+            self.begin_checkpoint()
+        if self.rng.random() < 0.5:
+            self.end_checkpoint()
+        roll = self.rng.random()
+        if roll < 0.15:
+            self.drain()
+        elif roll < 0.25:
+            self.evaluate()
+        elif roll < 0.32:
+            self.overwrite()
+        elif roll < 0.4 and self.saved is not None:
+            self.end_checkpoint()
+            self.load()
+
+    def finish(self) -> None:
+        self.let_go()
+        self.end_checkpoint()
+        self.drain()
+
+
+def _some(found: Any) -> list[float]:
+    """A few of the values in an array."""
+    return sorted({*found.tolist()})[:4]
