@@ -156,6 +156,15 @@ class Executor:
 
     def close(self) -> bool:
         """Release all memory. Every lane must have ended. Returns whether someone still holds weights of a lease."""
+        for unit in self._units:  # the scheduler outlives this, with its records
+            weights = self._scheduler.weights(unit.index)
+            updates = [weights.update, weights.asking, weights.guess, weights.closed, *weights.later, *weights.sharing]
+            records = [weights.requested, *weights.open]
+            for update in filter(None, updates):
+                update.payload = None
+                records += update.records
+            for record in filter(None, records):
+                record.payload = None
         self._gradients.close()
         return self._leases.close()
 

@@ -290,6 +290,8 @@ class Gradients:
 
     def close(self) -> None:
         """Release all extents. Every lane must have ended."""
+        for record in self._of_step.values():
+            record.place = None
         self._of_step.clear()
         self._bounce = Ring(())
         if self._adders is not None:

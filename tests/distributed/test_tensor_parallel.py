@@ -107,7 +107,7 @@ def test_a_checkpoint_of_divided_tensors_resumes_however_they_are_divided(
 
 @pytest.mark.parametrize("way", ["checkpoint", pytest.param("dcp", marks=SLOW)])
 def test_8bit_moments_resume_however_tensors_are_divided(way: str, ranks: RankServer, tmp_path: Path) -> None:
-    """With every bit where they were divided alike; else with one more rounding, as blocks are other ones."""
+    """With every bit where they were divided alike; else moments that are small in their new block may change."""
     shared = {"name": "mixer", "way": way, "rule": "adamw-8bit"}
     for tensor, other in ((2, 1), (1, 2)) if way == "dcp" else ((2, 1),):
         directory = str(tmp_path / f"of-{tensor}")
@@ -119,7 +119,6 @@ def test_8bit_moments_resume_however_tensors_are_divided(way: str, ranks: RankSe
         for result in alike:
             assert_same_state(saved[0], result)
             assert result["losses"] == saved[0]["losses"]
-        changed = 0
         for result in ranks.run("resume_divided", other, out / "other", tensor=other, directory=directory, **shared):
             assert_equal(result["weights"], saved[0]["weights"])
             assert result["losses"] == pytest.approx(saved[0]["losses"], rel=5e-3)
@@ -128,8 +127,6 @@ def test_8bit_moments_resume_however_tensors_are_divided(way: str, ranks: RankSe
                 for moment, bound in (("exp_avg", 0.0112), ("exp_avg_sq", 0.0040)):
                     before, after = states[moment], result["states"][index][moment]
                     assert (after - before).abs().max() <= bound * before.abs().max()
-                    changed += not torch.equal(before, after)
-        assert 0 < changed < 2 * other * len(saved[0]["states"])
 
 
 @SLOW

@@ -137,10 +137,10 @@ def test_compute_tells_the_scheduler_what_the_simulated_one_does(
         told.append(to)
         access(scheduler, to, recorded)
 
-    def made(scheduler: Scheduler, unit: int, complete: bool, last: bool) -> None:
+    def made(scheduler: Scheduler, unit: int, complete: bool, last: bool, *others: Any) -> None:
         if complete and kind == "chain":  # elsewhere, the gradients of a unit may come after the next one is used
             told.append((unit, last))
-        gradient(scheduler, unit, complete, last)
+        gradient(scheduler, unit, complete, last, *others)
 
     def stepped(scheduler: Scheduler, *decided: Any, **changed: Any) -> None:
         told.append("step")
