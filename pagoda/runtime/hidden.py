@@ -129,7 +129,11 @@ def _use(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Carry out a function that uses values."""
     homes = [vars(root).get(HOME) for root in map(root_of, hidden_in((args, kwargs)))]
     if None in homes:
-        _refuse(f"cannot be used in {name}()", (args, kwargs))
+        raise UsageError(
+            f"{name}() was called on {name_of(hidden_in((args, kwargs))[0])!r}, whose layer is cut into tiles. Use the "
+            "parameters of its tiles (module.parameters()), which pagoda.gathered(module) has too, or raise "
+            "tiles.tile_limit."
+        )
     return homes[0].open().engine.uses.call(func, name, args, kwargs)
 
 
