@@ -1,7 +1,7 @@
 """ActiveForwards: the forwards that are running now, and the leases that each keeps until it ends."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +87,12 @@ class ActiveForwards:
             self._enter(forward, unit, keep=units)
             forward.read.append(unit)
         return True
+
+    def make_room(self, units: Collection[LiveUnit]) -> None:
+        """Hide what running forwards have read, if a function is about to read `units` and may need room for them. So
+        nothing that it uses is hidden while it begins."""
+        if self.runs_here and (len(units) > 1 or not all(map(self._accesses.is_leased, units))):
+            self._give_back(())
 
     @contextmanager
     def around_function(self) -> Iterator[None]:

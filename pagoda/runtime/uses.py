@@ -64,7 +64,11 @@ class Uses:
         """
         if name.startswith("_foreach_") and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
-        leaves = hidden_in(args[:1] if name in READS_FIRST else (args, kwargs))
+        used = args[:1] if name in READS_FIRST else (args, kwargs)
+        hidden = [vars(root_of(leaf))[HOME].open() for leaf in hidden_in(used)]
+        for state in hidden:
+            state.engine.active_forwards.make_room({each.unit for each in hidden})
+        leaves = hidden_in(used)
         states = {root: vars(root)[HOME].open() for root in map(root_of, leaves)}
         engines = dict.fromkeys(state.engine for state in states.values())
         in_forward = any(engine.active_forwards.runs_here for engine in engines)
