@@ -130,7 +130,8 @@ class PlainOptimizer:
         for name, states in self.states.items():
             param, gradient = self.params[name], self.gradients[name]
             if not self.takes_whole:
-                reference.update(self.rule, states, gradient.reshape(-1), self.rule.scalars(self.steps))
+                noise = self.rule.noise(name, self.steps)
+                reference.update(self.rule, states, gradient.reshape(-1), self.rule.scalars(self.steps), noise)
                 continue
             own = {**states}
             whole = own.pop("weight")
