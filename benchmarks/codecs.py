@@ -59,8 +59,8 @@ class Run:
     seed: int
     held_out: float
     """Mean loss on `HELD_OUT` tokens after the last step."""
-    losses: list[float]
-    """Of every step."""
+    curve: list[float]
+    """Mean loss of each `WINDOW` steps."""
     step_s: float
 
 
@@ -104,7 +104,7 @@ def trained(model: nn.Module, row: Row, codec: Moments, label: str, seed: int, s
         ids = row(step)[None]
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        losses.append(round(loss.item(), 5))
+        losses.append(loss.item())
         clip = min(1.0, 1.0 / gradients.norm().item())
         rate = min(1.0, 20 * (step + 1) / steps) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         scalars = replace(rule, lr=settings.lr * rate).scalars(step + 1, clip)
@@ -116,7 +116,8 @@ def trained(model: nn.Module, row: Row, codec: Moments, label: str, seed: int, s
     with torch.no_grad():
         rows = torch.stack([row(steps + index) for index in range(HELD_OUT // settings.seq_len)])
         held_out = statistics.fmean(model(input_ids=ids, labels=ids).loss.item() for ids in rows.chunk(8))
-    return Run(settings, label, seed, held_out, losses, step_s)
+    curve = [round(loss, 4) for loss in smoothed(losses)[WINDOW - 1 :: WINDOW]]
+    return Run(settings, label, seed, round(held_out, 5), curve, round(step_s, 2))
 
 
 def figures(runs: list[Run]) -> Iterator[dict[str, object]]:
@@ -142,7 +143,8 @@ def draw(runs: list[Run], path: Path) -> None:
     models = list(dict.fromkeys(run.settings.model for run in runs))
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         for run in (run for run in runs if run.settings.model == model and run.seed == 0):
-            axes.plot(smoothed(run.losses)[WINDOW:], label=run.codec, linewidth=0.8)
+            steps = range(WINDOW, run.settings.steps + 1, WINDOW)
+            axes.plot(steps, run.curve, label=run.codec, linewidth=0.8)
         axes.set(title=model, xlabel="step", ylabel=f"loss, mean of {WINDOW} steps")
         axes.legend()
     figure.savefig(path)
