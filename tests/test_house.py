@@ -130,7 +130,7 @@ def test_the_scheduler_does_not_read_what_executors_know() -> None:
         for module in MODULES
         if part(module) == "schedule"
         for node in ast.walk(tree_of(module))
-        if isinstance(node, ast.Attribute) and node.attr in ("payload", "arrival")
+        if isinstance(node, ast.Attribute) and node.attr in ("payload", "delivery")
     ]
     assert not reads
 

@@ -29,7 +29,7 @@ from pagoda.schedule.operations import Kind, Operation
 _WORTH_BYTES = 256 << 10
 """From this many bytes on, gradients of a unit are copied to its buffer before all of them exist."""
 
-Transfer = Callable[[], Handle]
+Delivery = Callable[[], Handle]
 """Starts the copy of a part of a gradient to its buffer, which exists by then."""
 
 
@@ -228,7 +228,7 @@ class Gradients:
         """Whether the gradients that exist are large enough for a transfer."""
         return bool(record.made) and (record.complete or sum(m.values.nbytes for m in record.made) >= _WORTH_BYTES)
 
-    def gather(self, record: UnitGradient) -> tuple[Transfer, int]:
+    def gather(self, record: UnitGradient) -> tuple[Delivery, int]:
         """One transfer of all existing gradients to the buffer, and its number of bytes.
 
         The copies run on the d2h lane, which also computes the sums of squares of the results in float64.
@@ -241,16 +241,22 @@ class Gradients:
         record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
         record.order[slot] = next(self._arrivals)
 
-    def clear(self, taken: bool) -> None:
-        """Forget every gradient that an update has `taken`, or drop every other one, once nothing moves it."""
-        for unit, record in self.of_step().items():
-            if record.taken is not taken:
-                continue
-            with self._opening:
-                if self._of_step.get(unit) is record:  # else another rank has begun the next step
-                    del self._of_step[unit]
-            for handle in () if taken else list(record.pending):
+    def drop(self) -> None:
+        """Drop every gradient that no update has taken, once nothing moves it."""
+        for record in self.records():
+            self._forget(record)
+            for handle in list(record.pending):
                 handle.wait_until_done()
+
+    def forget_taken(self) -> None:
+        """The step is over: forget the gradients that updates have taken."""
+        for record in self.taken():
+            self._forget(record)
+
+    def _forget(self, record: UnitGradient) -> None:
+        with self._opening:
+            if self.latest(record.unit) is record:  # else another rank has begun the next step
+                del self._of_step[record.unit.index]
 
     def hold_back(self, record: UnitGradient, nbytes: int) -> None:
         """Limit the bytes on their way to buffers. The record's latest transfer has `nbytes`."""
@@ -263,7 +269,7 @@ class Gradients:
         """Start an OFFLOAD."""
         record: UnitGradient = operation.gradients[0].payload
         self._place(record, operation)
-        handle: Handle = operation.arrival()
+        handle: Handle = operation.delivery()
         record.pending.append(handle)
         return handle
 

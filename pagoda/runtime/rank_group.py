@@ -20,7 +20,7 @@ from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gathering import Gathering
-from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient
+from pagoda.runtime.gradients import Delivery, Gradients, UnitGradient
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.reducing import Reducer
 from pagoda.runtime.store import Store
@@ -82,7 +82,7 @@ class RankGroup:
         """The receiver of autograd's gradients."""
         return self._reducer or self._gradients
 
-    def when_flushed(self, bring: Callable[[UnitGradient, bool, Transfer], None]) -> None:
+    def when_flushed(self, bring: Callable[[UnitGradient, bool, Delivery], None]) -> None:
         """Call `bring` with each gradient that waits for a buffer for its reduced values."""
         if self._reducer is not None:
             self._reducer.bring = bring

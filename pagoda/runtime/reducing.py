@@ -19,7 +19,7 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient
+from pagoda.runtime.gradients import Delivery, Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.unit import LiveUnit
 
@@ -69,7 +69,7 @@ class Reducer:
     """The buffer to fill next."""
 
     def __post_init__(self) -> None:
-        self.bring: Callable[[UnitGradient, bool, Transfer], None]
+        self.bring: Callable[[UnitGradient, bool, Delivery], None]
         """Has a gradient brought to its record's buffer; set by the stepper."""
         collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
         self._early = self._driver.scheduler.plan.during_backward
@@ -125,12 +125,12 @@ class Reducer:
         handle = self._collectives.submit(CollectiveKind.REDUCE, record.unit, work, after, nbytes)
         self._uses[self._next ^ 1] = handle
 
-        def arrive() -> Handle:
+        def deliver() -> Handle:
             room.finish()
             return handle
 
         try:
-            self.bring(record, last, arrive)
+            self.bring(record, last, deliver)
         except BaseException as error:
             if not room.done:
                 room.finish(error)
@@ -181,12 +181,12 @@ class Reducer:
         ended = Handle(COLLECTIVE)
         opened = threading.Event()
 
-        def arrive() -> Handle:
+        def deliver() -> Handle:
             opened.set()
             return ended
 
         event = self._driver.scheduler.gradient
-        self._driver.tell(event, unit.index, record.complete, False, False, record, arrive)
+        self._driver.tell(event, unit.index, record.complete, False, False, record, deliver)
         # It may wait for what is being read or written, but what frees a buffer may be this lane's to do.
         if not opened.wait(rank_timeout_s()):
             raise BudgetError(self._gradients.exhausted(unit))

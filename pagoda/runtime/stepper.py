@@ -16,7 +16,7 @@ from pagoda.optim.rule import Rule
 from pagoda.plan.tiers import HOST
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Gradients, Transfer, UnitGradient, non_finite_error
+from pagoda.runtime.gradients import Delivery, Gradients, UnitGradient, non_finite_error
 from pagoda.runtime.hidden import unseen
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
@@ -122,8 +122,8 @@ class Stepper:
 
     def _offload(self, record: UnitGradient, last: bool) -> None:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
-        arrival, nbytes = self._gradients.gather(record)
-        self._request_buffer(record, last, arrival)
+        delivery, nbytes = self._gradients.gather(record)
+        self._request_buffer(record, last, delivery)
         self._gradients.hold_back(record, nbytes)
 
     def _offload_all(self) -> None:
@@ -134,11 +134,11 @@ class Stepper:
             if record.made:
                 self._offload(record, last=False)
 
-    def _request_buffer(self, record: UnitGradient, last: bool, arrival: Transfer) -> None:
+    def _request_buffer(self, record: UnitGradient, last: bool, delivery: Delivery) -> None:
         """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
         comes before `step()`."""
         event = self._scheduler.gradient
-        self._accesses.tell(event, record.unit.index, record.complete, last, True, record, arrival)
+        self._accesses.tell(event, record.unit.index, record.complete, last, True, record, delivery)
         self._await_buffers(record)
 
     def _await_buffers(self, record: UnitGradient) -> None:
@@ -181,7 +181,7 @@ class Stepper:
     def _drop_gradients(self) -> None:
         if self._gradients.of_step():
             self._accesses.tell(self._scheduler.drop_gradients)
-        self._gradients.clear(taken=False)
+        self._gradients.drop()
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
@@ -416,7 +416,7 @@ class Stepper:
 
     def _clear_step(self) -> None:
         self._forget_gradients()
-        self._gradients.clear(taken=True)
+        self._gradients.forget_taken()
         for unit in self._units:
             unit.used = False
             if unit.updated:  # until now, code that clips had to see the gradient

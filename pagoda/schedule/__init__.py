@@ -20,13 +20,14 @@ only the parts before it:
     leases.py       which weights compute can read: FETCH, RECLAIM
     checkpoints.py  which states a checkpoint reads next, and which old states are kept for it: SAVE
     turns.py        after which steps asynchronous updates run, and which steps see them: PUBLISH
-    updates.py      which update runs next, and which version it makes: UPDATE, UNDO, SHARE, READ_AHEAD
+    updates.py      which update runs next, and which version it makes: UPDATE, KEEP, UNDO, SHARE, READ_AHEAD
 
-`scheduler.py` connects them. It passes each event to the parts that it concerns, in a fixed order. Then it lets each
-part start what can start now ("pump"). State changes only in events. Whether a tensor still refers to a lease is known
-only to the executor, so an operation (RECLAIM) asks for it.
+`records.py` has what they know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It passes
+each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now ("pump").
+State changes only in events. Whether a tensor still refers to a lease is known only to the executor, so an operation
+(RECLAIM) asks for it.
 
-These rules hold for any order of events. `tests/schedule/worlds.py` tests them in random worlds:
+These rules hold for any order of events. `tests/schedule/worlds.py` and `tests/worlds` test them:
 
 - a frame has one owner, and weights in use are not evicted;
 - an access reads exactly the version of the weights that the algorithm requires;

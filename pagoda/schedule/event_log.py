@@ -91,7 +91,7 @@ def replay(path: Path) -> int:
 
 
 def _describe(operation: Operation) -> list[Any]:
-    """All fields of an operation as JSON, except `about` and `arrival`."""
+    """All fields of an operation as JSON, except `about` and `delivery`."""
     run = None if operation.run is None else [operation.run.start, operation.run.count]
     steps = list(operation.steps)
     flags = [operation.undoable, operation.undoing is not None]

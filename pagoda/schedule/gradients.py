@@ -50,13 +50,13 @@ class Gradients:
 
     # --- events ---
 
-    def add(self, unit: int, step: int, complete: bool, payload: Any, arrival: Any) -> GradientRecord:
+    def add(self, unit: int, step: int, complete: bool, payload: Any, delivery: Any) -> GradientRecord:
         """Autograd has made a gradient of a unit. `complete`: backward has finished with the unit."""
         record = self._records.get(unit)
         if record is None:
             record = self._records[unit] = GradientRecord(unit, step, payload=payload)
         self._spilling_fails = False
-        record.made.append(arrival)
+        record.made.append(delivery)
         record.complete = complete
         self._wait(record)
         return record
@@ -137,13 +137,13 @@ class Gradients:
             record.clean = record.clean and not record.made
             record.arriving += len(record.made)
             self._changed(record)
-            for arrival in record.made:
-                self._begin(Kind.OFFLOAD, record, arrival)
+            for delivery in record.made:
+                self._begin(Kind.OFFLOAD, record, delivery)
             record.made = []
 
-    def _begin(self, kind: Kind, record: GradientRecord, arrival: Any = None) -> None:
+    def _begin(self, kind: Kind, record: GradientRecord, delivery: Any = None) -> None:
         home = record.home or 0
-        self._issue(Operation(kind, record.unit, record.run, gradients=(record,), home=home, arrival=arrival))
+        self._issue(Operation(kind, record.unit, record.run, gradients=(record,), home=home, delivery=delivery))
 
     def _has_buffer(self, record: GradientRecord) -> bool:
         """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""

@@ -57,7 +57,7 @@ class Operation:
     """One piece of work on one unit.
 
     Each operation is reported once, as ended or failed. An UPDATE may be refused instead, a RECLAIM is answered, and
-    PUBLISH and READ_AHEAD are not reported.
+    KEEP, PUBLISH and READ_AHEAD are not reported.
     """
 
     kind: Kind
@@ -78,7 +78,7 @@ class Operation:
     undoing: Update | None = None
     """The speculative update whose UNDO restores the version of a FETCH. The FETCH waits for that. Only if ranks must
     agree. Otherwise the FETCH is issued later."""
-    arrival: Any = None
+    delivery: Any = None
     """What the event `gradient` told of the part of a gradient that an OFFLOAD moves."""
     about: Any = None
     """The lease or update of the operation. The executor keeps in `about.payload`, and in the `payload` of gradients,

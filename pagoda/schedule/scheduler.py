@@ -81,17 +81,17 @@ class Scheduler:
         self._pump()
 
     def gradient(
-        self, unit: int, complete: bool, last: bool, here: bool = True, payload: Any = None, arrival: Any = None
+        self, unit: int, complete: bool, last: bool, here: bool = True, payload: Any = None, delivery: Any = None
     ) -> None:
         """Autograd has made a gradient of a unit.
 
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
         `step()`. `here`: False if only another rank's autograd has made it. `payload`: what the executor knows of the
-        unit's gradient of this step. `arrival`: what it knows of this part of it. Compute must wait while
+        unit's gradient of this step. `delivery`: what it knows of this part of it. Compute must wait while
         `held_back`.
         """
         self.updates.undo(unit)
-        record = self.gradients.add(unit, self.steps, complete, payload, arrival)
+        record = self.gradients.add(unit, self.steps, complete, payload, delivery)
         if complete and last:
             self.updates.ask_early(record)
         self._pump(ranks_agree=here)

@@ -1,10 +1,10 @@
 """Mutants: each breaks one rule of the package's own code, and random worlds must notice.
 
     python -m tests.worlds.mutants               # the table: mutant, worlds until it was noticed, what they said
-    python -m tests.worlds.mutants leases        # of files whose name contains a text
+    python -m tests.worlds.mutants leases 60     # of modules whose name contains a text, in at most 60 worlds each
 
-A mutant is data: a file, what it breaks, the text that it changes and what that becomes. The changed functions run in
-place of the real ones in a process that is forked for each mutant, and ends with it.
+The mutants are those of `tests/schedule/mutants.py`. The changed functions run in place of the real ones in a process
+that is forked for each mutant, and ends with it.
 """
 
 import inspect
@@ -14,46 +14,28 @@ import select
 import signal
 import sys
 import time
-from dataclasses import dataclass
-from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
+from tests.schedule.mutants import MUTANTS, Mutant
+
 from . import world
-from .mutants_of_the_runtime import RUNTIME
-from .mutants_of_the_scheduler import SCHEDULER
 
 WORLD_S = 30
 """A world takes a tenth of a second: one that takes this long runs for ever."""
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One change of the source."""
-
-    file: str
-    breaks: str
-    old: str
-    new: str
-    worlds: int = 3_000
-    """It is noticed within so many."""
-
-    @property
-    def module(self) -> ModuleType:
-        return import_module("pagoda." + self.file.removesuffix(".py").replace("/", "."))
-
-    def put_in(self) -> None:
-        """Run the changed functions in place of the real ones, in this process."""
-        source = inspect.getsource(self.module)
-        assert source.count(self.old) == 1, f"{self.breaks}: {self.file} has {source.count(self.old)} such places"
-        changed = ModuleType(self.module.__name__)
-        changed.__dict__["__name__"] = self.module.__name__
-        sys.modules[changed.__name__], real = changed, self.module
-        try:
-            exec(compile(source.replace(self.old, self.new), f"<{self.file}>", "exec"), changed.__dict__)
-        finally:
-            sys.modules[changed.__name__] = real
-        _replace(vars(real), vars(changed), real.__name__)
+def put_in(mutant: Mutant) -> None:
+    """Run the changed functions in place of the real ones, in this process."""
+    real = mutant.module
+    changed = ModuleType(real.__name__)
+    sys.modules[real.__name__] = changed
+    try:
+        text = inspect.getsource(real).replace(mutant.old, mutant.new)
+        exec(compile(text, f"<{real.__name__}>", "exec"), changed.__dict__)
+    finally:
+        sys.modules[real.__name__] = real
+    _replace(vars(real), vars(changed), real.__name__)
 
 
 def _replace(real: Any, changed: Any, module: str) -> None:
@@ -76,32 +58,24 @@ def _functions(value: Any) -> list[FunctionType]:
     return [value] if isinstance(value, FunctionType) else []
 
 
-MUTANTS = tuple(
-    Mutant(file, breaks, *change)
-    for changes in (SCHEDULER, RUNTIME)
-    for file, of in changes.items()
-    for breaks, change in of.items()
-)
-
-
-def noticed(mutant: Mutant, first: int = 0) -> tuple[int, str] | None:
-    """The number of worlds that it takes to notice a mutant, and what the last one says."""
+def noticed(mutant: Mutant, worlds: int) -> tuple[int, str] | None:
+    """The number of worlds, of at most `worlds`, that it takes to notice a mutant, and what the last one says."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
             with os.fdopen(writing, "wb", buffering=0) as told:
-                _run_worlds(mutant, first, told)
+                _run_worlds(mutant, worlds, told)
         finally:
             os._exit(0)
     os.close(writing)
     found: tuple[int, str] | None = None
     with os.fdopen(reading, "rb", buffering=0) as told:
-        seed = first
+        seed = 0
         while True:
             ready, _, _ = select.select([told], [], [], WORLD_S)
             if not ready:
-                found = seed - first + 1, f"a world takes more than {WORLD_S} s"
+                found = seed + 1, f"a world takes more than {WORLD_S} s"
                 break
             try:
                 seed, found = pickle.load(told)
@@ -114,18 +88,14 @@ def noticed(mutant: Mutant, first: int = 0) -> tuple[int, str] | None:
     return found
 
 
-def _run_worlds(mutant: Mutant, first: int, told: Any) -> None:
-    try:
-        mutant.put_in()
-    except AssertionError as error:
-        pickle.dump((first, (0, f"CANNOT BE PUT IN: {error}")), told)
-        return
+def _run_worlds(mutant: Mutant, worlds: int, told: Any) -> None:
+    put_in(mutant)
     with world.alone():
-        for seed in range(first, first + mutant.worlds):
+        for seed in range(worlds):
             pickle.dump((seed, None), told)
             wrong = world.run(seed)
             if wrong is not None:
-                pickle.dump((seed, (seed - first + 1, wrong.partition(": ")[2])), told)
+                pickle.dump((seed, (seed + 1, wrong.partition(": ")[2])), told)
                 return
 
 
@@ -137,15 +107,15 @@ def main() -> None:
         assert world.run(0) is None  # imports and compiles what worlds need
     survivors = count = 0
     for mutant in MUTANTS:
-        if wanted not in mutant.file and wanted not in mutant.breaks:
+        if wanted not in mutant.module.__name__ and wanted not in mutant.breaks:
             continue
         started = time.perf_counter()
-        found = noticed(Mutant(mutant.file, mutant.breaks, mutant.old, mutant.new, limit))
+        found = noticed(mutant, limit)
         survivors += found is None
         count += 1
         worlds, words = found or (limit, "SURVIVED")
         seconds = time.perf_counter() - started
-        print(f"{mutant.file:22} {mutant.breaks:66} {worlds:5} {seconds:5.1f} s  {words[:150]}", flush=True)
+        print(f"{mutant.breaks:80} {worlds:5} {seconds:5.1f} s  {words[:150]}", flush=True)
     print(f"{count} mutants, {survivors} survived")
 
 
