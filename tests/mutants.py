@@ -269,7 +269,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "runtime/executor.py": {
         "compute reads the old weights in RAM after an update is confirmed": (
-            "        if self._leases.in_place(record.unit):\n            self._leases.lease_home(record.unit)\n",
+            "        if self._leases.in_place(gradient.unit):\n            self._leases.lease_home(gradient.unit)\n",
             "",
             "runtime/test_speculation.py",
         ),
@@ -279,8 +279,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "distributed/test_speculation_on_ranks.py",
         ),
         "ranks share what a guess has written before it has": (
-            "        guess.updated.then(record.updated.finish)",
-            "        record.updated.finish()",
+            "        guess.updated.then(gradient.updated.finish)",
+            "        gradient.updated.finish()",
             "distributed/test_speculation_on_ranks.py",
         ),
     },

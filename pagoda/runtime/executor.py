@@ -130,13 +130,13 @@ class Executor:
 
     def updated(self, unit: LiveUnit) -> Handle | None:
         """A handle that ends when the unit's latest requested update has written its weights."""
-        record = self._requested(unit)
-        return None if record is None else record.updated
+        gradient = self._requested(unit)
+        return None if gradient is None else gradient.updated
 
     def is_to_come(self, unit: LiveUnit) -> bool:
         """Whether the unit's latest requested update has not begun yet."""
-        record = self._requested(unit)
-        return not self._asynchronous and record is not None and not record.begun and not record.updated.done
+        gradient = self._requested(unit)
+        return not self._asynchronous and gradient is not None and not gradient.begun and not gradient.updated.done
 
     def _requested(self, unit: LiveUnit) -> UnitGradient | None:
         """The gradient of the unit's latest requested update."""
@@ -200,10 +200,10 @@ class Executor:
         if not self._scheduler.broken:
             return
         for unit in self._units:
-            record = self._requested(unit)
-            if record is not None and not record.begun and not record.written.done:
-                record.updated.finish(self.damage.cause)
-                record.written.finish(self.damage.cause)
+            gradient = self._requested(unit)
+            if gradient is not None and not gradient.begun and not gradient.written.done:
+                gradient.updated.finish(self.damage.cause)
+                gradient.written.finish(self.damage.cause)
 
     def _end_lost_capture(self) -> None:
         if self.capture is not None and self._scheduler.checkpoint_lost:
@@ -232,8 +232,8 @@ class Executor:
         self._scheduler.let_go(operation)
 
     def _update(self, operation: Operation) -> None:
-        records = [gradient.payload for gradient in operation.gradients]
-        last = records[-1]
+        gradients = [record.payload for record in operation.gradients]
+        last = gradients[-1]
         guess = None
         if operation.undoable:
             guess = operation.about.payload = Guess(self._store, last, operation.home)
@@ -253,9 +253,9 @@ class Executor:
                 tell(scheduler.weights_written, operation)
 
         def ended(error: BaseException | None) -> None:
-            for record in records[:-1]:
-                record.updated.finish(error)
-                record.written.finish(error)
+            for gradient in gradients[:-1]:
+                gradient.updated.finish(error)
+                gradient.written.finish(error)
             if guess is not None:
                 tell(guess.end)
             if isinstance(error, NonFiniteGradientError):
@@ -267,7 +267,7 @@ class Executor:
         all_of([written, updated]).then(ended)
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
-        pieces = [(record, record.segments) for record in records]
+        pieces = [(gradient, gradient.segments) for gradient in gradients]
         self.updates.submit(Update(pieces, extents, guess, kept, updated, written, used))
 
     def _refused(self, operation: Operation) -> None:
@@ -276,25 +276,25 @@ class Executor:
             guess.over.finish()
 
     def _keep(self, operation: Operation) -> None:
-        record: UnitGradient = operation.gradients[0].payload
+        gradient: UnitGradient = operation.gradients[0].payload
         if operation.about is None:
-            record.unit.updated = True
-            record.request()
+            gradient.unit.updated = True
+            gradient.request()
             return
         guess: Guess = operation.about.payload
         guess.confirm()
-        if self._leases.in_place(record.unit):
-            self._leases.lease_home(record.unit)
-        record.begun = True
-        guess.updated.then(record.updated.finish)
-        guess.written.then(record.written.finish)
+        if self._leases.in_place(gradient.unit):
+            self._leases.lease_home(gradient.unit)
+        gradient.begun = True
+        guess.updated.then(gradient.updated.finish)
+        guess.written.then(gradient.written.finish)
         guess.written.then(lambda _: guess.close())
 
     def _share(self, operation: Operation) -> None:
         assert self.share is not None, "only ranks share"
-        record: UnitGradient = operation.gradients[0].payload
-        handle = self.share(record, self._store.extent(operation.unit, WEIGHT, operation.home))
-        handle.then(record.shown.finish)
+        gradient: UnitGradient = operation.gradients[0].payload
+        handle = self.share(gradient, self._store.extent(operation.unit, WEIGHT, operation.home))
+        handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))
 
     def _shared(self, operation: Operation, error: BaseException | None) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 Slot = TypeVar("Slot")
@@ -22,15 +22,6 @@ class Ring(Generic[Slot]):
         """Give back a slot that nothing reads or writes any more."""
         for slot in slots:
             self.give_back(slot)
-
-    def take_if_free(self, leave: int = 0) -> Slot | None:
-        """Take a free slot if more than `leave` are free now, or return None."""
-        if leave and self._free.qsize() <= leave:
-            return None
-        try:
-            return self._free.get_nowait()
-        except Empty:
-            return None
 
     @contextmanager
     def one(self) -> Iterator[Slot]:
