@@ -203,10 +203,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        weights.edition += 1\n",
         ),
         "updates are not shared": ("if self._plan.units[unit].shared:", "if False:"),
-        "an update writes over what other ranks still read": (
-            "any(other is not update for other in self._versions.of[unit].sharing)",
-            "False",
-        ),
         "a guess is kept in the extent of old values": ("weights.front = weights.extent = update.extent", "pass"),
         "a guess writes over the old values": ("1 - weights.extent if speculative else", "weights.extent if True else"),
         "drained updates are not shared": (

@@ -209,3 +209,24 @@ def test_no_later_update_overtakes_one_that_a_checkpoint_lacks() -> None:
     assert step_of(0) == []
     scheduler.release(1)
     assert units_of(Kind.UPDATE, end_all(scheduler)) == [1, 0]
+
+
+def test_an_update_does_not_write_over_what_other_ranks_still_collect() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), units=[UnitPlan(shared=True)]))
+
+    def request_update() -> list[Operation]:
+        """With a gradient that only other ranks have made."""
+        scheduler.gradient(0, complete=True, last=False, here=False)
+        (offload,) = scheduler.take()
+        scheduler.ended(offload)
+        scheduler.end_step()
+        return scheduler.take()
+
+    first = {operation.kind: operation for operation in request_update()}
+    assert first.keys() == {Kind.SHARE, Kind.UPDATE}
+    scheduler.gradient_used(first[Kind.UPDATE])
+    scheduler.weights_written(first[Kind.UPDATE])
+    scheduler.ended(first[Kind.UPDATE])
+    assert [operation.kind for operation in request_update()] == [Kind.SHARE]
+    scheduler.ended(first[Kind.SHARE])
+    assert [operation.kind for operation in scheduler.take()] == [Kind.UPDATE]
