@@ -1,7 +1,7 @@
 """A signal ends a run in good order, and says at once what will happen."""
 
-import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -26,7 +26,7 @@ def send(*kinds: signal.Signals) -> None:
     """Send signals that arrive together, as those of a terminal and of torchrun."""
     signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
     for kind in kinds:
-        os.kill(os.getpid(), kind)
+        signal.pthread_kill(threading.main_thread().ident or 0, kind)  # not to the process: another thread may take it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, kinds)
 
 
