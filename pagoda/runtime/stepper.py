@@ -22,6 +22,7 @@ from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
 from pagoda.runtime.rank_group import Counts, RankGroup
 from pagoda.runtime.unit import LiveUnit
+from pagoda.schedule.waits import lane_of_buffers
 
 _TOO_LATE = (
     "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated during backward. "
@@ -139,7 +140,7 @@ class Stepper:
         comes before `step()`."""
         event = self._scheduler.gradient
         self._accesses.tell(event, record.unit.index, record.complete, last, True, record, arrival)
-        lane = "update" if self._options.update_during_backward else "ssd_write"
+        lane = self._executor.driver.ask(partial(lane_of_buffers, self._accesses.plan, self._scheduler))
         self._accesses.wait(lambda: not self._scheduler.held_back, lane, lambda: self._refuse(record))
 
     def _refuse(self, record: UnitGradient) -> None:
