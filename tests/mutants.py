@@ -243,7 +243,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_same_bits.py runtime/test_gradients.py",
         ),
     },
-    "runtime/meter.py": {
+    "schedule/waits.py": {
         "bytes on their way are not bounded": (
             "or self._nbytes > most):",
             "or False):",

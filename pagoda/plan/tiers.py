@@ -8,6 +8,8 @@ COLLECTIVE = "collective"
 GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
 """Most bytes of gradients on their way to their extents at once, unless a plan sets more. This bounds what autograd's
 own copies add to peak memory."""
+INLINE_BYTES = 128 << 10
+"""Work in RAM on this many bytes takes about 10 microseconds. Handing it to another thread takes up to 100."""
 _MANY_CORES, _LEFT_FREE = 8, 2
 LARGE_TRANSFER_BYTES = 4 << 20
 """The transfer size for which a drive's main figures hold: a block of moments, or a piece of weights on its way to a

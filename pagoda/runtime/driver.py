@@ -3,11 +3,12 @@
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pagoda.schedule.operations import Operation
 from pagoda.schedule.scheduler import Scheduler
 
+Answer = TypeVar("Answer")
 Event = tuple[Callable[..., None], tuple[Any, ...]]
 """A method of the scheduler, and its arguments."""
 
@@ -39,7 +40,7 @@ class Driver:
             with self._changed:
                 self._process()
 
-    def ask(self, question: Callable[[], bool]) -> bool:
+    def ask(self, question: Callable[[], Answer]) -> Answer:
         """Answer a question about the scheduler, between two events."""
         with self._changed:
             return question()

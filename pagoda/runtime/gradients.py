@@ -19,12 +19,13 @@ from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.tiers import HOST, update_threads
 from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, taken
 from pagoda.runtime.lanes import Handle, Lane, wait_all
-from pagoda.runtime.meter import InFlight, Meter
+from pagoda.runtime.meter import Meter
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.waits import InFlight
 
 _WORTH_BYTES = 256 << 10
 """From this many bytes on, gradients of a unit are copied to its buffer before all of them exist."""
@@ -174,7 +175,7 @@ class Gradients:
         """Held while a gradient is created, by compute's thread or the collective lane's."""
         self._of_step: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step. The scheduler's records of it hold the same object."""
-        self._in_flight = InFlight(self.meter)
+        self._in_flight = InFlight[Handle]()
         self._most_in_flight = store.plan.gradients_in_flight_bytes
 
     # --- of this step ---
@@ -261,7 +262,7 @@ class Gradients:
     def hold_back(self, record: UnitGradient, nbytes: int) -> None:
         """Limit the bytes on their way to buffers. The record's latest transfer has `nbytes`."""
         self._in_flight.add(record.pending[-1], nbytes)
-        self._in_flight.hold_back(self._most_in_flight)
+        self.meter.hold_back(self._in_flight, self._most_in_flight)
 
     # --- operations ---
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch.autograd import profiler
 
+from pagoda.plan.tiers import INLINE_BYTES
 from pagoda.process import check_not_forked, forks, start_thread
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.timeline_recorder import TimelineRecorder
@@ -18,8 +19,6 @@ SSD_THREADS = 4
 busy."""
 
 
-INLINE_BYTES = 128 << 10
-"""Work in RAM on this many bytes takes about 10 microseconds. Handing it to another thread takes up to 100."""
 THREAD_NAMES = "pagoda-"
 """The names of all threads of this package begin with this."""
 

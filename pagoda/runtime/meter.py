@@ -2,12 +2,12 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.stats import Found
 from pagoda.runtime.timeline_recorder import TimelineRecorder
+from pagoda.schedule.waits import InFlight
 
 
 class Meter:
@@ -41,23 +41,7 @@ class Meter:
             self.stalled(handle.lane, time.perf_counter() - start)
         handle.wait()
 
-
-class InFlight:
-    """Transfers that compute has started and has not waited for. Only the compute thread uses it."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._transfers: deque[tuple[Handle, int]] = deque()
-        self._nbytes = 0
-
-    def add(self, transfer: Handle, nbytes: int) -> None:
-        """A transfer of `nbytes` was started."""
-        self._transfers.append((transfer, nbytes))
-        self._nbytes += nbytes
-
-    def hold_back(self, most: int) -> None:
+    def hold_back(self, in_flight: InFlight[Handle], most: int) -> None:
         """Wait until at most `most` bytes are on their way. Raises the errors of transfers that have ended."""
-        while self._transfers and (self._transfers[0][0].done or self._nbytes > most):
-            transfer, nbytes = self._transfers.popleft()
-            self._nbytes -= nbytes
-            self._meter.wait_for(transfer)
+        for transfer in in_flight.over(most):
+            self.wait_for(transfer)

@@ -22,6 +22,7 @@ from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
 from pagoda.runtime.rank_group import Counts, RankGroup
 from pagoda.runtime.unit import LiveUnit
+from pagoda.schedule.waits import lane_of_buffers
 
 _TOO_LATE = (
     "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated during backward. "
@@ -143,7 +144,7 @@ class Stepper:
 
     def _await_buffers(self, record: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `record` is named if there is no room."""
-        lane = "update" if self._options.update_during_backward else "ssd_write"
+        lane = self._executor.driver.ask(partial(lane_of_buffers, self._accesses.plan, self._scheduler))
         self._accesses.wait(lambda: not self._scheduler.held_back, lane, lambda: self._refuse(record))
 
     def _refuse(self, record: UnitGradient) -> None:

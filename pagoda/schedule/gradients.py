@@ -42,6 +42,10 @@ class Gradients:
         """Records whose shared buffer something moves or reads."""
         self._waiting: dict[GradientRecord, None] = {}
         """Records that need a buffer for an update or for a gradient that autograd has made."""
+        self._read: dict[GradientRecord, None] = {}
+        """Records that an update reads, in the order in which the updates began."""
+        self._spilled: dict[GradientRecord, None] = {}
+        """Records of which a SPILL is under way."""
         self._spilling_fails = False
         """Whether a SPILL has failed since compute last made a gradient. None is tried until the next gradient."""
         self.changes = False
@@ -69,6 +73,7 @@ class Gradients:
         else:
             record.transferring = False
         if kind is Kind.SPILL:
+            del self._spilled[record]
             record.clean = record.clean and not failed
             self._spilling_fails = self._spilling_fails or failed
         else:
@@ -82,12 +87,14 @@ class Gradients:
     def use(self, record: GradientRecord) -> None:
         """An update begins to read a gradient."""
         record.in_use = True
+        self._read[record] = None
         self._changed(record)
 
     def used(self, record: GradientRecord, last: bool) -> None:
         """An update has read a gradient. If `last`, the gradient is dropped. Otherwise the update may be undone, and
         another update needs the gradient."""
         record.in_use = False
+        self._read.pop(record, None)
         self._changed(record)
         if last:
             self.drop(record)
@@ -119,6 +126,15 @@ class Gradients:
     def held_back(self) -> bool:
         """Whether compute must wait before it makes more gradients, because a gradient has no buffer yet."""
         return any(record.made for record in self._waiting)
+
+    @property
+    def awaited(self) -> tuple[Kind, int]:
+        """The operation that will probably free the next buffer: a SPILL, the first UPDATE, or any OFFLOAD; and its
+        unit."""
+        for kind, records in ((Kind.SPILL, self._spilled), (Kind.UPDATE, self._read)):
+            for record in records:
+                return kind, record.unit
+        return Kind.OFFLOAD, -1
 
     # --- decisions ---
 
@@ -182,6 +198,8 @@ class Gradients:
 
     def _transfer(self, kind: Kind, record: GradientRecord) -> None:
         record.transferring = True
+        if kind is Kind.SPILL:
+            self._spilled[record] = None
         self._changed(record)
         self._begin(kind, record)
 

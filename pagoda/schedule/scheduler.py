@@ -289,6 +289,12 @@ class Scheduler:
         return self.gradients.held_back
 
     @property
+    def frees_buffer(self) -> tuple[Kind, int]:
+        """The operation that will probably free the next gradient buffer, and its unit: a SPILL, an UPDATE, or an
+        OFFLOAD of any unit."""
+        return self.gradients.awaited
+
+    @property
     def drained(self) -> bool:
         """Whether no update is queued or under way."""
         return self.updates.drained

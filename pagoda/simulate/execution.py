@@ -1,6 +1,5 @@
 """Carries out the scheduler's operations on simulated lanes."""
 
-from collections import deque
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import pairwise
@@ -11,6 +10,7 @@ from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
+from pagoda.schedule.waits import InFlight
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.updates import SimulatedUpdates
@@ -32,11 +32,8 @@ class Execution:
         self._rates = rates
         self._traffic = traffic = traffic_of(plan)
         self._chains = cache(self._chains_of)
-        on_device = plan.placement.on_device
         reports = self._gradient_used, self._weights_written, self._ended
-        wheres = [False, True] if on_device else [False]
-        updates = [SimulatedUpdates(plan, traffic, lanes, rates, where, *reports) for where in wheres]
-        self._updates = [updates[unit.index in on_device] for unit in plan.units]
+        self._updates = SimulatedUpdates(plan, traffic, lanes, rates, *reports)
         self._update_lanes = [plan.placement.update_lane(unit.index, plan.layout.states) for unit in plan.units]
         self._fetches: dict[int, Task] = {}
         """unit -> the end of its latest FETCH."""
@@ -46,14 +43,10 @@ class Execution:
         """Version of all weights in each unit's home."""
         self._early: dict[int, list[Operation]] = {}
         """unit -> operations that wait until their version is there: SHARE, and FETCH if ranks must fetch alike."""
-        self._spills = 0
-        """Number of SPILL operations under way."""
         self._stored: dict[int, int] = {}
         """unit -> the step of its latest OFFLOAD. Further gradients of that step are added to the first."""
-        self._reading: dict[int, None] = {}
-        """Units whose UPDATE is reading its gradient, the first one at the front."""
-        self.offloads: deque[tuple[Task, int]] = deque()
-        """(end of an OFFLOAD, bytes of the gradient from autograd), in the order in which they began."""
+        self.offloads = InFlight[Task]()
+        """Gradients on their way from autograd."""
         self.in_use: list[tuple[float, tuple[int, int]]] = [(0.0, (0, 0))]
         """(seconds, (frames of leases, pages of gradient buffers)) at each change."""
 
@@ -74,28 +67,20 @@ class Execution:
             return self._fetches[unit].work.lane
         return "h2d" if self._plan.lease_tier == DEVICE else "ssd_read"
 
-    def lane_of_buffers(self) -> str:
-        """The lane for which compute waits when it waits for a gradient buffer."""
-        if self._spills or not self._reading:
-            return "ssd_write" if self._spills else "d2h"
-        unit = next(iter(self._reading))
-        return self._update_lanes[unit]
-
     def _begin(self, operation: Operation) -> None:
         kind, unit = operation.kind, operation.unit
         if kind is Kind.RECLAIM:
             self._scheduler.reclaimed(operation, freed=True)
         elif kind is Kind.UPDATE:
-            self._reading[unit] = None
-            self._updates[unit].update(operation)
+            self._updates.update(operation)
         elif kind is Kind.READ_AHEAD:
-            self._updates[unit].read_ahead(operation)
+            self._updates.read_ahead(operation)
         elif (kind is Kind.FETCH and operation.version > self._versions[unit]) or (
             kind is Kind.SHARE and operation.version > self._written[unit]
         ):
             self._early.setdefault(unit, []).append(operation)
         elif kind is Kind.SHARE:
-            self._lanes.when_ended(self._updates[unit].share(unit), partial(self._ended, operation))
+            self._lanes.when_ended(self._updates.share(unit), partial(self._ended, operation))
         elif chains := self._chains(kind, unit, self._adds(operation)):
             self._give(operation, chains)
         elif kind not in (Kind.KEEP, Kind.PUBLISH):
@@ -110,9 +95,7 @@ class Execution:
             self._fetches[operation.unit] = task
         elif operation.kind is Kind.OFFLOAD:
             made = self._plan.units[operation.unit].trainable_numel * self._plan.layout.offloaded_itemsize
-            self.offloads.append((task, made))
-        elif operation.kind is Kind.SPILL:
-            self._spills += 1
+            self.offloads.add(task, made)
 
     def _adds(self, operation: Operation) -> bool:
         """Whether an operation adds a gradient to an earlier one of its step."""
@@ -123,7 +106,6 @@ class Execution:
         return before == step
 
     def _gradient_used(self, update: Operation) -> None:
-        del self._reading[update.unit]
         self._scheduler.gradient_used(update)
         self.pump()
 
@@ -141,7 +123,6 @@ class Execution:
             self._begin(operation)
 
     def _ended(self, operation: Operation) -> None:
-        self._spills -= operation.kind is Kind.SPILL
         if operation.kind is Kind.SHARE:
             self._versions[operation.unit] = operation.version
             self._begin_early(operation.unit)

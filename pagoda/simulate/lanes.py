@@ -61,9 +61,9 @@ class SimulatedLanes:
         self._queued_s = 0.0
         """The time by which Python has queued all work for the GPU so far. It may be long past."""
 
-    def submit(self, work: Work, after: Iterable[Task] = (), times: float = 1.0) -> Task:
-        """Submit work that takes `times` times its seconds."""
-        seconds = work.seconds * times
+    def submit(self, work: Work, after: Iterable[Task] = ()) -> Task:
+        """Submit work, which starts once `after` have ended."""
+        seconds = work.seconds
         if work.lane == COMPUTE:
             seconds += self._late(work.python_s + self._handed_over * self._rates.task_switch_s)
             self._handed_over = 0

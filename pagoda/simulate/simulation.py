@@ -21,6 +21,7 @@ from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
 from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
+from pagoda.schedule.waits import lane_of_buffers
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
@@ -205,14 +206,12 @@ class Simulation:
         scheduler, execution = self._scheduler, self._execution
         scheduler.gradient(gradient.unit, complete=True, last=gradient.last)
         execution.pump()
-        self._wait(lambda: not scheduler.held_back, execution.lane_of_buffers)
+        self._wait(lambda: not scheduler.held_back, lambda: lane_of_buffers(self._plan, scheduler))
         self._let_offloads_end(self._in_flight_bytes)
 
     def _let_offloads_end(self, most: int) -> None:
         """Wait until at most `most` bytes of gradients are on their way."""
-        offloads = self._execution.offloads
-        while offloads and (offloads[0][0].done or sum(nbytes for _, nbytes in offloads) > most):
-            task, _ = offloads.popleft()
+        for task in self._execution.offloads.over(most):
             if not task.done:
                 self._wait_for(task)
                 self._lanes.python_waits()

@@ -1,62 +1,36 @@
-"""Simulated updates: the states of units stream through slots of a ring, chunk by chunk."""
+"""Simulated updates: the stream of blocks on simulated lanes."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import ceil
+from typing import Any
 
-from pagoda.plan.device_updates import DEVICE_SLOTS
+from pagoda.plan.blocks import stream_plan
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
+from pagoda.plan.tiers import COLLECTIVE, INLINE_BYTES, SSD
 from pagoda.plan.traffic import Traffic
 from pagoda.schedule.operations import Operation
+from pagoda.schedule.stream import Action, Block, Do, Stream
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 
-_MOST_CHUNKS = 400
-"""Most chunks of all updates of a step, in addition to at most one per unit, so that a large model takes no longer to
-simulate."""
+_MOST_BLOCKS = 400
+"""Most blocks of all updates of a step, in addition to at most one per unit, so that a large model takes no longer to
+simulate. Neighbouring blocks of the runtime are one simulated block."""
 
 Report = Callable[[Operation], None]
 
 
-@dataclass(eq=False, slots=True)
-class _Chunk:
-    """The work of lanes for some elements of a unit, one after another: states come, are updated, and go back."""
-
-    come: Sequence[Work]
-    update: Work
-    back: Sequence[Work]
-    """Empty if nothing is written to another tier."""
-
-
-@dataclass(slots=True)
-class _Feeding:
-    """An UPDATE that is not completely submitted yet."""
-
-    operation: Operation
-    chunks: Sequence[_Chunk]
-    steps: int
-    """Number of steps whose gradients it applies."""
-    ahead: list[Task]
-    """Reads of its first chunks that began before the update."""
-    fed: int = 0
-    """Number of submitted chunks."""
-
-
 @dataclass(eq=False, repr=False)
 class SimulatedUpdates:
-    """Carries out UPDATE and READ_AHEAD chunk by chunk, as one of the runtime's updaters does. A chunk of
-    streamed states is read, updated and written, and holds a slot of the ring meanwhile. Updates take slots in the
-    order in which they come."""
+    """Carries out UPDATE and READ_AHEAD, as the runtime's `UpdateStream` does."""
 
     _plan: Plan
     _traffic: Sequence[Traffic]
     _lanes: SimulatedLanes
     _rates: Rates
-    _on_device: bool
     _gradient_used: Report
     """Called when an UPDATE has used its gradients."""
     _weights_written: Report
@@ -65,85 +39,55 @@ class SimulatedUpdates:
     """Called when an UPDATE has ended."""
 
     def __post_init__(self) -> None:
-        plan, on_device = self._plan, self._on_device
-        self._lane = "device_update" if on_device else "update"
-        layout = plan.layout
-        self._elements = [layout.updated_elements(unit) for unit in plan.units]
-        """Parameters of each unit that this rank updates."""
-        self._blocks = [plan.update_block(unit, self._rates.update_threads) for unit in plan.units]
-        """Elements of a block of each unit."""
-        block = layout.block_elements
-        self._chunk = block * max(1, ceil(sum(self._elements) / block / _MOST_CHUNKS))
-        self._chunks = cache(self._cut)
-        slots = DEVICE_SLOTS if on_device else plan.placement.ring_slots
-        self._slots = max(3, slots * block // self._chunk) if slots else 0
-        self._queue: deque[_Feeding] = deque()
-        self._ahead_unit = -1
-        """The unit that is read ahead."""
-        self._ahead: list[Task] = []
+        plan, rates = self._plan, self._rates
+        at_once = 0 if rates.python_ahead or plan.layout.weight.copied else INLINE_BYTES
+        blocks = stream_plan(plan, rates.update_threads, at_once, plan.layout.updated_elements)
+        self._together = max(1, ceil(sum(len(unit.bounds) for unit in blocks.units) / _MOST_BLOCKS))
+        self._live = [len(unit.bounds) for unit in blocks.units]
+        """By unit, the number of the runtime's blocks."""
+        self._blocks = blocks.coarse(self._together)
+        self._stream = Stream(self._blocks)
+        self._ended_by = {
+            Do.READ: self._stream.has_read,
+            Do.UPDATE: self._stream.has_updated,
+            Do.WRITE: self._stream.has_written,
+        }
+        self._works = cache(self._works_of)
         self._sharing: list[Task] = []
         """Tasks that must end before the next unit is shared through RAM."""
 
     def update(self, operation: Operation) -> None:
         """Carry out an UPDATE."""
-        if operation.unit != self._ahead_unit:
-            self._drop_ahead()
-        steps = len(operation.steps)
-        chunks = self._chunks(operation.unit, steps)
-        self._queue.append(_Feeding(operation, chunks, steps, self._ahead))
-        self._ahead, self._ahead_unit = [], -1
-        self._feed()
+        unit = operation.unit
+        self._tell(self._stream.ask, operation, unit, range(len(self._blocks.units[unit].bounds)))
 
     def read_ahead(self, operation: Operation) -> None:
         """Use free slots to read what comes next, while no update needs them."""
-        self._drop_ahead()
-        self._ahead_unit = operation.unit
-        self._feed()
+        self._tell(self._stream.read_ahead, operation.unit)
 
-    def _feed(self) -> None:
-        """Submit everything that can be submitted now. Called whenever something has ended that this may have waited
-        for."""
-        while self._queue:
-            feeding = self._queue[0]
-            if not self._feed_chunk(feeding):
-                return
-            if feeding.fed == len(feeding.chunks):
-                self._queue.popleft()
-        chunks = self._chunks(self._ahead_unit, 1) if self._ahead_unit >= 0 else ()
-        for chunk in chunks[len(self._ahead) :]:
-            read = self._read(chunk)
-            if read is None:
-                return
-            self._ahead.append(read)
+    def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
+        event(*arguments)
+        for action in self._stream.take():
+            self._carry_out(action)
 
-    def _feed_chunk(self, feeding: _Feeding) -> bool:
-        """Submit the next chunk of an update. Returns False if there is no slot for it."""
-        at, chunk = feeding.fed, feeding.chunks[feeding.fed]
-        after: list[Task] = []
-        if chunk.come:
-            read = feeding.ahead[at] if at < len(feeding.ahead) else self._read(chunk)
-            if read is None:
-                return False
-            after = [read, *self._lanes.in_turn(chunk.come[1:], [read])][-1:]
-        computed = self._lanes.submit(chunk.update, after, feeding.steps)
-        back = [computed, *self._lanes.in_turn(chunk.back, [computed])]
-        feeding.fed += 1
-        if feeding.fed == len(feeding.chunks):
-            self._last_is_fed(feeding.operation, back)
-        if chunk.come:
-            back[-1].then.append(self._slot_is_free)
-        return True
+    def _carry_out(self, action: Action) -> None:
+        do, about, _ = action
+        if do in (Do.USED, Do.END):
+            self._report(do, about)
+            return
+        block: Block = about
+        works = self._works(do, block.unit, block.index, 1 if block.update is None else len(block.update.steps))
+        *_, last = self._lanes.in_turn(works)
+        last.then.append(partial(self._tell, self._ended_by[do], block, None))
 
-    def _last_is_fed(self, operation: Operation, tasks: Sequence[Task]) -> None:
-        """Report how an update proceeds. Its last chunk is the last one in every lane: the first of `tasks` computes
-        it, and the others take its states home."""
-        computed, last = tasks[0], tasks[-1]
-        computed.then.append(partial(self._gradient_used, operation))
-        home = self._plan.placement.home(operation.unit, WEIGHT)
-        passes = self._on_device and home != DEVICE
-        published = last if home == SSD else tasks[1] if passes else computed
-        published.then.append(partial(self._weights_written, operation))
-        self._lanes.when_ended(last, partial(self._lanes.when_ended, published, partial(self._ended, operation)))
+    def _report(self, do: Do, operation: Operation) -> None:
+        on_ssd = self._plan.placement.home(operation.unit, WEIGHT) == SSD
+        if do is Do.USED:
+            self._gradient_used(operation)
+        if on_ssd is (do is Do.END):
+            self._weights_written(operation)
+        if do is Do.END:
+            self._ended(operation)
 
     def share(self, unit: int) -> Task:
         """Simulate the exchange of updated slices between ranks. On the way from SSD and back, units take turns in a
@@ -160,51 +104,33 @@ class SimulatedUpdates:
             self._sharing = [task]
         return task
 
-    def _read(self, chunk: _Chunk) -> Task | None:
-        """Start to bring the states of a chunk, if they move and there is a slot."""
-        if not chunk.come or not self._slots:
-            return None
-        self._slots -= 1
-        return self._lanes.submit(chunk.come[0])
+    def _works_of(self, do: Do, unit: int, index: int, steps: int) -> Sequence[Work]:
+        """The work of lanes for a block, one after another, in an update by the gradients of `steps` steps."""
+        traffic, name, plan, rates = self._traffic[unit], self._plan.units[unit].name, self._plan, self._rates
+        bounds = self._blocks.units[unit].bounds
+        (start, stop), total = bounds[index], bounds[-1][1]
+        blocks = min(self._together, self._live[unit] - index * self._together)
+        moving = plan.placement.streamed(unit, plan.layout.states)
+        on_ssd = sum(plan.placement.home(unit, state.name) == SSD for state in moving)
 
-    def _drop_ahead(self) -> None:
-        ahead, self._ahead, self._ahead_unit = self._ahead, [], -1
-        for task in ahead:
-            self._lanes.when_ended(task, self._slot_is_free)
+        def move(lane: str, verb: str, nbytes: int, states: int) -> Work:
+            return self._lanes.move(lane, f"{verb} {name}", _part(nbytes, start, stop, total), states * blocks)
 
-    def _slot_is_free(self) -> None:
-        self._slots += 1
-        self._feed()
-
-    def _cut(self, unit: int, steps: int) -> Sequence[_Chunk]:
-        """The chunks of a unit's update by the gradients of `steps` steps. The compute time is that of one step."""
-        traffic, name = self._traffic[unit], self._plan.units[unit].name
-        layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
-        moving = placement.streamed(unit, layout.states)
-        on_ssd = sum(placement.home(unit, state.name) == SSD for state in moving)
-        streamed, passed = traffic.streamed, traffic.passed
-        coming = [("ssd_read", streamed, on_ssd), ("h2d", passed + steps * traffic.brought, len(moving))]
-        going = [("d2h", passed, len(moving)), ("ssd_write", streamed, on_ssd)]
-        chunks = []
-        rates, block = self._rates, self._blocks[unit]
-        for start in range(0, max(1, total), self._chunk):
-            stop = min(start + self._chunk, total)
-            count, blocks = stop - start, ceil(stop / block) - ceil(start / block)
-            seconds = rates.device_update_seconds(count, blocks) if self._on_device else rates.update_seconds(count)
-            come, back = (
-                [
-                    self._lanes.move(lane, f"{verb} {name}", _part(nbytes, start, stop, total), states * blocks)
-                    for lane, nbytes, states in moves
-                    if nbytes
-                ]
-                for verb, moves in (("read", coming), ("write", going))
-            )
-            wakes = 2 * blocks if come else blocks  # the updater too wakes for each block's slot
-            touched = _part(traffic.touched, start, stop, total)
-            chunks.append(_Chunk(come, Work(self._lane, f"update {name}", touched, seconds, wakes), back))
-        return chunks
+        if do is Do.READ:
+            return [move("ssd_read", "read", traffic.streamed, on_ssd)]
+        if do is Do.WRITE:
+            return [move("ssd_write", "write", traffic.streamed, on_ssd)]
+        on_device, count = unit in plan.placement.on_device, stop - start
+        seconds = rates.device_update_seconds(count, blocks) if on_device else rates.update_seconds(count)
+        touched, lane = _part(traffic.touched, start, stop, total), "device_update" if on_device else "update"
+        works = [Work(lane, f"update {name}", touched, seconds * steps, blocks)]
+        if coming := traffic.passed + steps * traffic.brought:
+            works.insert(0, move("h2d", "read", coming, len(moving)))
+        if traffic.passed:
+            works.append(move("d2h", "write", traffic.passed, len(moving)))
+        return works
 
 
 def _part(nbytes: int, start: int, stop: int, total: int) -> int:
     """How many of the bytes of `total` elements belong to the elements [start, stop)."""
-    return nbytes * stop // total - nbytes * start // total if total else 0
+    return nbytes * stop // total - nbytes * start // total

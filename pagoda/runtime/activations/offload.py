@@ -16,7 +16,8 @@ from pagoda.runtime.activations.places import Pieces, Place
 from pagoda.runtime.activations.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
-from pagoda.runtime.meter import InFlight, Meter
+from pagoda.runtime.meter import Meter
+from pagoda.schedule.waits import InFlight
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +76,7 @@ class Offloader:
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        self._writing = InFlight(self._meter)
+        self._writing = InFlight[Handle]()
 
     def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
         """Start to offload the storage of a tensor if it is not offloaded yet. Returns None if it has to stay."""
@@ -136,7 +137,7 @@ class Offloader:
     def settle(self) -> None:
         """Wait until all outgoing transfers have ended, and free pages. Raises their errors."""
         self.write_free()
-        self._writing.hold_back(0)
+        self._meter.hold_back(self._writing, 0)
         self._take_back()
         live = [(reference, offloaded) for reference in self._order if (offloaded := reference()) is not None]
         self._order = [reference for reference, _ in live]
@@ -181,7 +182,7 @@ class Offloader:
         self._order.append(reference)
         self._writing.add(offloaded.written, nbytes)
         self._window = max(self._window, BUFFERED * nbytes)
-        self._writing.hold_back(self._window)
+        self._meter.hold_back(self._writing, self._window)
 
     def _read(self, offloaded: OffloadedStorage) -> torch.Tensor:
         if self._closed:
