@@ -42,6 +42,16 @@ class StreamPlan(NamedTuple):
     """Number of slots that reading ahead leaves free. Two updaters may share the ring. Then each needs slots that the
     other does not hold for an update that has not been asked for yet."""
 
+    def coarse(self, together: int) -> "StreamPlan":
+        """The same with `together` neighbouring blocks as one, and as much fewer slots and places. Three suffice to
+        read, update and write at once."""
+        if together == 1:
+            return self
+        slots, places, kept = self.slots, self.places, self.kept_free
+        fewer, cpu, device = (max(min(count, 3), count // together) for count in (slots, *places))
+        units = [_coarse(unit, together) for unit in self.units]
+        return StreamPlan(units, fewer, (cpu, device), fewer - (slots - kept) // together if kept else 0)
+
 
 def stream_plan(plan: Plan, threads: int, at_once_bytes: int, updated: Callable[[UnitSpec], int]) -> StreamPlan:
     """The stream's view of `plan`. `threads` update units in RAM. An update in RAM of at most `at_once_bytes` takes no
@@ -97,3 +107,13 @@ def _whole(
         if earlier:
             after[index] = tuple(sorted(earlier))
     return bounds, after
+
+
+def _coarse(unit: UnitBlocks, together: int) -> UnitBlocks:
+    """A unit with `together` blocks as one."""
+    groups = [unit.bounds[first : first + together] for first in range(0, len(unit.bounds), together)]
+    after: dict[int, set[int]] = {}
+    for block, earlier in unit.after.items():
+        after.setdefault(block // together, set()).update(each // together for each in earlier)
+    coarse = {block: tuple(sorted(earlier - {block})) for block, earlier in after.items()}
+    return unit._replace(bounds=[(group[0][0], group[-1][1]) for group in groups], after=coarse)

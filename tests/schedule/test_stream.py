@@ -380,3 +380,12 @@ def test_a_long_ring_is_read_a_few_blocks_at_a_time() -> None:
     assert len(reads) < 30
     stream.has_read(reads[0].about, None)
     assert begun(stream) == [(Do.UPDATE, 0, 0), (Do.READ, 0, len(reads))]
+
+
+def test_coarse_blocks_are_neighbouring_blocks_as_one_in_as_much_fewer_slots() -> None:
+    unit = UnitBlocks([(0, 4), (4, 9), (9, 10), (10, 12), (12, 13)], 0, True, False, {1: (0,), 3: (1, 2), 4: (3,)})
+    plan = StreamPlan([unit], 40, (4, 8), 4).coarse(2)
+    assert plan.units[0].bounds == [(0, 9), (9, 12), (12, 13)]
+    assert {block: earlier for block, earlier in plan.units[0].after.items() if earlier} == {1: (0,), 2: (1,)}
+    assert (plan.slots, plan.places, plan.kept_free) == (20, (3, 4), 2)
+    assert StreamPlan([unit], 2, (1, 2), 0).coarse(8)[1:] == (2, (1, 2), 0), "a rule of whole parameters"
