@@ -23,11 +23,11 @@ import torch
 import tyro
 
 import pagoda
-from pagoda.construction.construct import describe
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.prepare.construct import describe
 from pagoda.train.config import OptimConfig
 from script import begin, machine, write
 from slow_ssd import slow_ssd

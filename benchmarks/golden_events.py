@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import pagoda
 from golden import MODELS, UNIT
-from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.rule import Rule
@@ -30,6 +29,7 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.trace import Access
+from pagoda.prepare.construct import describe
 from pagoda.schedule.event_log import EVENTS
 from pagoda.schedule.operations import Operation, SchedulePlan
 from pagoda.schedule.scheduler import Scheduler

@@ -17,12 +17,12 @@ from rich.console import Console
 
 import pagoda
 from pagoda.config.training import Precision
-from pagoda.construction.construct import describe
 from pagoda.models import build_model
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.trace import Phase
+from pagoda.prepare.construct import describe
 from pagoda.simulate.rates import DEVICE_UPDATE, UPDATE, Rates
 from pagoda.simulate.simulation import Simulation
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline

@@ -16,7 +16,7 @@ largest  most parameters that train three steps in so much RAM (--limits), by bi
 `--part speed`, `--part largest` or `--part docs` does one of them. Figures that --out has from the same settings are
 kept and not measured again, so a run that was stopped goes on; --again measures the systems that it is given again.
 Another --precision, --micro-batches or --lora-rank adds tables to --out, and changes none that it has.
-Two ranks are in benchmarks/ranks.py.
+Two ranks are in benchmarks/two_ranks.py.
 """
 
 import argparse

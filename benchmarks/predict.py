@@ -33,7 +33,6 @@ from pagoda.calibrate import ComputeProfiler, Effort, calibrate
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.calibrate.model import profile_of
 from pagoda.config.training import Precision
-from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
 from pagoda.models import build_model
@@ -42,6 +41,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.units import ModuleSpec
+from pagoda.prepare.construct import describe
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.simulation import simulate

@@ -30,7 +30,6 @@ from pagoda.calibrate import ComputeProfiler, calibrate
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.calibrate.model import profile_of
 from pagoda.config.training import Precision
-from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
@@ -38,6 +37,7 @@ from pagoda.forecast.search import search
 from pagoda.models import build_model
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
+from pagoda.prepare.construct import describe
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from predict import ALL_ON_SSD, EFFORT, PROFILE_S, SEQ_LEN, SSD_STATE, Case, Trainer, budgets
 

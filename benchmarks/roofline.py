@@ -43,12 +43,12 @@ from marks import write_between_marks
 from pagoda.calibrate.bookkeeping import measure_bookkeeping
 from pagoda.calibrate.cpu import Sweeper, filled, roof_bf16, states_of
 from pagoda.calibrate.meter import Effort, Meter, cpu_name
-from pagoda.construction.construct import describe
 from pagoda.forecast.flops import forward_flops, weightless
 from pagoda.memory.arena import Arena
 from pagoda.memory.ssd.xxh3 import hashes_of
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.units import is_within, layers_of
+from pagoda.prepare.construct import describe
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.timeline import COMPUTE, Timeline
 from peer_suite.systems import SYSTEMS

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
         Tiles as Tiles,
         Updates as Updates,
     )
-    from pagoda.construction.construct import init as init
-    from pagoda.distributed.mesh import Mesh as Mesh, open_mesh as open_mesh
     from pagoda.errors import (
         BudgetError as BudgetError,
         CheckpointError as CheckpointError,
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
         StorageError as StorageError,
         UsageError as UsageError,
     )
-    from pagoda.models.deferred_logits import chunked_loss as chunked_loss
+    from pagoda.mesh.mesh import Mesh as Mesh, open_mesh as open_mesh
     from pagoda.optim import (
         SGD as SGD,
         Adafactor as Adafactor,
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
         Optim as Optim,
     )
     from pagoda.optim.param_groups import no_decay_groups as no_decay_groups
+    from pagoda.prepare.construct import init as init
+    from pagoda.prepare.deferred_logits import chunked_loss as chunked_loss
 
 _HOMES = {
     "pagoda.api": "load plan_of wrap",
@@ -56,13 +56,13 @@ _HOMES = {
     "pagoda.checkpoint.state_dicts": "ModelState full_state_dict trainable_state_dict",
     "pagoda.config.memory": "Memory Split",
     "pagoda.config.training": "Activations LossScale MixedPrecision Tiles Updates",
-    "pagoda.construction.construct": "init",
+    "pagoda.prepare.construct": "init",
     "pagoda.errors": "BudgetError CheckpointError ConfigError NonFiniteGradientError PagodaError RankError "
     "StorageError UsageError",
-    "pagoda.models.deferred_logits": "chunked_loss",
+    "pagoda.prepare.deferred_logits": "chunked_loss",
     "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim",
     "pagoda.optim.param_groups": "no_decay_groups",
-    "pagoda.distributed.mesh": "Mesh open_mesh",
+    "pagoda.mesh.mesh": "Mesh open_mesh",
 }
 """Module -> the names that users take from it."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

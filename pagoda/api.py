@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pagoda.autograd.activations.blocks import refuse_own_checkpointing
+from pagoda.autograd.loss_scale import LossScaler
 from pagoda.budgets import budgets_of, compute_device, memory_of_rank
 from pagoda.checkpoint.export import exported_by_reference
 from pagoda.checkpoint.model_config import model_of
@@ -29,18 +31,38 @@ from pagoda.config.training import (
     Updates,
     training_of,
 )
-from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers, owners_of
-from pagoda.construction.model_checks import (
+from pagoda.engine import Engine
+from pagoda.errors import ConfigError, UsageError
+from pagoda.memory.identity import MANIFEST
+from pagoda.memory.ram import free_ram
+from pagoda.mesh.dtensors import check_tensor_parallel, divided_in
+from pagoda.mesh.mesh import Mesh, as_mesh, open_mesh
+from pagoda.models.build import build_from_directory
+from pagoda.optim.param_groups import ParamGroups, Reserve, check_placed, named_groups, reserved_names
+from pagoda.optim.rule import Rule, TensorRule
+from pagoda.optimizer import PagedOptimizer
+from pagoda.parameters.quantized import keep_packing
+from pagoda.plan.activations import SHARE_OF_MEMORY
+from pagoda.plan.combinations import check_experts_of_stages, check_features
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.options import Options
+from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.tiers import SSD
+from pagoda.prepare.batch_tiles import TiledBlocks, blocks_to_tile
+from pagoda.prepare.compiled import compiled_in_place
+from pagoda.prepare.construct import Builder, describe, init, live_units, move_buffers, owners_of
+from pagoda.prepare.model_checks import (
     check_batch_norms,
     check_model,
     check_nodes_are_free,
     check_one_dtype,
     check_quantized,
 )
-from pagoda.construction.shared_memory import check_memory_is_apart
-from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
-from pagoda.distributed.stages import Links
-from pagoda.distributed.start import (
+from pagoda.prepare.operator_tiles import Tiling
+from pagoda.prepare.shared_memory import check_memory_is_apart
+from pagoda.ranks.experts import ExpertExchange
+from pagoda.ranks.stages import Links
+from pagoda.ranks.start import (
     agreed_plan,
     check_equal,
     from_first,
@@ -48,29 +70,7 @@ from pagoda.distributed.start import (
     made_by_all,
     rank_independent_text,
 )
-from pagoda.distributed.tensors import check_tensor_parallel, divided_in
-from pagoda.errors import ConfigError, UsageError
-from pagoda.experts.parallel import ExpertExchange
-from pagoda.memory.identity import MANIFEST
-from pagoda.memory.ram import free_ram
-from pagoda.models.build import build_from_directory
-from pagoda.optim.param_groups import ParamGroups, Reserve, check_placed, named_groups, reserved_names
-from pagoda.optim.rule import Rule, TensorRule
-from pagoda.optimizer import PagedOptimizer
-from pagoda.plan.activations import SHARE_OF_MEMORY
-from pagoda.plan.combinations import check_experts_of_stages, check_features
-from pagoda.plan.layout import WEIGHT
-from pagoda.plan.options import Options
-from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.tiers import SSD
-from pagoda.runtime.activations.blocks import refuse_own_checkpointing
 from pagoda.runtime.device import Device, open_device
-from pagoda.runtime.engine import Engine
-from pagoda.runtime.loss_scale import LossScaler
-from pagoda.runtime.quantized import keep_packing
-from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
-from pagoda.transforms.compiled import compiled_in_place
-from pagoda.transforms.operator_tiles import Tiling
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from pagoda.config.memory import Memory
-from pagoda.distributed.world import World
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.ram import filesystem_in_ram, free_ram
 from pagoda.memory.ssd.record import bytes_of_stores
+from pagoda.mesh.world import World
 from pagoda.plan.placement import Budgets
 
 HOST_SHARE = 0.8

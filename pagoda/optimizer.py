@@ -11,21 +11,21 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pagoda.autograd.hooks import ModelHooks
 from pagoda.checkpoint.optimizer_states import check_entry, read_entry, torch_file, write_entry
 from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.checkpoint.state import ParameterState, all_states, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
-from pagoda.construction.model_checks import Members, check_step
-from pagoda.distributed.tensors import DTensorForm
+from pagoda.engine import Engine
 from pagoda.errors import UsageError
+from pagoda.mesh.dtensors import DTensorForm
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import Rule
-from pagoda.runtime.engine import Engine
-from pagoda.runtime.hidden import as_plain
-from pagoda.runtime.hooks import ModelHooks
+from pagoda.parameters.hidden import as_plain
+from pagoda.prepare.adapters import guard_merging
+from pagoda.prepare.model_checks import Members, check_step
 from pagoda.runtime.stats import StepStats
 from pagoda.simulate.timeline import Timeline
-from pagoda.transforms.adapters import guard_merging
 
 
 class PagedOptimizer(torch.optim.Optimizer):

@@ -26,8 +26,8 @@ spin_briefly()  # before torch is imported, here and in the processes that tests
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from distributed.ranks import ranks  # noqa: E402, F401
 from hypothesis import Phase, settings  # noqa: E402
+from ranks.ranks import ranks  # noqa: E402, F401
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: GPU kernels then run on the CPU, in its interpreter.

@@ -150,7 +150,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "the last equal slice runs over the end": (
             "return min(start + index * each, stop), min(start + (index + 1) * each, stop)",
             "return min(start + index * each, stop), start + (index + 1) * each",
-            "plan/test_slices.py distributed/test_pages_of_ranks.py",
+            "plan/test_slices.py ranks/test_pages_of_ranks.py",
         ),
     },
     "plan/layout.py": {
@@ -178,12 +178,12 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "views that outlive a lease do not keep its frames": (
             "        if not self.is_free(operation, unit):\n            return False\n",
             "",
-            "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+            "test_matrix.py runtime/test_same_bits.py autograd/test_uses_of_parameters.py",
         ),
         "frames are filled while an earlier fill is under way": (
             "(*after, *earlier)",
             "after",
-            "runtime distributed/test_gathering.py",
+            "runtime ranks/test_gathering.py",
         ),
     },
     "optimizer.py": {
@@ -193,16 +193,16 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "checkpoint/test_background.py",
         ),
     },
-    "runtime/accesses.py": {
+    "autograd/accesses.py": {
         "an interrupt in the middle of an event goes unnoticed": (
             "if isinstance(error, KeyboardInterrupt) and",
             "if False and",
-            "runtime/test_model_access.py",
+            "autograd/test_model_access.py",
         ),
         "nested uses end with the first": (
             "            if not self._uses[phase][unit.index]:\n                self._driver.tell",
             "            if True:\n                self._driver.tell",
-            "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+            "test_matrix.py runtime/test_same_bits.py autograd/test_uses_of_parameters.py",
         ),
         "compute reads before its wait has ended": (
             "            if not self._scheduler.ready(unit.index):\n                self._wait(unit)\n",
@@ -210,11 +210,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "test_matrix.py runtime/test_same_bits.py",
         ),
     },
-    "runtime/activations/packing.py": {
+    "autograd/activations/packing.py": {
         "a graph may read weights of another step": (
             "        if edition != self._version:",
             "        if False:",
-            "runtime/test_uses_of_parameters.py runtime/test_optimizer.py runtime/test_model_access.py",
+            "autograd/test_uses_of_parameters.py runtime/test_optimizer.py autograd/test_model_access.py",
         ),
         "what a checkpoint recomputes holds the weights themselves": (
             "        held = pack(reference or tensor)",
@@ -222,18 +222,18 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_same_bits.py test_matrix.py",
         ),
     },
-    "runtime/activations/saved.py": {
+    "autograd/activations/saved.py": {
         "a saved tensor that was changed in place is used": (
             "        if counter._version == version:",
             "        if True:",
-            "runtime/test_uses_of_parameters.py runtime/test_activations.py runtime/test_model_access.py",
+            "autograd/test_uses_of_parameters.py autograd/test_activations.py autograd/test_model_access.py",
         ),
     },
-    "runtime/activations/offload.py": {
+    "autograd/activations/offload.py": {
         "a tensor moves while others than graphs may write to it": (
             "            if storage_use_count(offloaded.source) <= FRESH_USE_COUNT:",
             "            if True:",
-            "runtime/test_changes_in_place.py",
+            "autograd/test_changes_in_place.py",
         ),
     },
     "runtime/gradients.py": {
@@ -250,11 +250,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_meter.py",
         ),
     },
-    "runtime/stepper.py": {
+    "autograd/stepper.py": {
         "clipping leaves a clipped norm a thousandth too large": (
             "clipped = min(largest, limit / (norm + 1e-6))",
             "clipped = min(largest, limit / (norm + 1e-6) * 1.001)",
-            "runtime/test_clipping.py test_matrix.py runtime/test_same_bits.py",
+            "autograd/test_clipping.py test_matrix.py runtime/test_same_bits.py",
         ),
         "gradients that are not finite are applied": (
             "        if first is not None:\n            raise non_finite_error",
@@ -276,24 +276,24 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "a fetch does not wait until a guess is undone": (
             "        if operation.undoing is not None:",
             "        if False:",
-            "distributed/test_speculation_on_ranks.py",
+            "ranks/test_speculation_on_ranks.py",
         ),
         "ranks share what a guess has written before it has": (
             "        guess.updated.then(gradient.updated.finish)",
             "        gradient.updated.finish()",
-            "distributed/test_speculation_on_ranks.py",
+            "ranks/test_speculation_on_ranks.py",
         ),
     },
-    "runtime/gathering.py": {
+    "ranks/gathering.py": {
         "other ranks get weights that a guess has written": (
             "            if undone is not None:\n                undone.wait()",
             "            if False:\n                undone.wait()",
-            "distributed/test_speculation_on_ranks.py",
+            "ranks/test_speculation_on_ranks.py",
         ),
         "what ranks have updated behind one's own slice is not written": (
             "[range(begin), range(end, self._pages(unit))]",
             "[range(begin)]",
-            "distributed/test_same_bits_on_ranks.py",
+            "ranks/test_same_bits_on_ranks.py",
         ),
     },
     "plan/blocks.py": {
@@ -411,11 +411,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_speculation.py",
         ),
     },
-    "runtime/activations/recompute.py": {
+    "autograd/activations/recompute.py": {
         "backward repeats a block with other random numbers": (
             "        if self._generators is not None:\n            _set_generators(self._generators)\n        try:",
             "        try:",
-            "runtime/test_repeats.py runtime/test_activations.py",
+            "runtime/test_repeats.py autograd/test_activations.py",
         ),
     },
     "runtime/lanes.py": {
@@ -439,11 +439,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "crash memory/test_page_store.py",
         ),
     },
-    "runtime/engine.py": {
+    "engine.py": {
         "state dicts may be of two steps": (
             "        if self.stepper.updates_have_begun():\n            raise UsageError(",
             "        if False:\n            raise UsageError(",
-            "runtime/test_model_access.py checkpoint/test_stateful.py",
+            "autograd/test_model_access.py checkpoint/test_stateful.py",
         ),
     },
     "train/resume.py": {
@@ -459,16 +459,16 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "simulate",
         ),
     },
-    "distributed/stages.py": {
+    "ranks/stages.py": {
         "a stage clips by its own norm": (
             "zip_longest(*(terms.square_sums for terms in said)",
             "zip_longest(*(terms.square_sums for terms in (mine,))",
-            "distributed/test_pipelines.py",
+            "ranks/test_pipelines.py",
         ),
         "a gradient that is not finite stops its own stage alone": (
             "(terms.non_finite for terms in said if",
             "(terms.non_finite for terms in (mine,) if",
-            "distributed/test_pipelines.py",
+            "ranks/test_pipelines.py",
         ),
     },
 }

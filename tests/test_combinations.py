@@ -1,6 +1,6 @@
 """Which features work together: `wrap` refuses the pairs in the table, and the page has the table.
 
-That all other pairs work is what `test_matrix.py` and `distributed/test_matrix_on_ranks.py` show.
+That all other pairs work is what `test_matrix.py` and `ranks/test_matrix_on_ranks.py` show.
 `python tests/test_combinations.py` writes the page.
 """
 

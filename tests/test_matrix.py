@@ -21,7 +21,6 @@ from zoo import ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PLACEMENTS, O
 
 import pagoda
 from pagoda.config.training import training_of
-from pagoda.construction.construct import describe
 from pagoda.optim import Rule
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.combinations import Feature, why_not
@@ -31,8 +30,9 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.units import ModuleSpec
+from pagoda.prepare.construct import describe
+from pagoda.prepare.operator_tiles import Tiling
 from pagoda.schedule import updates
-from pagoda.transforms.operator_tiles import Tiling
 
 CALM, CLIPPED = 0.01, 30.0
 """Factors of the loss: the gradients of the second are clipped, or overflow fp16."""

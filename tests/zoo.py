@@ -24,7 +24,6 @@ from transformers import (
 
 import pagoda
 from pagoda.config.training import ActivationMode, Precision
-from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import AdamW, Rule
 from pagoda.optim.codecs import Moments
@@ -34,7 +33,8 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.units import ModuleSpec
-from pagoda.transforms.operator_tiles import Tiling
+from pagoda.prepare.construct import describe
+from pagoda.prepare.operator_tiles import Tiling
 
 VOCABULARY, BATCH, LENGTH = 96, 2, 16
 LAYERS = 4

@@ -9,10 +9,10 @@ from gpu_suite.common import Machine, Named, drawn_quickly, meta, release, timed
 from pagoda.budgets import budgets_of
 from pagoda.calibrate import ComputeProfiler, calibrate
 from pagoda.calibrate.model import ComputeProfile
-from pagoda.construction.construct import describe
 from pagoda.forecast.compute import Compute
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
+from pagoda.prepare.construct import describe
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.simulation import simulate
 from training import Paged, Workload

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import pagoda
 from peer_suite.environments import Environment
-from ranks import Sharded
 from training import LR, Paged, Plain, Trainer, Workload
+from two_ranks import Sharded
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
 """AdamW's, the defaults of torch."""

@@ -12,8 +12,8 @@ from pagoda.api import wrap
 from pagoda.calibrate.meter import Meter
 from pagoda.calibrate.model import drop_gradient
 from pagoda.config.memory import Memory
-from pagoda.distributed.mesh import Mesh
-from pagoda.distributed.world import World
+from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.world import World
 from pagoda.optim import AdamW
 from pagoda.plan.ranks import ALONE
 from pagoda.simulate.hardware import Figure

@@ -14,7 +14,7 @@ from pagoda.calibrate.cpu import measure_cpu
 from pagoda.calibrate.drive import check_directory, measure_drive
 from pagoda.calibrate.gpu import measure_gpu, measure_link
 from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name, now
-from pagoda.distributed.world import World, joined, launched
+from pagoda.mesh.world import World, joined, launched
 from pagoda.plan.tiers import update_threads
 from pagoda.simulate.hardware import Figure, Hardware
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from pagoda.calibrate.meter import now, repeated
 from pagoda.config.training import Precision, require_choice
-from pagoda.construction.construct import init
 from pagoda.models import build_model, layer_count
 from pagoda.optim import gradient_dtype
+from pagoda.prepare.construct import init
 
 _FEW, _LEAST_MORE = 1, 3
 _CACHED_BYTES = 64 << 20

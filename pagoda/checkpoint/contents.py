@@ -8,9 +8,9 @@ from typing import Any
 
 from pagoda.checkpoint.state import Position, all_states, gather_from_all_stages
 from pagoda.checkpoint.tensors import TensorSpec
+from pagoda.engine import Engine
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
-from pagoda.runtime.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from pathlib import Path
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedUnit
 from pagoda.checkpoint.state import ParameterState, gather_from_all_stages
+from pagoda.engine import Engine
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
+from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import SPARE, UNDO
 from pagoda.plan.tiers import SSD
-from pagoda.runtime.engine import Engine
-from pagoda.runtime.unit import LiveUnit
 
 _log = logging.getLogger("pagoda")
 _MORE_ROOM = "Delete checkpoints, or make room for more (memory.ssd_checkpoints, --keep-checkpoints)."

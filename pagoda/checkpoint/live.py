@@ -12,10 +12,10 @@ from pagoda.checkpoint.lazy import LazyTensor, cat
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.reader import BUFFERS
 from pagoda.checkpoint.state import ParameterState, Position, all_states, gather_from_stage, states_of, unpaged
-from pagoda.distributed.tensors import DTensorForm
+from pagoda.engine import Engine
 from pagoda.errors import UsageError
+from pagoda.mesh.dtensors import DTensorForm
 from pagoda.plan.layout import WEIGHT
-from pagoda.runtime.engine import Engine
 from pagoda.runtime.store import LOW
 
 

@@ -15,9 +15,9 @@ from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.state import ParameterState, WholeState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
-from pagoda.distributed.tensors import DTensorForm
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import tensor_bytes
+from pagoda.mesh.dtensors import DTensorForm
 from pagoda.optim.param_groups import check_groups, check_settings
 from pagoda.optim.rule import Rule
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from pagoda.checkpoint.directory import committed
 from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, hash_table
-from pagoda.distributed.transport import Transport
 from pagoda.errors import RankError
 from pagoda.memory.identity import partial
+from pagoda.ranks.transport import Transport
 
 
 class Files:

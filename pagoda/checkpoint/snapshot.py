@@ -22,6 +22,7 @@ from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.state import ParameterState, gather_from_all_stages, unpaged
 from pagoda.checkpoint.tensors import TensorSpec, chunks
+from pagoda.engine import Engine
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
@@ -29,11 +30,10 @@ from pagoda.memory.page import Run
 from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import plain_setting
+from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.capture import Capture, Piece
-from pagoda.runtime.engine import Engine
 from pagoda.runtime.store import LOW
-from pagoda.runtime.unit import LiveUnit
 
 Adoptable = dict[tuple[int, str], tuple[CommittedPages, Run]]
 """(unit, state) -> pages of a checkpoint that hold it in the same layout as this run."""

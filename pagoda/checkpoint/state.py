@@ -10,20 +10,20 @@ from torch import nn
 
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.tensors import chunks
-from pagoda.distributed.mesh import Mesh
-from pagoda.distributed.tensors import as_dtensor
+from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, ConfigError, UsageError
+from pagoda.mesh.dtensors import as_dtensor
+from pagoda.mesh.mesh import Mesh
 from pagoda.optim.flat import join, split
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
+from pagoda.parameters.hidden import HOME
+from pagoda.parameters.quantized import QuantizedForm
+from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT
 from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import ParamSpec
-from pagoda.runtime.engine import Engine
-from pagoda.runtime.hidden import HOME
-from pagoda.runtime.quantized import QuantizedForm
 from pagoda.runtime.store import LOW
-from pagoda.runtime.unit import LiveUnit
 
 
 class Position(NamedTuple):

@@ -10,9 +10,9 @@ from torch import nn
 from pagoda.checkpoint.adapter import saved_by_peft
 from pagoda.checkpoint.live import live_weights
 from pagoda.checkpoint.state import settle, state_of, states_of, unpaged, whole_states
+from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.plan.layout import WEIGHT
-from pagoda.runtime.engine import Engine
 
 
 class WeightStateDicts:

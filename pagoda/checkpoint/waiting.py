@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from pagoda.checkpoint.lazy import LazyTensor, cat, constant, put_off, stack
 from pagoda.checkpoint.sources import Memory, Source, combined
-from pagoda.distributed.tensors import local
 from pagoda.errors import UsageError
+from pagoda.mesh.dtensors import local
 
 _CPU = torch.device("cpu")
 _ATEN = torch.ops.aten

@@ -16,7 +16,7 @@ def run(config: CalibrateConfig, console: Console) -> int:
 
     from pagoda.calibrate import calibrate
     from pagoda.calibrate.table import figure_table
-    from pagoda.distributed.world import launched
+    from pagoda.mesh.world import launched
     from pagoda.simulate.hardware import hardware_file, write_hardware
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.models.papers import RELATIVE_BUCKETS, PaperShape
-from pagoda.models.tiles import row_blocks
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part
+from pagoda.prepare.tiles import row_blocks
 
 EMBEDDING = "embedding"
 """Name of the module that holds the token embedding. The head and the decoder of an encoder-decoder use it again."""

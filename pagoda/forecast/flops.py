@@ -67,7 +67,7 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
 def _even_experts(model: "nn.Module") -> Iterator[dict[str, float]]:
     """Inside, experts return zeros. The yielded dictionary has the FLOPs that they would take, by module. If ranks
     divide the experts, each rank computes for the tokens of all ranks."""
-    from pagoda.experts.modules import RoutedExperts, is_expert_stack
+    from pagoda.prepare.experts import RoutedExperts, is_expert_stack
 
     flops: dict[str, float] = {}
 

@@ -116,11 +116,11 @@ def _tree_of_transformers(
 ) -> tuple[ModuleSpec, dict[str, float], Any, int]:
     """Module tree, FLOPs per module, text configuration and number of layers. The layers of a built-in decoder are
     alike, so two of them are built, without values, and stand for all."""
-    from pagoda.construction.construct import describe
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
     from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
-    from pagoda.transforms.operator_tiles import Tiling
+    from pagoda.prepare.construct import describe
+    from pagoda.prepare.operator_tiles import Tiling
 
     ranks, most_elements = config.expert_parallel, config.tile_elements
     cuts_stacks, in_blocks = not isinstance(config.rule, TensorRule), any(s.per > 1 for s in config.rule.own_states())

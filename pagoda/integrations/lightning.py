@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from pagoda.config.training import Precision
-from pagoda.construction.construct import init
 from pagoda.errors import CheckpointError, ConfigError, UsageError
 from pagoda.integrations.paging import Paging, hand_over
 from pagoda.integrations.states import Saves
 from pagoda.optimizer import PagedOptimizer
+from pagoda.prepare.construct import init
 
 _PRECISIONS: dict[str, Precision | None] = {
     "32-true": None,

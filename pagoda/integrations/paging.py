@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pagoda.api import wrap
 from pagoda.config.memory import Memory
 from pagoda.config.training import ActivationMode, Activations, MixedPrecision, Precision, Tiles, UpdateMode, Updates
-from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
+from pagoda.mesh.mesh import Mesh
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.param_groups import ParamGroups
 from pagoda.optim.rule import Rule, plain_setting

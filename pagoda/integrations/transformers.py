@@ -13,6 +13,7 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from pagoda.autograd.activations.blocks import find_blocks
 from pagoda.checkpoint.directory import read_manifest, remove
 from pagoda.checkpoint.rng import restore_rng, rng_state
 from pagoda.checkpoint.state import is_paged
@@ -22,7 +23,6 @@ from pagoda.integrations.accelerate import PRECISIONS, adopt
 from pagoda.integrations.paging import Paging, hand_over
 from pagoda.integrations.states import adapter_state, exported_into, has_adapters, numbered
 from pagoda.optimizer import PagedOptimizer
-from pagoda.runtime.activations.blocks import find_blocks
 
 STATE = "pagoda"
 """Directory inside a checkpoint: Pagoda's own checkpoint, from which a run resumes."""

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import Run
+from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.device import Device
@@ -16,7 +17,6 @@ from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
-from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import Extents, Update, UpdateStream
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler

@@ -14,6 +14,7 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.rule import Hyper
+from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD, WEIGHT
 from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.tiers import HOST, update_threads
@@ -23,7 +24,6 @@ from pagoda.runtime.meter import Meter
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.waits import InFlight
 

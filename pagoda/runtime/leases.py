@@ -10,6 +10,7 @@ import torch
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
+from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, LEASES
 from pagoda.plan.tiers import HOST
@@ -17,7 +18,6 @@ from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Operation
 from pagoda.schedule.records import Lease as ScheduledLease
 from pagoda.schedule.scheduler import Scheduler

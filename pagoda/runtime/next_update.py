@@ -8,7 +8,7 @@ from typing import Any, Self
 from pagoda.errors import UsageError
 from pagoda.optim.codecs import Key
 from pagoda.optim.rule import ElementwiseRule, Hyper, Rule
-from pagoda.runtime.unit import LiveUnit
+from pagoda.parameters.unit import LiveUnit
 
 Group = Mapping[str, Any]
 """One of torch's `param_groups`, as it is when a step is taken."""

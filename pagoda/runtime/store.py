@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from pagoda.distributed.shards import Shards
 from pagoda.errors import StorageError
 from pagoda.memory.arena import copy_bytes
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
+from pagoda.mesh.shards import Shards
 from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, back
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO

@@ -13,6 +13,7 @@ import torch
 from pagoda.errors import UsageError
 from pagoda.memory.page import pages_for
 from pagoda.memory.region import Region
+from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
@@ -20,7 +21,6 @@ from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
-from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.stream import Action, Block, Do, Stream
 
 Pieces = Sequence[tuple[UnitGradient, Sequence[Segment]]]

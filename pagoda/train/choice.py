@@ -10,7 +10,6 @@ from rich.console import Console
 from pagoda.budgets import compute_device
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.config.run import Run
-from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
@@ -18,6 +17,7 @@ from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.model_description import widths
 from pagoda.forecast.record import timeline_record
+from pagoda.mesh.mesh import Mesh
 from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.simulate.hardware import hardware_file

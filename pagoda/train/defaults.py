@@ -10,14 +10,14 @@ from rich.console import Console
 
 from pagoda.budgets import HOST_SHARE
 from pagoda.checkpoint.pretrained import weight_files
-from pagoda.distributed.mesh import Mesh
-from pagoda.distributed.world import may_be_restarted, was_restarted
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes
+from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.world import may_be_restarted, was_restarted
 from pagoda.models.build import is_encoder_decoder, model_directory, positions_of
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Rows

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pagoda.distributed.mesh import Mesh
+from pagoda.mesh.mesh import Mesh
 from pagoda.train.data import IGNORED, Batches
 from pagoda.train.metrics import EVALUATION_FORM, Entry, read_metrics
 from pagoda.train.ranks import from_all

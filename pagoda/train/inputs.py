@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
+from pagoda.mesh.mesh import Mesh
 from pagoda.models.build import is_encoder_decoder
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches, Rows

@@ -11,17 +11,17 @@ from torch import nn
 from pagoda.api import plan_of, wrap
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
-from pagoda.construction.construct import init
-from pagoda.distributed.mesh import Mesh, open_mesh
-from pagoda.distributed.world import was_restarted
 from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
 from pagoda.memory.sizes import format_bytes
+from pagoda.mesh.mesh import Mesh, open_mesh
+from pagoda.mesh.world import was_restarted
 from pagoda.models.build import build_model, model_directory
-from pagoda.models.deferred_logits import chunked_loss
 from pagoda.models.divisions import divide
 from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
+from pagoda.prepare.construct import init
+from pagoda.prepare.deferred_logits import chunked_loss
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pagoda.distributed.mesh import Mesh
 from pagoda.errors import PagodaError
 from pagoda.memory.files import storage_errors
+from pagoda.mesh.mesh import Mesh
 from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
 from pagoda.train.run_dir import RunDir
 

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from pagoda.checkpoint import reader
-from pagoda.distributed.mesh import Mesh
 from pagoda.errors import CheckpointError, ConfigError, StorageError
+from pagoda.mesh.mesh import Mesh
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first

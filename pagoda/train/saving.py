@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pagoda.distributed.mesh import Mesh
 from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.memory.sizes import format_bytes
+from pagoda.mesh.mesh import Mesh
 from pagoda.train.metrics import LINE_BYTES, StepMetrics
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from pagoda.api import plan_of
-from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.record import as_lines, machine_record, plan_record, timeline_record
 from pagoda.forecast.report import format_seconds
 from pagoda.memory.files import write_durably
+from pagoda.mesh.mesh import Mesh
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best

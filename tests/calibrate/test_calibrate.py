@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.ranks import RankServer
+from ranks.ranks import RankServer
 
 from pagoda.calibrate import Effort, calibrate, drive
 from pagoda.calibrate.meter import Meter
 from pagoda.cli.main import main
-from pagoda.distributed.world import launched
 from pagoda.errors import StorageError
 from pagoda.memory.ssd.file import PageFile
+from pagoda.mesh.world import launched
 from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware, write_hardware
 from pagoda.simulate.machines import MACHINES
 from tests.simulate.figures import walk

@@ -1,4 +1,4 @@
-"""A command line of `pagoda` in a process of its own: a scenario for distributed/rank_server.py."""
+"""A command line of `pagoda` in a process of its own: a scenario for ranks/rank_server.py."""
 
 import contextlib
 import ctypes

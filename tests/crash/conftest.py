@@ -1,7 +1,7 @@
 """What runs the command lines of all tests of crashes."""
 
 import pytest
-from distributed.ranks import RankServer, compiler
+from ranks.ranks import RankServer, compiler
 
 from tests.crash.world import Commands
 

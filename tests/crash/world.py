@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed.ranks import RankServer
+from ranks.ranks import RankServer
 
 from tests.crash.disk import LOSSES, Disk, Event, Image, image_of, put, read_log
 from tests.tiny import write_model, write_text

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from pairwise import each_once
 
-from pagoda.construction.construct import describe
 from pagoda.forecast import flops as counting
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import HEAD, exchanged_elements, forward_flops, module_spec, tiled
@@ -14,7 +13,8 @@ from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
 from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_of_step
 from pagoda.plan.units import ModuleSpec, discover, forward_uses, layers_of
-from pagoda.transforms.operator_tiles import Tiling
+from pagoda.prepare.construct import describe
+from pagoda.prepare.operator_tiles import Tiling
 
 GPT = PAPER_SHAPES["gpt-1b"]
 T5 = PAPER_SHAPES["t5-27b"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.ranks import ROOT, RankServer
+from ranks.ranks import ROOT, RankServer
 
 from integrations.programs import HOST_BYTES, KILL, RESUME
 

@@ -9,10 +9,10 @@ import torch
 from pairwise import each_once
 
 from pagoda.config.training import Precision
-from pagoda.distributed.reduction import mean_into, sum_into
 from pagoda.jit import kernel
 from pagoda.optim import arithmetic, gradient_dtype
 from pagoda.optim.jit import bits_of, float_of
+from pagoda.ranks.mean import mean_into, sum_into
 
 from .blocks import EDGES, add_gradient, floats, join, random_values, same_bits, split, store_gradient
 

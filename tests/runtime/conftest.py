@@ -9,9 +9,9 @@ from torch import nn
 from zoo import RESIDENT
 
 import pagoda
+from pagoda.autograd.accesses import Accesses
 from pagoda.optim import Rule
 from pagoda.optimizer import PagedOptimizer
-from pagoda.runtime.accesses import Accesses
 
 Wrap = Callable[..., tuple[nn.Module, PagedOptimizer]]
 

@@ -15,13 +15,13 @@ from torch import nn
 from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, Recipe, run, squeeze
 
 import pagoda
-from pagoda.construction.construct import describe
+from pagoda.engine import Engine
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
-from pagoda.runtime.engine import Engine
+from pagoda.prepare.construct import describe
 
 from .conftest import Wrap
 from .loops import state_of

@@ -11,7 +11,6 @@ from pairwise import each_once
 from zoo import PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, batch, loss_of, train
 
 import pagoda
-from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import DTYPES
@@ -21,6 +20,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.traffic import traffic_of
+from pagoda.prepare.construct import describe
 from pagoda.runtime.device import Device
 
 

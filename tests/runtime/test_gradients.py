@@ -13,13 +13,13 @@ from zoo import ALL_ON_SSD, PAGE, least_host, squeeze
 
 import pagoda
 from pagoda.config.memory import Memory
-from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import STAGING, Budgets
+from pagoda.prepare.construct import describe
 from pagoda.runtime import gradients
 
 from .conftest import Wrap

@@ -16,9 +16,9 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from zoo import PAGE, assert_equal, least_host, losses_of
 
 import pagoda
-from pagoda.construction.construct import describe
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
+from pagoda.prepare.construct import describe
 
 STEPS, LAYERS = 3, 4
 RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)

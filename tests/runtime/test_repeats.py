@@ -15,8 +15,8 @@ from transformers import XLMConfig, XLMWithLMHeadModel
 from zoo import LAYERS, RESIDENT, VOCABULARY, batch, llama
 
 import pagoda
+from pagoda.autograd.activations.blocks import find_blocks
 from pagoda.config.training import ActivationMode
-from pagoda.runtime.activations.blocks import find_blocks
 
 from .conftest import Wrap
 

@@ -14,7 +14,6 @@ from torch import nn
 
 import pagoda
 from pagoda.config.training import ActivationMode
-from pagoda.construction.construct import describe
 from pagoda.optim.adamw import AdamW
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import ActivationPlan, Policy
@@ -23,6 +22,7 @@ from pagoda.plan.planner import make_plan
 from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Access
 from pagoda.plan.traffic import activations_at
+from pagoda.prepare.construct import describe
 from pagoda.runtime.lanes import wait_all
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.schedule.scheduler import Scheduler

@@ -16,9 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zoo import ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, squeeze
 
 import pagoda
+from pagoda.autograd.accesses import Accesses
 from pagoda.optimizer import PagedOptimizer
-from pagoda.runtime.accesses import Accesses
-from pagoda.runtime.hidden import Hidden
+from pagoda.parameters.hidden import Hidden
 
 from .conftest import Wrap
 

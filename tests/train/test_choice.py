@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pagoda.config.memory import Memory
-from pagoda.distributed.mesh import open_mesh
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import find_machine_for
+from pagoda.mesh.mesh import open_mesh
 from pagoda.simulate.hardware import hardware_file, write_hardware
 from pagoda.train import TrainConfig
 from pagoda.train.choice import plan_config, precision_hint

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from pagoda.cli.main import main, parse
 from pagoda.config.memory import Memory
-from pagoda.distributed.mesh import open_mesh
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.mesh.mesh import open_mesh
 from pagoda.models.lora import LoraConfig
 from pagoda.train import OptimConfig, TrainConfig, run
 from pagoda.train.defaults import completed

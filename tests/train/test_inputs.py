@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pagoda.distributed.mesh import open_mesh
+from pagoda.mesh.mesh import open_mesh
 from pagoda.train.data import Batches, Rows
 from pagoda.train.inputs import keep_apart
 from tests.train.test_data import tokens_of

@@ -11,17 +11,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from pagoda.checkpoint.export import export
 from pagoda.config.memory import Memory
-from pagoda.construction.construct import describe
-from pagoda.experts.modules import RoutedExperts
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
+from pagoda.prepare.construct import describe
+from pagoda.prepare.experts import RoutedExperts
+from pagoda.prepare.operator_tiles import Tiling
 from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.tokens import open_tokens
-from pagoda.transforms.operator_tiles import Tiling
 from tests.tiny import tiny_run, trained, write_mixture
 
 

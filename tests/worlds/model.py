@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pagoda.experts.modules import RoutedExperts
+from pagoda.prepare.experts import RoutedExperts
 
 
 class Watcher(Protocol):

@@ -20,10 +20,10 @@ import torch
 
 import pagoda
 from pagoda.checkpoint.reader import Checkpoint
+from pagoda.engine import Engine
 from pagoda.errors import BudgetError, ConfigError, NonFiniteGradientError, PagodaError, UsageError
 from pagoda.memory.ssd import tier
-from pagoda.runtime.engine import Engine
-from pagoda.runtime.unit import LiveUnit
+from pagoda.parameters.unit import LiveUnit
 
 from .device import DeviceError, QueuedDevice, SlowDevice
 from .model import InterruptionError, Layer, Model

@@ -399,7 +399,7 @@ class _Time:
         return getattr(time, name)
 
 
-_IN_TURNS = ("pagoda.runtime", "pagoda.memory", "pagoda.distributed", "pagoda.checkpoint", "pagoda.optimizer")
+_IN_TURNS = ("pagoda.runtime", "pagoda.memory", "pagoda.ranks", "pagoda.checkpoint", "pagoda.optimizer")
 """The modules whose threads, locks and queues take turns."""
 
 

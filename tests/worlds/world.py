@@ -28,12 +28,12 @@ from unittest import mock
 import torch
 
 from pagoda import api
-from pagoda.construction import writers
-from pagoda.distributed import service, transport
-from pagoda.distributed.mesh import Mesh
-from pagoda.distributed.world import World as Processes
 from pagoda.memory.ssd import record, store as ssd_store
+from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.world import World as Processes
 from pagoda.plan.ranks import Ranks
+from pagoda.prepare import writers
+from pagoda.ranks import service, transport
 from pagoda.runtime import gradients as runtime_gradients, lanes, store as runtime_store, updaters
 
 from .device import slow_copy, slow_kernel

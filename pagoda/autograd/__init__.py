@@ -1,0 +1,1 @@
+"""How a live model meets its pages: hooks, accesses, gradients of a step, markers, saved tensors."""

@@ -1,0 +1,314 @@
+"""Accesses: how compute gets a unit's weights, and what it waits for."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pagoda.errors import BudgetError, UsageError
+from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.planner import Plan
+from pagoda.plan.trace import Access, Phase
+from pagoda.process import check_not_forked, forks
+from pagoda.ranks.rank_group import RankGroup
+from pagoda.runtime.device import Device
+from pagoda.runtime.executor import Damage, Executor
+from pagoda.runtime.lanes import labelled
+from pagoda.runtime.leases import Lease, Leases
+from pagoda.runtime.meter import Meter
+from pagoda.runtime.stats import Found, Staleness
+from pagoda.schedule.scheduler import Scheduler
+
+_ENDED_A_WAIT = "It ended a wait of Pagoda's, and left nothing half done."
+
+
+class Turn:
+    """A lock that a thread may hold several times. Inside, an event of compute changes several things.
+
+    Python raises KeyboardInterrupt between any two instructions. One that left half of an event behind damages the
+    training state, because no later step could be right.
+    """
+
+    def __init__(self, damage: Damage) -> None:
+        self.lock = threading.RLock()
+        """For turns that change nothing, or that note damage themselves."""
+        self._damage = damage
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, KeyboardInterrupt) and _ENDED_A_WAIT not in getattr(error, "__notes__", ()):
+            self._damage.note(UsageError("Ctrl-C came in the middle of an event of training"))
+        self.lock.release()  # last, because the next thread must find the damage
+
+
+class Accesses:
+    """Tells the scheduler about compute's events, and waits where compute must wait.
+
+    One thread at a time computes, and holds `turn` for each event. A thread that saves or loads holds it meanwhile. So
+    for compute, both happen between two events.
+
+    The scheduler is told about the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
+    once per operation, and so does code outside forwards. Reads in a row count as one use, which ends when compute does
+    anything else.
+    """
+
+    def __init__(
+        self, plan: Plan, executor: Executor, leases: Leases, device: Device, meter: Meter, rank_group: RankGroup | None
+    ) -> None:
+        self.plan = plan
+        self.turn = Turn(executor.damage)
+        self._executor = executor
+        self._driver = executor.driver
+        self._scheduler: Scheduler = executor.driver.scheduler
+        self._leases = leases
+        self._device = device
+        self.meter = meter
+        self._rank_group = rank_group
+        self._uses = {phase: [0] * len(plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        """Current uses of each unit, including an unfinished read."""
+        self._reading: tuple[LiveUnit, Phase] | None = None
+        """The unit that one operation read last, and in which phase, while that read counts as a use."""
+        self._last: Access | None = None
+        self._forks = forks()
+        self.closed = False
+        self.owner: object = None
+        """An object that lives as long as anything that can access weights, such as a graph."""
+        self.staleness: dict[str, Staleness] = {}
+        """With asynchronous updates: unit -> how many steps its weights lag behind at its first use in each step."""
+        self._used: set[int] = set()
+        """With asynchronous updates: the units used in this step."""
+
+    def check_open(self) -> None:
+        """Raises UsageError once closed, and in a forked process."""
+        check_not_forked(self._forks)
+        if self.closed:
+            raise UsageError(
+                "The optimizer is closed, and the states of its model are gone with it. Evaluate the model, and take "
+                "state_dict() or save_checkpoint(), before optimizer.close()."
+            )
+
+    def check_usable(self) -> None:
+        """Raises UsageError once closed, and StorageError if states are damaged."""
+        self.check_open()
+        self._executor.damage.check()
+
+    def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
+        """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
+        is due."""
+        if unit.updated:
+            raise UsageError(
+                f"Unit {unit.spec.name!r} is needed before optimizer.step(), but it was updated during backward. Call "
+                "step() first, or leave out wrap(accumulation_steps=...), so that updates wait for step()."
+            )
+        self.check_usable()
+        unit.used = True
+        with self.turn:
+            if not self._uses[phase][unit.index]:
+                self._access(unit, phase)
+            lease = self._leases.of(unit)
+            assert lease is not None, "a unit in use keeps its lease"
+            self._uses[phase][unit.index] += 1
+        return lease
+
+    def edition(self, unit: LiveUnit) -> int:
+        """How often a unit's weights were changed."""
+        return self._scheduler.weights(unit.index).edition
+
+    def is_leased(self, unit: LiveUnit) -> bool:
+        """Whether a unit's weights have a place in compute's memory."""
+        return self._leases.of(unit) is not None
+
+    def end(self, unit: LiveUnit, phase: Phase) -> None:
+        """One use of a unit has ended."""
+        with self.turn:
+            self._uses[phase][unit.index] -= 1
+            if not self._uses[phase][unit.index]:
+                self._driver.tell(self._scheduler.release, unit.index)
+
+    def read(self, unit: LiveUnit, phase: Phase = Phase.BACKWARD) -> torch.Tensor:
+        """A unit's weights for one operation, of backward or outside forwards. They stay in place as long as the tensor
+        is kept."""
+        with self.turn:
+            lease = self.begin(unit, phase)
+            if self._reading == (unit, phase):
+                self._uses[phase][unit.index] -= 1
+            else:
+                self.end_read()
+                self._reading = unit, phase
+        return lease.base
+
+    def tell(self, event: Callable[..., None], *arguments: Any) -> None:
+        """Tell the scheduler an event of compute. Compute reads nothing meanwhile."""
+        with self.turn:
+            self.end_read()
+            self._driver.tell(event, *arguments)
+
+    def end_read(self) -> None:
+        """Compute has finished the last read."""
+        with self.turn:
+            reading, self._reading = self._reading, None
+            if reading is not None:
+                self.end(*reading)
+
+    def _access(self, unit: LiveUnit, phase: Phase) -> None:
+        """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
+        self._device.computing()
+        self._executor.poll()
+        self._executor.failures.pop(unit.index, None)
+        access = Access(unit.index, phase)
+        recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
+        self.end_read()
+        if self._rank_group is not None:
+            self._rank_group.collectives.begin_access(recorded)
+        self.tell(self._scheduler.access, access, recorded)
+        if access != self._last:
+            self._last = access
+            self.meter.accesses[self._found(unit)] += 1
+        try:
+            if not self._scheduler.ready(unit.index):
+                self._wait(unit)
+            lease = self._leases.of(unit)
+            if lease is not None and lease.ready is not None and not lease.ready.succeeded:
+                self._device.wait_for(lease.ready.wait_until_issued())
+        except BaseException:
+            self.tell(self._scheduler.release, unit.index)
+            raise
+        if self.plan.options.max_staleness is not None:
+            self._note_staleness(unit, phase)
+        if (recorder := self.meter.recorder) is not None:
+            recorder.access(f"{phase.name.lower()} {unit.spec.name}")
+            recorder.leased(self._scheduler.usage.frames * self.plan.page_bytes)
+
+    def expect(self, units: Sequence[LiveUnit]) -> None:
+        """A router has chosen experts. `units` are their units, in the order in which they will run."""
+        self.tell(self._scheduler.expect, [unit.index for unit in units])
+
+    def overwritten(self, unit: LiveUnit) -> None:
+        """A unit's weights were changed, at home or in compute's memory, by something other than an update. Leases and
+        graphs with the old weights are outdated."""
+        self.tell(self._scheduler.overwritten, unit.index)
+
+    def before_forward(self) -> None:
+        """A forward begins, which is no part of another one and of no backward. Its accesses are its own."""
+        self.end_read()
+        self.before_evaluation()
+
+    def before_evaluation(self) -> None:
+        """If compute is about to use weights without gradients between steps, it must see all asynchronous updates."""
+        if torch.is_grad_enabled():
+            return
+        if self.plan.options.max_staleness is not None and not self._used:
+            self.check_usable()
+            self.drain()
+
+    def end_step(self) -> None:
+        """`step()` was called."""
+        self._used.clear()
+        self._last = None
+
+    def wait(self, until: Callable[[], bool], lane: str, refuse: Callable[[], None] = lambda: None) -> None:
+        """Wait until a condition on the scheduler holds or an update has failed. The waiting time is counted for
+        `lane`. If nothing can make the condition hold, `refuse` is called, which raises."""
+        if self._driver.ask(until):
+            return
+
+        def ended() -> bool:
+            return until() or self._scheduler.broken
+
+        start = time.perf_counter()
+        try:
+            with labelled(f"pagoda::wait_{lane}"):
+                self._driver.wait(ended, lambda: self._find_way_out(ended, refuse))
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(_ENDED_A_WAIT)
+            raise
+        self.meter.stalled(lane, time.perf_counter() - start)
+        if not until():
+            self._executor.damage.raise_cause()
+
+    def agree(self, what: str) -> None:
+        """Return when all ranks do the named thing, which changes weights. Raises UsageError if some do another
+        thing."""
+        if self._rank_group is not None:
+            self._rank_group.collectives.agree_to_change(what)
+
+    def drain(self) -> None:
+        """Wait until every requested update has ended and every guess has been undone."""
+        scheduler = self._scheduler
+        if not self.closed and any(scheduler.weights(unit.index).lag for unit in self.plan.units):
+            self.agree("applying all asynchronous updates, which an evaluation between steps does too")
+        with self.turn:
+            self._executor.poll()
+            self.tell(scheduler.drain, True)
+            try:
+                self.wait(lambda: scheduler.drained, "update")
+            finally:
+                self.tell(scheduler.drain, False)
+            self._executor.updates.drop_ahead()
+
+    def wait_until_idle(self) -> None:
+        """Wait until no operation is under way, whether operations succeed or fail."""
+        self._executor.poll()
+        self._driver.wait(lambda: self._scheduler.idle, lambda: None)
+        self._executor.updates.drop_ahead()
+
+    def _wait(self, unit: LiveUnit) -> None:
+        index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
+        updates = self.plan.placement.update_lane(index, self.plan.layout.states)
+        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, updates)
+        lane = updates if self._leases.in_place(unit) else self._lane_of_fetch(unit)
+        self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
+        if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
+            raise error
+
+    def _lane_of_fetch(self, unit: LiveUnit) -> str:
+        lease = self._leases.of(unit)
+        if lease is not None and lease.ready is not None:
+            return lease.ready.lane
+        return "h2d" if self.plan.budgets.device is not None else "ssd_read"
+
+    def _found(self, unit: LiveUnit) -> Found:
+        """Where the latest access found the weights of a unit."""
+        if self._leases.in_place(unit):
+            return Found.IN_PLACE
+        if self._scheduler.found is None:
+            return Found.FAULT
+        lease = self._leases.of(unit)
+        arrived = self._scheduler.found and lease is not None and lease.ready is not None and lease.ready.done
+        return Found.ARRIVED if arrived else Found.LATE
+
+    def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
+        if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
+            before = self.staleness.get(unit.spec.name, Staleness())
+            self.staleness[unit.spec.name] = before.and_one(self._scheduler.weights(unit.index).lag)
+        self._used.add(unit.index)
+
+    def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
+        """No operation under way can end a wait. Look for references that have gone; without any, call `refuse`, which
+        raises."""
+
+        def stuck() -> bool:
+            return self._driver.ask(lambda: self._scheduler.idle and not until())
+
+        self._executor.poll()
+        if stuck():
+            gc.collect()  # reference cycles may keep views of leases alive
+            self._executor.poll()
+        if stuck():
+            refuse()
+            raise AssertionError("compute waits, and nothing is under way")
+
+    def _refuse(self, unit: LiveUnit) -> None:
+        """Raise the error for a unit that has no room."""
+        tier = self.plan.lease_tier
+        names = ", ".join(repr(self.plan.units[holder].name) for holder in self._scheduler.holders())
+        raise BudgetError(
+            f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
+            f"memory.{tier}, or lower memory.unit_limit.",
+            tier=tier,
+        )

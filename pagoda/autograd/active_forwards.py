@@ -1,0 +1,185 @@
+"""ActiveForwards: the forwards that are running now, and the leases that each keeps until it ends."""
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pagoda.autograd.accesses import Accesses
+from pagoda.autograd.activations.packing import Packing
+from pagoda.errors import UsageError
+from pagoda.parameters.unit import LiveUnit, written_in_forward
+from pagoda.plan.trace import Phase
+
+
+@dataclass(eq=False, slots=True)
+class _Forward:
+    """A running forward."""
+
+    phase: Phase
+    thread: int = field(default_factory=threading.get_ident)
+    entered: list[LiveUnit] = field(default_factory=list)
+    read: list[LiveUnit] = field(default_factory=list)
+    """Those of them that it entered only to read a parameter of another module."""
+    written: list[str] = field(default_factory=list)
+    """Parameters that it has written to."""
+
+
+@dataclass(eq=False, repr=False)
+class ActiveForwards:
+    """All running forwards of hooked modules, outermost first.
+
+    Invariant: `unit.active` is the number of forwards that have entered the unit. Above zero, its parameters point into
+    a pinned lease. One thread at a time runs forwards, because all threads see the same parameters.
+    """
+
+    _packing: Packing
+    _accesses: Accesses
+    _running: list[_Forward] = field(default_factory=list)
+    _one_thread: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is running."""
+        return bool(self._running)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other thread runs a forward. Waits for the outermost forward of another thread.
+
+        A thread that Python did not start is one of autograd's. The thread for which it works waits in backward, and
+        may be inside a forward, so there is nothing to wait for.
+        """
+        if self.runs_here or isinstance(threading.current_thread(), threading._DummyThread):
+            yield
+            return
+        if not self._one_thread.acquire(blocking=False):
+            self._accesses.check_open()  # the thread that holds it may be one of the process that was forked
+            self._one_thread.acquire()
+        try:
+            yield
+        finally:
+            self._one_thread.release()
+
+    def run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward with `units` leased and their parameters pointing into the leases.
+
+        Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
+        to transform leases too.
+        """
+        if not units and self.runs_here and self._packing.is_innermost:
+            return call(*args, **kwargs)  # what it uses is leased for the forward around it
+        return self._run(units, call, *args, **kwargs)
+
+    def use(self, units: Sequence[LiveUnit]) -> bool:
+        """Lease units for one function of torch, and then until the innermost running forward ends or other units need
+        room. That forward reads parameters of other modules.
+
+        Returns False if no forward runs in this thread.
+        """
+        if not self.runs_here:
+            return False
+        forward = self._running[-1]
+        for unit in units:
+            self._enter(forward, unit, keep=units)
+            forward.read.append(unit)
+        return True
+
+    def make_room(self, units: Collection[LiveUnit]) -> None:
+        """Hide what running forwards have read, if a function is about to read `units` and may need room for them. So
+        nothing that it uses is hidden while it begins."""
+        if self.runs_here and (len(units) > 1 or not all(map(self._accesses.is_leased, units))):
+            self._give_back(())
+
+    @contextmanager
+    def around_function(self) -> Iterator[None]:
+        """Around a function of torch that uses hidden parameters.
+
+        Outside forwards it is like a forward of its own: other threads wait, it sees the same updates, and what a graph
+        saves is packed. But in backward, what runs may repeat a part of a forward, whose graph is packed already.
+        """
+        if self.runs_here:
+            yield
+            return
+        _refuse_transforms()
+        with self.alone():
+            starts_packing = False
+            if torch._C._current_graph_task_id() == -1:
+                self._accesses.before_evaluation()
+                starts_packing = torch.is_grad_enabled() and self._packing.enter()
+            try:
+                yield
+            finally:
+                if starts_packing:
+                    self._packing.leave()
+
+    def _give_back(self, keep: Sequence[LiveUnit]) -> None:
+        """Hide what running forwards have read of other modules, except the units `keep`. They lease it again if they
+        read it again."""
+        for forward in self._running:
+            given, forward.read = [u for u in forward.read if u not in keep], [u for u in forward.read if u in keep]
+            for unit in given:
+                forward.entered.remove(unit)
+                self._leave(forward, unit)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a forward runs in this thread."""
+        return bool(self._running) and self._running[-1].thread == threading.get_ident()
+
+    def _run(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        _refuse_transforms()
+        with self.alone():
+            return self._run_alone(units, call, *args, **kwargs)
+
+    def _run_alone(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self._running and not in_backward:
+            self._accesses.before_forward()
+        starts_packing = self._packing.enter()
+        forward = _Forward(Phase.BACKWARD if in_backward else Phase.FORWARD)
+        self._running.append(forward)
+        try:
+            for unit in units:
+                self._enter(forward, unit)
+            output = call(*args, **kwargs)
+        finally:
+            self._running.remove(forward)
+            for unit in forward.entered:
+                self._leave(forward, unit)
+            if starts_packing:
+                self._packing.leave()
+        if forward.written:
+            raise UsageError(written_in_forward(forward.written[0]))
+        return output
+
+    def _enter(self, forward: _Forward, unit: LiveUnit, keep: Sequence[LiveUnit] = ()) -> None:
+        if unit.gathered:
+            raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
+        if not self._accesses.is_leased(unit):  # it needs room
+            self._give_back(keep)
+        lease = self._accesses.begin(unit, forward.phase)
+        unit.active += 1
+        forward.entered.append(unit)
+        if unit.active == 1:
+            unit.show(lease.base)
+
+    def _leave(self, forward: _Forward, unit: LiveUnit) -> None:
+        """End the use of a unit, and note if a parameter was written to meanwhile."""
+        unit.active -= 1
+        written = unit.hide() if unit.active == 0 else None
+        self._accesses.end(unit, forward.phase)
+        if written is not None:
+            self._accesses.overwritten(unit)
+            forward.written.append(written)
+
+
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            "The transforms of torch.func (vmap, grad, jvp, ...) cannot run a wrapped model: use autograd's own "
+            "functions, or transform only what holds no parameters."
+        )

@@ -1,0 +1,462 @@
+"""The stepper: collects the gradients of a step, computes their norm, and asks for the updates."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from pagoda.autograd.accesses import Accesses
+from pagoda.autograd.loss_scale import LossScaler
+from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
+from pagoda.optim.rule import Rule
+from pagoda.parameters.hidden import unseen
+from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.tiers import HOST
+from pagoda.ranks.rank_group import Counts, RankGroup
+from pagoda.ranks.stages import Stages, StepTerms
+from pagoda.runtime.executor import Executor
+from pagoda.runtime.gradients import Delivery, Gradients, UnitGradient, non_finite_error
+from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
+from pagoda.schedule.waits import lane_of_buffers
+
+_TOO_LATE = (
+    "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated during backward. "
+    "Pass wrap(clip_grad_norm=...) too, or leave out accumulation_steps."
+)
+
+
+_APPLIED = (
+    "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after every announced "
+    "backward, or leave out wrap(accumulation_steps=...)."
+)
+
+
+class Norms(NamedTuple):
+    """2-norms of a step's gradients before clipping. None if there are no gradients."""
+
+    total: float | None
+    by_group: tuple[float | None, ...]
+    """The norm of each param group."""
+
+
+@dataclass(eq=False, repr=False)
+class Stepper:
+    """The gradients of one step, their norm, and the updates that follow from them. Only the compute thread calls
+    it."""
+
+    _units: list[LiveUnit]
+    _clip_grad_norm: float | None
+    _rule: Rule
+    _gradients: Gradients
+    _executor: Executor
+    _accesses: Accesses
+    scaler: LossScaler
+    _rank_group: RankGroup | None
+    _stages: Stages | None
+
+    def __post_init__(self) -> None:
+        self._options = self._accesses.plan.options
+        self._scheduler = self._executor.driver.scheduler
+        self._arrivals = self._gradients if self._rank_group is None else self._rank_group.arrivals
+        """Receives gradients from autograd."""
+        if self._rank_group is not None:
+            self._rank_group.when_flushed(self._request_buffer)
+        self.group_of: Callable[[LiveUnit, int], Group]
+        """Returns the param group of a parameter. The optimizer sets this and `groups`."""
+        self.groups: Callable[[], Sequence[Group]]
+        """All param groups, in order."""
+        self.queued = 0
+        """Number of updates queued so far. Each is of one unit."""
+        self._early_hypers: NextHypers | None = None
+        """The hyperparameters at the time when the first update before this `step()` was prepared."""
+        self._factors: dict[tuple[int, int], float] = {}
+        """(unit, slot) -> the factor for a gradient of this step on its way into the update. Present if clipping or the
+        user set one, even if it is 1."""
+        self._of_ranks: dict[int, list[float]] | None = None
+        """Sums of squares of this step's gradients, by unit and slot, once several ranks have asked for them."""
+
+    def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
+        """Autograd has finished one parameter's gradient."""
+        announced = self._options.accumulation_steps
+        if not unit.used:
+            raise UsageError(unseen(unit.name(slot), "received a gradient"))
+        if unit.updated:
+            raise UsageError(
+                f"{unit.name(slot)!r} received a gradient after its update during backward: more backward passes than "
+                f"the {announced} announced by wrap(accumulation_steps=...) ran before optimizer.step(), or a "
+                "reentrant checkpoint delivers gradients in parts (use use_reentrant=False)."
+            )
+        if self.scaler.active and not self.scaler.used and self._stages is None:  # only the last stage has the loss
+            raise _not_scaled(repr(unit.name(slot)))
+        if accumulate and (unit.index, slot) in self._factors:
+            raise UsageError(
+                f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, torch's clip_grad_norm_ "
+                "or a multiplication of param.grad, whose factor is for the gradients before it. Clip after the last "
+                "backward, right before optimizer.step()."
+            )
+        self._factors.pop((unit.index, slot), None)
+        self._of_ranks = None
+        self._executor.poll()
+        before = self._gradients.get(unit)
+        if before is not None and any(made.slot == slot for made in before.made):
+            self._offload(before, last=False)
+        record = self._arrivals.add(unit, self._scheduler.steps, slot, grad, accumulate)
+        if announced is not None and record.arrivals[slot] > announced:
+            raise UsageError(
+                f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
+                f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run, or None if "
+                "their number varies. With a Trainer, that is Paging(backward_passes=...)."
+            )
+        last = record.complete and record.arrivals[slot] == announced
+        if last and (self._options.update_during_backward or self._options.may_speculate):
+            self._prepare_early(record)
+            last = bool(record.segments)
+        if self._gradients.is_due(record):
+            self._offload(record, last)
+        elif self._rank_group is not None and record.complete:
+            self._rank_group.flush(last)
+
+    def _offload(self, record: UnitGradient, last: bool) -> None:
+        """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
+        delivery, nbytes = self._gradients.gather(record)
+        self._request_buffer(record, last, delivery)
+        self._gradients.hold_back(record, nbytes)
+
+    def _offload_all(self) -> None:
+        """Copy all gradients from autograd to their buffers."""
+        if self._rank_group is not None:
+            self._rank_group.flush()
+        for record in self._gradients.records():
+            if record.made:
+                self._offload(record, last=False)
+
+    def _request_buffer(self, record: UnitGradient, last: bool, delivery: Delivery) -> None:
+        """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
+        comes before `step()`."""
+        event = self._scheduler.gradient
+        self._accesses.tell(event, record.unit.index, record.complete, last, True, record, delivery)
+        self._await_buffers(record)
+
+    def _await_buffers(self, record: UnitGradient) -> None:
+        """Wait until every gradient that autograd has made has a buffer. `record` is named if there is no room."""
+        lane = self._executor.driver.ask(partial(lane_of_buffers, self._accesses.plan, self._scheduler))
+        self._accesses.wait(lambda: not self._scheduler.held_back, lane, lambda: self._refuse(record))
+
+    def _refuse(self, record: UnitGradient) -> None:
+        """Raise the error for a gradient without a buffer."""
+        error, self._executor.spill_failure = self._executor.spill_failure, None
+        raise error or BudgetError(self._gradients.exhausted(record.unit), tier=HOST)
+
+    def _prepare_early(self, record: UnitGradient) -> None:
+        """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
+        changes until then."""
+        if self._early_hypers is None:
+            self._early_hypers = NextHypers(self.group_of, self._rule)
+        record.hypers = self._early_hypers.of(record.unit, lambda _: 1.0 / self.scaler.scale)
+        record.segments = segments_of(record.unit, record.hypers)
+
+    def updates_have_begun(self) -> bool:
+        """Whether some unit has begun its update of this step during backward."""
+        with self._accesses.turn:
+            self._accesses.end_read()
+            self._executor.poll()
+            return any(unit.updated for unit in self._units)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this step."""
+        if self.updates_have_begun():
+            raise UsageError(_APPLIED)
+        self._drop_with_others()
+
+    def _drop_with_others(self) -> None:
+        """Drop the gradients of this step, on every rank."""
+        if self._rank_group is not None:
+            self._rank_group.drop_gradients()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        if self._gradients.of_step():
+            self._accesses.tell(self._scheduler.drop_gradients)
+        self._gradients.drop()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """Forget what is known of gradients that are gone."""
+        self._early_hypers = None
+        self._factors.clear()
+        self._of_ranks = None
+        for unit in self._units:
+            unit.marked.clear()
+
+    def drop_step(self) -> None:
+        """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
+        self.updates_have_begun()  # references that have gone may let one more begin
+        for unit in self._units:
+            unit.updated = False
+            for param in unit.params:
+                param.grad = None
+        self._drop_with_others()
+        self._clear_step()
+
+    def norms(self, asked_by: str) -> Norms:
+        """2-norms of this step's gradients. Waits until all have arrived in their extents, on every rank.
+
+        Every rank must ask at the same point of its program, which `asked_by` names in errors. Raises
+        NonFiniteGradientError if a gradient is NaN or infinite.
+        """
+        self._offload_all()
+        records = self._gradients.of_step().values()
+        self._settle(records)
+        if self._rank_group is not None:
+            square_sums, first = self._rank_group.norm_terms(asked_by, self._square_sums, self._factors)
+        else:
+            bad = self._gradients.non_finite()
+            first = None if bad is None else self._units[bad[1]].name(bad[2])
+            square_sums = self._square_sums(records)
+        if self._stages is not None:
+            factors = frozenset(self._factor(record.unit, slot) for record, slot in self._shown())
+            mine = StepTerms(square_sums, first, factors, self.scaler.used)
+            square_sums, first, _, is_scaled = self._stages.all_terms(asked_by, mine)
+            if self.scaler.active and any(square_sums) and not is_scaled:
+                raise _not_scaled("The last stage")
+        if first is not None:
+            raise non_finite_error(first)
+        return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
+
+    def clip(self, limit: float) -> float:
+        """Clip this step's gradients. Returns their norm before clipping."""
+        if not limit >= 0:
+            raise UsageError(f"optimizer.clip_grad_norm_ was called with max_norm={limit}: it must be 0 or more.")
+        if self._options.update_during_backward:
+            raise UsageError(_TOO_LATE.format("optimizer.clip_grad_norm_"))
+        try:
+            total = self.norms("optimizer.clip_grad_norm_()").total
+        except NonFiniteGradientError:
+            if not self.scaler.skips:
+                raise
+            return math.inf  # `step` finds it too, and is skipped
+        return 0.0 if total is None else self._limit(total, limit)
+
+    def gradient_norm(self, unit: LiveUnit, slot: int) -> float:
+        """2-norm, over all ranks, of the gradient that `param.grad` shows. Waits until it is in its extent.
+
+        With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
+        of all parameters.
+        """
+        record = self._gradients.latest(unit)
+        if record is None:
+            raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
+        if self._rank_group is None:
+            self._offload_all()
+            self._settle([record])
+            square_sum = record.square_sums[slot]
+        else:
+            square_sum = self._on_all_ranks(self._rank_group)[unit.index][slot]
+        return abs(self._factor(unit, slot)) * math.sqrt(square_sum) / self.scaler.scale
+
+    def _on_all_ranks(self, rank_group: RankGroup) -> dict[int, list[float]]:
+        """Sums of squares of this step's gradients over all ranks, by unit and slot."""
+        if self._of_ranks is None:
+            self._offload_all()
+            self._settle(self._gradients.of_step().values())
+            self._of_ranks = rank_group.parameter_square_sums("asking param.grad for its norm")
+        return self._of_ranks
+
+    def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
+        """Multiply one parameter's gradient by a factor, which must be the same on every rank."""
+        if not self._options.update_during_backward:
+            self._factors[unit.index, slot] = self._factor(unit, slot) * factor
+        elif factor != 1.0:
+            raise UsageError(_TOO_LATE.format("Clipping, or multiplying param.grad,"))
+
+    def _limit(self, total: float, limit: float) -> float:
+        """Clip gradients to norm `limit`. `total` is their norm without factors. Returns their norm with factors,
+        before clipping."""
+        shown = self._shown()
+        factors = [self._factor(record.unit, slot) for record, slot in shown]
+        largest = max(map(abs, factors), default=1.0)
+        if largest == 0:
+            return 0.0
+        # Relative to the largest factor, so that gradients with equal factors are clipped as if there were none.
+        relative = [factor / largest for factor in factors]
+        norm = total
+        if any(abs(each) != 1.0 for each in relative):
+            if self._rank_group is not None or self._stages is not None:
+                raise UsageError(
+                    "On several ranks, the norm of gradients that were multiplied by different numbers is not known: "
+                    "leave out wrap(clip_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
+                )
+            sums = [each**2 * record.square_sums[slot] for each, (record, slot) in zip(relative, shown, strict=True)]
+            norm = self._norm(sums) or 0.0
+        clipped = min(largest, limit / (norm + 1e-6))
+        for each, (record, slot) in zip(relative, shown, strict=True):
+            self._factors[record.unit.index, slot] = each * clipped
+        return norm * largest
+
+    def _shown(self) -> list[tuple[UnitGradient, int]]:
+        """The gradients that `step()` would use now."""
+        return [(record, slot) for record in self._gradients.records() for slot in self._used(record)]
+
+    def step(self) -> Norms | None:
+        """Queue the update of every unit whose gradients have arrived. Updates run ahead of the next forward.
+
+        Returns the norms of the gradients, or None if a scaled gradient was not finite and the step is skipped.
+        """
+        self.updates_have_begun()
+        hypers = NextHypers(self.group_of, self._rule)
+        self._check_kept(hypers)
+        check_frozen(self._units)
+        for unit in self._units:
+            for slot in unit.grouped:
+                check_is_ours(unit, slot)
+        try:
+            norms = self.norms("optimizer.step()")
+        except NonFiniteGradientError as error:
+            applied = self._abandon()
+            if not self.scaler.skips:
+                raise NonFiniteGradientError(f"{error} {self._told(applied)}") from None
+            self._accesses.tell(self._scheduler.end_step, False, True)
+            self.scaler.end_step(skipped=True)
+            return None
+        except Exception as error:
+            if any(unit.updated for unit in self._units):  # this step can be neither taken nor dropped any more
+                self._executor.damage.note(error)
+            raise
+        if self._clip_grad_norm is not None and norms.total is not None:
+            self._limit(norms.total, self._clip_grad_norm)
+        factors = [self._factor(record.unit, slot) for record, slot in self._shown()]
+        if not all(map(math.isfinite, factors)):
+            raise UsageError(
+                "Gradients were multiplied by NaN or infinity, so no step can be taken with them. Clip with a max_norm "
+                "that is a number."
+            )
+        self._queue_updates(hypers, clipped=any(factor != 1.0 for factor in factors))
+        if norms.total is not None:
+            self.scaler.end_step(skipped=False)
+        self._clear_step()
+        return norms
+
+    def _check_kept(self, hypers: NextHypers) -> None:
+        """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user
+        has dropped gradients that these have applied. Calling `step()` again keeps the latter."""
+        applied = [(record.unit, slot) for record in self._gradients.taken() for slot in record.used or ()]
+        dropped = [(unit, slot) for unit, slot in applied if unit.params[slot].grad is None]
+        for unit, slot in dropped:
+            unit.params[slot].grad = unit.markers[slot]
+        if dropped:
+            raise UsageError(_APPLIED)
+        for record in self._gradients.taken():
+            if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
+                raise UsageError(
+                    "param_groups changed between backward and step(), but units were updated during backward "
+                    "with the old values. Change them before backward or after step(), or leave out "
+                    "wrap(accumulation_steps=...)."
+                )
+
+    def _queue_updates(self, hypers: NextHypers, clipped: bool) -> None:
+        """Ask for the update of every unit with a gradient, with the current hyperparameters."""
+        changed, unused = [], []
+        for record in self._gradients.records():
+            unit = record.unit
+            record.hypers = hypers.of(unit, partial(self._scale_of, unit))
+            segments = segments_of(unit, record.hypers)
+            if clipped or segments != record.segments:
+                changed.append(unit.index)
+            record.segments = segments
+            if not segments:
+                unused.append(unit.index)
+            for slot in record.hypers:
+                unit.params[slot].grad = None
+            record.request()
+        self.queued += sum(bool(record.segments) for record in self._gradients.taken())
+        self._accesses.tell(self._executor.end_step, clipped, changed, unused)
+
+    def _factor(self, unit: LiveUnit, slot: int) -> float:
+        return self._factors.get((unit.index, slot), 1.0)
+
+    def _scale_of(self, unit: LiveUnit, slot: int) -> float:
+        """The factor for a parameter's gradient."""
+        return self._factor(unit, slot) / self.scaler.scale
+
+    def _settle(self, records: Iterable[UnitGradient]) -> None:
+        records = [*records]
+        if records:  # after an error in backward, some may still have no buffer
+            self._await_buffers(records[0])
+        start = time.perf_counter()
+        for record in records:
+            record.settle()
+        self._accesses.meter.stalled("d2h", time.perf_counter() - start)
+
+    def _square_sums(
+        self, records: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
+    ) -> list[list[float]]:
+        """By param group, the sums of squares of the gradients that this step uses and a norm counts."""
+        by_group: dict[int, list[float]] = {id(group): [] for group in self.groups()}
+        for record in records:
+            for slot in self._used(record):
+                if not counts(record.unit.spec, slot):
+                    continue
+                by_group[id(self.group_of(record.unit, slot))].append(record.square_sums[slot])
+        return list(by_group.values())
+
+    def _used(self, record: UnitGradient) -> list[int]:
+        """Slots of the parameters whose gradient this step uses."""
+        if record.used is not None:
+            return record.used
+        params = record.unit.params
+        return [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
+
+    def _norm(self, square_sums: list[float]) -> float | None:
+        """The norm for these sums of squares, without the scale of the loss, which is a power of two."""
+        return math.sqrt(math.fsum(square_sums)) / self.scaler.scale if square_sums else None
+
+    def _clear_step(self) -> None:
+        self._forget_gradients()
+        self._gradients.forget_taken()
+        for unit in self._units:
+            unit.used = False
+            if unit.updated:  # until now, code that clips had to see the gradient
+                for slot in range(unit.trainable):
+                    unit.params[slot].grad = None
+            unit.updated = False
+
+    def _abandon(self) -> list[LiveUnit]:
+        """Drop a step whose gradients are not finite. None of it stays queued. Returns the units that were updated
+        during backward."""
+        for unit in self._units:
+            for param in unit.params:
+                param.grad = None
+        self._drop_gradients()
+        self._accesses.drain()
+        applied = []
+        for record in self._gradients.taken():
+            if record.unit.updated and record.updated.succeeded:
+                applied.append(record.unit)
+            elif record.unit.updated:  # the update was refused
+                for slot in record.used or ():
+                    record.unit.steps[slot] -= 1
+        self._clear_step()
+        return applied
+
+    def _told(self, applied: list[LiveUnit]) -> str:
+        """What the error for a gradient that is not finite says about weights. `applied`: units that were updated."""
+        trained = sum(bool(unit.grouped) for unit in self._units)
+        if not applied:
+            return "No weight was changed."
+        return (
+            f"But {len(applied)} of {trained} units, such as {applied[0].spec.name!r}, were updated during backward, "
+            "before that gradient was seen, and keep this update; the others do not have it. To undo it, load a "
+            "checkpoint. To update all units or none, leave out wrap(accumulation_steps=...), or give clip_grad_norm."
+        )
+
+
+def _not_scaled(what: str) -> UsageError:
+    return UsageError(
+        f"{what} received the gradient of a loss that was not scaled: with precision='fp16', call "
+        "optimizer.scale(loss).backward()."
+    )

@@ -1,0 +1,362 @@
+"""The engine: owns all parts of a run on a live model, and connects them."""
+
+import atexit
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from pagoda.autograd.accesses import Accesses
+from pagoda.autograd.activations.graph_memory import GraphMemory
+from pagoda.autograd.active_forwards import ActiveForwards
+from pagoda.autograd.loss_scale import LossScaler
+from pagoda.autograd.stepper import Norms, Stepper
+from pagoda.autograd.uses import Uses
+from pagoda.config.training import Precision
+from pagoda.errors import StorageError, UsageError
+from pagoda.memory.page import Run
+from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.shards import Shards
+from pagoda.optim.kernels import warm_up
+from pagoda.optim.rule import Rule
+from pagoda.parameters.hidden import as_plain
+from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.placement import LEASES
+from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD, update_threads
+from pagoda.process import forks
+from pagoda.ranks.rank_group import RankGroup
+from pagoda.ranks.stages import Links
+from pagoda.ranks.transport import Transport
+from pagoda.runtime.capture import Capture, Piece, Saver
+from pagoda.runtime.device import Device
+from pagoda.runtime.executor import Executor
+from pagoda.runtime.gradients import Gradients
+from pagoda.runtime.lanes import open_lanes
+from pagoda.runtime.leases import Leases
+from pagoda.runtime.meter import Meter
+from pagoda.runtime.stats import StepStats
+from pagoda.runtime.store import Store
+from pagoda.runtime.timeline_recorder import TimelineRecorder
+from pagoda.runtime.updaters import open_update_stream
+from pagoda.schedule.event_log import open_scheduler
+from pagoda.shutdown import Threads, end_dropped, give_back
+from pagoda.simulate.timeline import Timeline
+
+_OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close engines that the user did not close. At exit, the interpreter would abort if it ended lanes inside native
+    code."""
+    with ExitStack() as stack:
+        for engine in _OPEN:
+            stack.callback(engine.close)
+
+
+class Engine:
+    """Executes a plan on a live model.
+
+    The compute thread runs forward, backward and `step()`. It calls `accesses.begin` and `accesses.end` around every
+    use of a unit, and `stepper.on_gradient` for every gradient. Lanes do the rest. If the model departs
+    from the plan, accesses are served on demand, correctly, and counted as faults.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: list[LiveUnit],
+        precision: Precision,
+        rule: Rule,
+        directories: Mapping[Path, int | None],
+        clip_grad_norm: float | None,
+        poison: bool,
+        device: Device,
+        scaler: LossScaler,
+        links: Links,
+    ) -> None:
+        """`links`: this process's place among the ranks, and the means to communicate with them."""
+        self.units = units
+        self.stats = StepStats()
+        self.timeline: Timeline | None = None
+        """The last recorded step."""
+        self.links = links
+        mesh = links.mesh
+        self._meter = Meter(LANES if links.ranks is None else (*LANES, COLLECTIVE))
+        self._step = 0
+        self._speculations = 0, 0
+        """Number of updates before `step()` that were kept and that were undone, up to the last step."""
+        self.device = device
+        self.ssd_directories = tuple(directories)
+        shards = Shards(plan.layout, mesh)
+        self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
+        self.store = Store(plan, directories, poison, device, shards, self.scheduler)
+        side_by_side = not plan.layout.weight.copied  # else updates share a work area
+        on_cpu = device.torch_device.type == "cpu"
+        threads = update_threads(torch.get_num_threads()) if side_by_side else 1
+        self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
+        self.rule = rule
+        kept = plan.layout.gradient_dtype
+        moves = bool(plan.placement.speculated) or plan.options.max_staleness is not None
+        warm_up(rule, precision, kept, elsewhere=moves)
+        device.warm_up(rule, precision, kept)
+        self.gradients = Gradients(self.store, self._lanes, device, self._meter)
+        self.leases = Leases(self.store, units, device, self._lanes, self.scheduler)
+        updates = open_update_stream(self.store, self._lanes, rule, precision, device)
+        self.plan = plan
+        """The current plan."""
+        self._follow_trace()
+        executor = self._executor = Executor(
+            self.scheduler, self.store, units, self.leases, self.gradients, updates, self._lanes["update"], device
+        )
+        self.damage = executor.damage
+        self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
+        """Communication with the other ranks of this stage, if there are any."""
+        self.accesses = Accesses(plan, executor, self.leases, device, self._meter, self.rank_group)
+        self.accesses.owner = self
+        self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, self.rank_group)
+        self.graphs.packing.register(units)
+        self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
+        self.uses = Uses(self.active_forwards, self.accesses, self.graphs.packing)
+        self.saver = Saver()
+        self.stepper = Stepper(
+            units, clip_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages
+        )
+        self._forks = forks()
+        self._threads = Threads(self._lanes, updates, self.saver, self.rank_group)
+        self._dropped = weakref.finalize(self, end_dropped, self._threads, executor, self.store, self._forks)
+        self._dropped.atexit = False  # `_close_all` is for that
+        _OPEN.add(self)
+
+    @property
+    def whole_plan(self) -> Plan:
+        """The current plan with the activations that steps have shown."""
+        return replace(self.plan, activations=self.graphs.plan)
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Queue every update whose gradients have arrived. Updates run ahead of the next forward."""
+        if self._meter.recorder is not None:
+            self._meter.recorder.access("step")
+        with self.accesses.turn, as_plain():  # it asks each parameter for its gradient
+            self.accesses.check_usable()
+            self.check_not_gathered("optimizer.step()")
+            scale = self.stepper.scaler.scale
+            norms = self.stepper.step()
+            replanned = self._follow_trace()
+            self.accesses.end_step()
+            self._step += 1
+            self._take_stats(norms, scale, replanned)
+
+    def restart_clock(self) -> None:
+        """Count waits from now. Bytes that lanes have moved since the last step still count."""
+        self._meter.reset()
+
+    def drain(self) -> None:
+        """Wait until every state is in its home, as the last `step()` left it."""
+        self.accesses.check_open()
+        self.accesses.drain()
+        self.damage.check()
+
+    def check_between_steps(self) -> None:
+        """Raises UsageError if updates during backward have already changed states since the last `step()`, and
+        StorageError if states are damaged."""
+        self.accesses.check_usable()
+        if self.stepper.updates_have_begun():
+            raise UsageError(
+                "The state was asked for between backward and step(): with accumulation_steps announced, some units "
+                "have had this step's update already and others have not. Call optimizer.step() first."
+            )
+
+    def check_not_gathered(self, what: str) -> None:
+        """Raises UsageError inside a block of `gathered`, because `what` would not change its copies of weights."""
+        for unit in self.units:
+            for slot in unit.gathered:
+                raise UsageError(
+                    f"{what} was called inside `with pagoda.gathered(...)` of {unit.name(slot)!r}. The copy there "
+                    "would be outdated, and replace the new weights if the block modifies: end the block first."
+                )
+
+    def settle(self) -> None:
+        """Like `drain`, before states are read or overwritten. Raises UsageError if states belong to two steps."""
+        self.check_between_steps()
+        self.drain()
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside, all states are replaced, even if they are damaged. If that fails halfway, they are damaged
+        afterwards."""
+        self.accesses.check_open()
+        self.check_not_gathered("optimizer.load_checkpoint()")
+        if self.damage.cause is None:
+            with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
+                self.accesses.drain()
+        if self.damage.cause is not None:
+            self.stepper.drop_step()
+        else:
+            self.stepper.zero_grad()
+        self.accesses.agree("loading a checkpoint")
+        self.accesses.wait_until_idle()  # what that has undone must have ended before states change
+        self.saver.settle()
+        try:
+            with self.store.replacing():
+                yield
+        except BaseException as error:
+            self.damage.note(error)
+            raise
+        self.accesses.wait_until_idle()
+        self.accesses.tell(self.scheduler.restored)
+        self.damage.cause = None
+
+    @contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
+        States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
+        if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
+        with self.accesses.turn.lock:
+            self.settle()
+            self.accesses.agree("changing weights or other states")
+            self.accesses.wait_until_idle()
+            self.saver.settle()
+            writes = self.store.writes
+            try:
+                yield
+            except BaseException as error:
+                if isinstance(error, StorageError) or self.store.writes != writes:
+                    self.damage.note(error)
+                raise
+
+    def prepare_capture(self) -> None:
+        """Bring states to where the last `step()` leaves them, except for queued updates.
+
+        Asynchronous updates are drained. Only then is it known which of them belong to the last step, and where their
+        states are.
+        """
+        self.accesses.tell(self.scheduler.prepare_checkpoint)
+        self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, "update")
+        if self.plan.options.max_staleness is not None:
+            self.drain()
+
+    def capture(self, pieces: Callable[[int], Iterator[Piece]], extents: Mapping[int, Mapping[str, Run]]) -> Capture:
+        """Start to capture every state as the last `step()` leaves it, after `prepare_capture`. The arguments are those
+        of `Capture`."""
+        capture = Capture(self.store, pieces, extents)
+        self.accesses.tell(self._executor.begin_checkpoint, capture)
+        return capture
+
+    def end_capture(self, capture: Capture) -> None:
+        """The capture is complete or was given up, so updates need not wait for it."""
+        capture.end()
+        self._executor.driver.tell(self._executor.end_checkpoint)  # not an event of compute
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "A wrapped model holds no weights to copy or pickle, and neither does its optimizer. Save with "
+            "model.state_dict() or optimizer.save_checkpoint(); for a copy, build another model and load the state "
+            "dict into it."
+        )
+
+    def close(self) -> None:
+        """Drain, finish a checkpoint, join every thread, and release memory and SSD space. The model keeps
+        placeholders.
+
+        Closes everything, then raises the first error of an update or a checkpoint that was not raised before. Does
+        nothing in a forked process, because everything belongs to its parent.
+        """
+        if self.accesses.closed or self._forks != forks():
+            return
+        self.accesses.closed = True
+        _OPEN.discard(self)
+        self._dropped.detach()
+        with ExitStack() as stack:
+            stack.callback(give_back, self._executor, self.store)
+            stack.callback(self.graphs.offloader.close)
+            self._threads.end(stack)
+            with suppress(Exception) if self.damage.seen else nullcontext():
+                self.accesses.drain()
+
+    # --- a recording ----------------------------------------------------------------------------------------
+
+    def trace_next_step(self) -> None:
+        """Record from now until the end of the next `step()`."""
+        self._record_to(TimelineRecorder())
+
+    def _record_to(self, recorder: TimelineRecorder | None) -> None:
+        self._meter.recorder = recorder
+        for lane in self._lanes.values():
+            lane.recorder = recorder
+
+    def _end_recording(self, recorder: TimelineRecorder) -> None:
+        self._record_to(None)
+        plan, tier = self.plan, self.plan.lease_tier
+        leases = plan.bytes[tier].get(LEASES, 0) if tier is not None else 0
+        self.timeline = recorder.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
+
+    def _follow_trace(self) -> bool:
+        """Update the plan to the steps that the scheduler expects. Returns whether it changed."""
+        changed = self.scheduler.trace is not self.plan.trace
+        if changed:
+            self.plan = self.plan.retraced(self.scheduler.trace)
+        return changed
+
+    # --- parts ----------------------------------------------------------------------------------------------
+
+    def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
+        """Connect leases and gradients to the other ranks."""
+        rank_group = RankGroup(
+            mesh, transport, self.store, self.units, self.gradients, self.device, self._lanes, self._executor
+        )
+        self._lanes[COLLECTIVE] = rank_group.collectives.lane
+        self.leases.gather = rank_group.gathering.gather
+        self._executor.share = rank_group.gathering.share
+        return rank_group
+
+    def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
+        """`norms` are None if the step was skipped."""
+        counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
+        meter = self._meter
+        *_, kept, undone = self.scheduler.usage
+        activations = self.graphs.end_step()
+        self.stats = StepStats(
+            step=self._step,
+            grad_norm=norms.total if norms is not None else None,
+            group_norms=norms.by_group if norms is not None else (),
+            loss_scale=loss_scale,
+            skipped=norms is None,
+            step_s=time.perf_counter() - meter.started,
+            stall_s=dict(meter.stall_s),
+            busy_s={name: busy for name, (busy, _) in counters.items()},
+            bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
+            peak_bytes=self.peak_bytes(),
+            accesses={found.value: count for found, count in meter.accesses.items()},
+            replanned=replanned,
+            staleness=dict(self.accesses.staleness),
+            updates_kept=kept - self._speculations[0],
+            updates_undone=undone - self._speculations[1],
+            activation_bytes=activations,
+        )
+        self._speculations = kept, undone
+        if meter.recorder is not None:
+            self._end_recording(meter.recorder)
+        meter.reset()
+
+    def peak_bytes(self) -> dict[str, int]:
+        """tier -> most bytes of pages in use at once, to compare with `Plan.peak_bytes`."""
+        page, scheduler = self.plan.page_bytes, self.scheduler
+        peaks = {HOST: self.store.host_bytes + scheduler.usage.most_pages * page}
+        if (tier := self.plan.lease_tier) is not None:
+            peaks[tier] = peaks.get(tier, 0) + scheduler.usage.most_frames * page
+        if self.store.device is not None:
+            peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
+        if self.store.ssd is not None:
+            peaks[SSD] = self.store.ssd.peak_bytes
+        for tier, nbytes in self.graphs.peak_bytes.items():
+            peaks[tier] = peaks.get(tier, 0) + nbytes
+        return peaks

@@ -1,0 +1,238 @@
+"""The experts of transformers' mixtures as separate modules. Each forward runs those that routers chose.
+
+transformers holds the experts of a layer in common tensors (Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and others: a
+stack) or as modules (Switch Transformers). `wrap` replaces both by the classes here, so that each expert is a unit.
+Shapes: N tokens, K experts for each token, hidden size H, E experts.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pagoda.autograd.hooks import Announcing
+from pagoda.prepare.tiles import Tiled
+from pagoda.ranks.experts import ExpertExchange
+
+
+class RoutedExperts(Announcing):
+    """The experts of a layer. A forward runs those that have tokens, in the order of their numbers.
+
+    The K results of a token are weighted and added as in transformers' grouped kernel, with the same bits. With an
+    exchange, this module has this rank's part of the experts. Tokens are sent to the ranks of their experts, and
+    unweighted results are returned.
+    """
+
+    num_experts: int
+    """Number of experts of the layer, on all ranks."""
+    exchange: ExpertExchange | None = None
+    idle_get_zeros: bool
+    """Whether parameters of pieces without tokens get a gradient of zeros, as in transformers' own module."""
+
+    def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """The results [n, H] of `tokens` [n, H], sorted by expert. `piece`: an expert, or a tile of several. `counts`:
+        number of tokens of each expert."""
+        raise NotImplementedError
+
+    def route(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Compute [N, H] from tokens [N, H], expert numbers [N, K] and weights [N, K]. Numbers >= E add nothing."""
+        count, choices = self.num_experts, experts.shape[1]
+        numbers, order = experts.flatten().sort(stable=True)
+        counts = numbers.clamp(max=count).bincount(minlength=count + 1).tolist()[:count]
+        order = order[: sum(counts)]
+        results = self._through_ranks(hidden[order // choices], counts)
+        weighted = results * weights.flatten()[order].unsqueeze(-1)
+        combined = weighted.new_zeros(experts.numel(), hidden.shape[-1]).index_copy(0, order, weighted)
+        return combined.view(len(hidden), choices, -1).sum(1).to(hidden.dtype)
+
+    def _through_ranks(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        """The results [n, H] for this rank's tokens [n, H], which are sorted by expert."""
+        if self.exchange is None:
+            return self._run(tokens, counts)
+        received, by_rank = self.exchange.to_experts(tokens, counts)
+        here = [sum(column) for column in zip(*by_rank, strict=True)]
+        order = _by_expert(by_rank, received.device)
+        results = self._run(received[order], here)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return self.exchange.from_experts(results[back], counts, by_rank)
+
+    def _run(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """The results [n, H] of this rank's experts for their tokens [n, H], which are sorted by expert."""
+        pieces = self.pieces()
+        ends = [*accumulate((experts for _, experts in pieces), initial=0)]
+        of_pieces = [counts[start:stop] for start, stop in pairwise(ends)]
+        parts = torch.split(tokens, [sum(each) for each in of_pieces])
+        runs = [
+            (piece, part, each) for (piece, _), part, each in zip(pieces, parts, of_pieces, strict=True) if len(part)
+        ]
+        idle = [piece for (piece, _), part in zip(pieces, parts, strict=True) if not len(part)]
+        zeros = self.idle_get_zeros and any(True for piece in idle for _ in piece.parameters())
+        if self.coming is not None:
+            self.coming([piece for piece, _, _ in runs], idle if zeros else ())
+        if not runs:  # the tokens, which have no rows, keep the graph connected
+            return _zeroing(tokens, idle) if zeros else tokens
+        results: list[Tensor] = []
+        waiting: list[nn.Module] = []
+        for (piece, _), part, each in zip(pieces, parts, of_pieces, strict=True):
+            if len(part):
+                results.append(self.run_piece(piece, _zeroing(part, waiting), each))
+                waiting = []
+            elif zeros and results:
+                results[-1] = _zeroing(results[-1], [piece])
+            elif zeros:
+                waiting.append(piece)
+        return torch.cat(results)
+
+
+class ExpertStack(Tiled, RoutedExperts):
+    """A stack of experts in tiles. Each tile is a stack of the same class with some of the experts, named by the number
+    of its first one. An expert without tokens gets a gradient of zeros, as in the whole stack."""
+
+    idle_get_zeros = True
+
+    def __init__(
+        self, tiles: Mapping[int, nn.Module], stack: nn.Module, exchange: ExpertExchange | None = None
+    ) -> None:
+        """`tiles`: number of the first expert -> tile, for the whole stack or for this rank's part."""
+        shapes = {name: tuple(param.shape) for name, param in stack.named_parameters()}
+        named = {str(first): tile for first, tile in tiles.items()}
+        super().__init__(named, shapes, first_row=next(iter(tiles)))
+        self.num_experts = experts_of_stack(stack)
+        self.exchange = exchange
+
+    def pieces(self) -> list[tuple[nn.Module, int]]:
+        return [(tile, experts_of_stack(tile)) for tile in self.tiles.values()]
+
+    def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(tokens.device)
+        return piece(tokens, numbers[:, None], tokens.new_ones(len(tokens), 1))  # type: ignore[no-any-return]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute [N, H] from hidden states [N, H], expert numbers [N, K] and weights [N, K]."""
+        return self.route(hidden_states, top_k_index, top_k_weights)
+
+
+class SwitchExperts(RoutedExperts):
+    """The experts of a Switch Transformer, under their own names. An expert without tokens gets no gradient."""
+
+    idle_get_zeros = False
+
+    def __init__(self, experts: Mapping[str, nn.Module], count: int, exchange: ExpertExchange | None = None) -> None:
+        """`experts`: all `count` experts of the layer, or this rank's part of them."""
+        super().__init__()
+        for name, expert in experts.items():
+            self.add_module(name, expert)
+        self.num_experts = count
+        self.exchange = exchange
+
+    def pieces(self) -> list[tuple[nn.Module, int]]:
+        return [(expert, 1) for expert in self.children()]
+
+    def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        return piece(tokens)  # type: ignore[no-any-return]
+
+    def forward(self, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
+        """Compute [N, H] from hidden states [N, H], a one-hot choice [N, 1, E] and weights [N, 1].
+
+        The choice is all zeros for a token whose expert had no room.
+        """
+        numbers = selected_experts.argmax(-1).masked_fill(selected_experts.sum(-1) == 0, self.num_experts)
+        return self.route(hidden_states, numbers, routing_weights)
+
+
+class SwitchRouter(nn.Linear):
+    """The linear layer of a Switch Transformer's router. transformers casts the layer itself to the router's dtype in
+    every forward, which is impossible for a paged weight. This class casts the weight in each product instead."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "SwitchRouter":
+        """The same layer with the same parameters."""
+        made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        return made.train(linear.training)
+
+    def to(self, *_dtype: Any, **_others: Any) -> "SwitchRouter":
+        """Returns the layer unchanged."""
+        return self
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return functional.linear(hidden, self.weight.to(hidden.dtype), bias)
+
+
+def is_expert_stack(module: nn.Module) -> bool:
+    """Whether a module is like transformers' stacks of experts.
+
+    A stack is called with tokens [N, H], their experts [N, K] and the weights of these [N, K]. The first dimension of
+    each of its parameters indexes the experts.
+    """
+    if not hasattr(module, "is_transposed"):  # set by the decorator `use_experts_implementation` of transformers
+        return False
+    own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
+    return (
+        len(inspect.signature(type(module).forward).parameters) == 4
+        and len(own) == sum(1 for _ in module.parameters()) > 0
+        and all(param.dim() > 1 and len(param) == count and param.is_floating_point() for param in own)
+        and next(module.buffers(), None) is None
+    )
+
+
+def experts_of_stack(stack: nn.Module) -> int:
+    """Number of experts in a stack or in a tile of a stack."""
+    return len(next(stack.parameters(recurse=False)))
+
+
+def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A stack of the same class with `params`, the parameters of some of its experts."""
+    tile: nn.Module = object.__new__(type(stack))
+    nn.Module.__init__(tile)
+    tile.__dict__.update({key: value for key, value in vars(stack).items() if key not in vars(tile)})
+    for name, child in stack.named_children():
+        tile.add_module(name, child)
+    for name, param in params.items():
+        tile.register_parameter(name, param)
+    tile.__dict__["num_experts"] = len(next(iter(params.values())))
+    return tile.train(stack.training)
+
+
+def _by_expert(by_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 [n]: the indices that reorder rows from sorted by rank, then expert, to sorted by expert, then rank."""
+    experts = torch.arange(len(by_rank[0])).repeat(len(by_rank))
+    counts = torch.tensor(list(chain.from_iterable(by_rank)), dtype=torch.int64)
+    return experts.repeat_interleave(counts).argsort(stable=True).to(device)
+
+
+def _zeroing(tensor: Tensor, idle: Sequence[nn.Module]) -> Tensor:
+    """A tensor whose backward also gives zero gradients to the parameters of idle pieces, the last piece first.
+
+    Backward reaches pieces in the reverse order of their forwards. Zeros come in that order too, so ranks that route
+    their tokens differently have gradients in one order, and each is reduced once for all of them.
+    """
+    for piece in idle:
+        if params := list(piece.parameters()):
+            tensor = _ZeroGradients.apply(tensor, *params)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Returns a tensor unchanged, and gives zero gradients to parameters it does not depend on. Reads no parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *params: Tensor) -> Tensor:
+        ctx.like = [(param.shape, param.dtype, param.device) for param in params]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        # Each has one element. It becomes a full tensor only when it is accumulated, one parameter at a time.
+        zeros = [
+            torch.zeros((), dtype=dtype, device=device).expand(shape) if wanted else None
+            for wanted, (shape, dtype, device) in zip(needed, ctx.like, strict=True)
+        ]
+        return grad, *zeros

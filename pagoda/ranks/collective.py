@@ -1,0 +1,166 @@
+"""The lane `collective`: runs the collectives of all ranks, one after another."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from pagoda.errors import NonFiniteGradientError
+from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.shards import Shards
+from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.ranks import ring_bytes
+from pagoda.plan.tiers import COLLECTIVE
+from pagoda.plan.units import UnitSpec
+from pagoda.ranks.order import Call, CollectiveKind, Order, ProgramPart
+from pagoda.ranks.transport import Group, Transport
+from pagoda.runtime.device import Device
+from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.schedule.scheduler import Scheduler
+
+T = TypeVar("T")
+TakePart = Callable[[LiveUnit, int | None], None]
+"""Takes part in a collective that this rank does not want, given the unit and its number of updates (None if only ranks
+with other parts of the unit take part). Once something has failed here, others cannot use what this rank gives."""
+
+_BETWEEN, _STEP = range(2)
+
+
+@dataclass(eq=False, repr=False)
+class Collectives:
+    """One thread that talks to the other ranks, in the order in which compute asks; see `Order` for what comes next.
+
+    Compute's thread alone submits, at points of its program, so ranks that run the same program ask in the same order.
+    What a collective waits for never waits for a later one: loads, copies and updates are on lanes of their own, and
+    updates need gradients that were reduced before.
+    """
+
+    mesh: Mesh
+    transport: Transport
+    shards: Shards
+    _device: Device
+    _units: Sequence[LiveUnit]
+    _scheduler: Scheduler
+    take_part: dict[CollectiveKind, TakePart] = field(default_factory=dict)
+    """How this rank takes part in collectives that only others want."""
+    awaited: bool = False
+    """Whether compute waits for a collective, so that it queues nothing until that has ended."""
+    _part: ProgramPart | None = None
+    """The part of compute's program that it is in."""
+    _part_is_new: bool = False
+    """Whether the part has had no collective yet."""
+    _left: bool = False
+
+    def __post_init__(self) -> None:
+        mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
+        self.lane = Lane(COLLECTIVE)
+        self.order = Order(
+            transport,
+            lambda kind, unit, version: self.take_part[kind](units[unit], version),
+            lambda unit: shards.family(units[unit].spec),
+            lambda unit: shards.sharers(units[unit].spec),
+            # Each rank uses its own experts, in its own order.
+            listed=not any(unit.routed for unit in self._scheduler.plan.units),
+        )
+        members = [lambda rank: mesh.sharers(False, rank), mesh.copies]
+        if mesh.ranks.expert_parallel > 1:
+            members.append(lambda rank: mesh.sharers(True, rank))
+        self.groups = {group.ranks: group for group in (Group(transport, each) for each in members)}
+        """By their ranks: the ranks that have the slices of a unit, and the ranks that have the same slices."""
+        mesh.lane = lambda what, work: self.on_all_ranks(what, work)
+
+    def sharers(self, unit: UnitSpec) -> Group:
+        """The ranks that have the slices of a unit."""
+        return self.groups[self.shards.sharers(unit)]
+
+    def edition(self, unit: LiveUnit) -> int:
+        """How often a unit's weights were changed."""
+        return self._scheduler.weights(unit.index).edition
+
+    def begin_access(self, recorded: bool) -> None:
+        """Compute is about to access a unit, in a step if that is `recorded`, else to evaluate."""
+        wanted = _STEP if recorded else None
+        if self._part is None or self._part.number not in (_STEP, wanted):
+            self._begin(wanted)
+
+    def _begin(self, number: int | None) -> None:
+        self._part, self._part_is_new = ProgramPart(number, self._scheduler.trace, ()), True
+
+    def _come(self) -> ProgramPart | None:
+        """The part of the next collective. Its versions are taken at its first one, since `step()` has changed them."""
+        if self._part is not None and self._part_is_new:
+            self._part = replace(self._part, versions=tuple(self.edition(unit) for unit in self._units))
+            self._part_is_new = False
+        return self._part
+
+    def submit(
+        self,
+        kind: CollectiveKind,
+        unit: LiveUnit,
+        work: Callable[[bool], Any],
+        after: Iterable[Handle],
+        nbytes: int = 0,
+        alike: bool = False,
+    ) -> Handle:
+        """Run `work`, which moves `nbytes` of a unit, once all earlier collectives and `after` have ended. Its argument
+        says whether all ranks that share the unit run it now; if not, this rank asks their services.
+
+        `alike` says that every rank submits it at this point of the same step, so ranks need not announce it.
+        """
+        part = self._part if alike else self._come()
+        call = Call(kind, unit.index, version=self.edition(unit), position=self._scheduler.position)
+
+        def run() -> None:
+            try:
+                wait_all(after)
+            except NonFiniteGradientError:  # which every rank has found
+                raise
+            except BaseException:
+                with suppress(Exception):
+                    self.order.fail(call, part, alike)
+                raise
+            with self._device.beside_compute():
+                work(alike or self.order.come_to(call, part))
+
+        sent = ring_bytes(nbytes, len(self.shards.sharers(unit.spec)))
+        return self.lane.submit(run, (), sent, f"{kind.name.lower()} {unit.spec.name}")
+
+    def on_all_ranks(self, what: str, work: Callable[[], T], step: bool | None = None) -> T:
+        """Run `work` on all ranks, each of which asks for it at this point of its program; returns its result.
+
+        `step` is given if a step ends with it, and says whether to expect the next one to be like it. On a device,
+        `work` goes into compute's queue."""
+        queue, part = self._device.as_compute(), self._come()
+        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.position)
+        results: list[T] = []
+
+        def run() -> None:
+            with self._device.beside_compute():
+                self.order.come_together(call, part, step)
+                with queue:
+                    results.append(work())
+
+        self.awaited = True
+        try:
+            self.lane.submit(run, (), 0, what).wait()
+        finally:
+            self.awaited = False
+        if step is not None:
+            self._begin(_BETWEEN)
+        return results[0]
+
+    def agree_to_change(self, what: str) -> None:
+        """Return when all ranks are about to change weights, by something other than the updates of a step.
+
+        What follows has no list, because entries of a list count a unit's updates since the part began."""
+        self.on_all_ranks(what, lambda: None)
+        self._begin(None)
+
+    def close(self) -> None:
+        """Tell the others that this rank leaves, and join the thread."""
+        if not self._left:
+            self._left = True
+            self.mesh.lane = None
+            self.awaited = True
+            self.lane.submit(self.order.close, (), 0, "").wait_until_done()
+            self.lane.close()

@@ -1,0 +1,239 @@
+"""Reducing: gradients of a unit from autograd, over a buffer of the unit's size, to slices of their mean over ranks."""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pagoda.errors import BudgetError, RankError
+from pagoda.memory.arena import copy_bytes
+from pagoda.mesh.world import rank_timeout_s
+from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.slices import Span
+from pagoda.plan.tiers import COLLECTIVE
+from pagoda.plan.units import UnitSpec
+from pagoda.ranks.collective import Collectives
+from pagoda.ranks.mean import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction
+from pagoda.ranks.order import CollectiveKind
+from pagoda.runtime.device import PAST, Device, Event
+from pagoda.runtime.driver import Driver
+from pagoda.runtime.gradients import Delivery, Gradients, UnitGradient
+from pagoda.runtime.lanes import Handle, Lane
+
+
+@dataclass
+class _Filling:
+    """A buffer that one unit's gradients of one backward are going into."""
+
+    record: UnitGradient
+    buffer: torch.Tensor
+    """All of it, uint8."""
+    parts: Sequence[tuple[Span, torch.Tensor]]
+    """Elements of the unit, and where they go."""
+    arrived: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    copies: list[Handle] = field(default_factory=list)
+    filled: Event = PAST
+
+    def of_slot(self, slot: int) -> list[tuple[int, torch.Tensor]]:
+        """Where a parameter's gradient goes: (its first element of those, elements)."""
+        placed = self.record.unit.spec.slots[slot]
+        found = []
+        for span, values in self.parts:
+            part = span.within(placed.offset, placed.offset + placed.param.numel)
+            if part is not None:
+                found.append((part.start - placed.offset, values[part.start - span.start : part.stop - span.start]))
+        return found
+
+
+@dataclass(eq=False, repr=False)
+class Reducer:
+    """Takes gradients from autograd, and gives each rank the mean of its slice (its extents in stage 1: of all).
+
+    A gradient leaves autograd for a buffer; once each of the unit's parameters has one, or another unit's come, the
+    buffer is reduced, and the mean is added to the extent. Ranks whose backward has not reached a parameter count as
+    zero; they take part all the same, in what others ask for too.
+    """
+
+    _collectives: Collectives
+    _gradients: Gradients
+    _buffers: Buffers
+    _device: Device
+    _copies: Lane
+    _driver: Driver
+    _filling: _Filling | None = None
+    _next: int = 0
+    """The buffer to fill next."""
+
+    def __post_init__(self) -> None:
+        self.bring: Callable[[UnitGradient, bool, Delivery], None]
+        """Has a gradient brought to its record's buffer; set by the stepper."""
+        collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
+        self._early = self._driver.scheduler.plan.during_backward
+        """Whether units are updated during backward."""
+        self._tensor_parallel = ranks.tensor_parallel > 1
+        self._reduction = Reduction(collectives.shards, collectives.groups, buffers, ranks.data_parallel)
+        self._dtype, self._fills = buffers.dtype, buffers.fills
+        self._uses: list[Handle | None] = [None, None]
+        """What last reduced each of the two buffers."""
+        collectives.take_part[CollectiveKind.REDUCE] = self._take_part
+
+    def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+        """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
+        if self._filling is not None and (self._filling.record.unit is not unit or slot in self._filling.arrived):
+            self.flush(last=False)
+        filling = self._filling = self._filling or self._open(unit, step)
+        record = filling.record
+        if record.arrivals[slot] and not accumulate:
+            filling.dropped.add(slot)
+        self._gradients.count(record, slot, accumulate)
+        filling.arrived.add(slot)
+        grad = grad.to(self._dtype).contiguous().view(-1)
+        copies = [(into, grad[first : first + into.numel()]) for first, into in filling.of_slot(slot)]
+        if grad.is_cuda:
+            for into, values in copies:
+                into.copy_(values)
+            filling.filled = self._device.fence()
+        else:
+
+            def copy() -> None:
+                for into, values in copies:
+                    copy_bytes(into, values)
+
+            filling.copies.append(self._copies.submit(copy, (), grad.nbytes, f"offload {unit.spec.name}"))
+        return record
+
+    def flush(self, last: bool) -> None:
+        """Reduce what has arrived since the last time, once its record has a buffer; `last` as the scheduler has it."""
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return
+        record = filling.record
+        spec = record.unit.spec
+
+        def work(_: bool) -> None:
+            filling.filled.synchronize()
+            self._reduce(spec, filling.buffer, self._flags(filling), record)
+
+        room = Handle(COLLECTIVE)
+        """Ends when the record has a buffer. When that is depends on what else goes on here, but the turn does not."""
+        after = (*filling.copies, room)
+        nbytes = spec.trainable_numel * self._dtype.itemsize
+        handle = self._collectives.submit(CollectiveKind.REDUCE, record.unit, work, after, nbytes)
+        self._uses[self._next ^ 1] = handle
+
+        def deliver() -> Handle:
+            room.finish()
+            return handle
+
+        try:
+            self.bring(record, last, deliver)
+        except BaseException as error:
+            if not room.done:
+                room.finish(error)
+            raise
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has arrived that has not been reduced."""
+        return self._filling is None
+
+    def drop(self) -> None:
+        """Forget what has not been reduced yet."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            for copy in filling.copies:
+                copy.wait()
+
+    def _open(self, unit: LiveUnit, step: int) -> _Filling:
+        record = self._gradients.open(unit, step)
+        use = self._uses[self._next]
+        if use is not None and not use.done:
+            self._gradients.meter.wait_for(use)
+        buffer = self._fills[self._next]
+        self._next ^= 1
+        parts = []
+        for each in self._reduction.all_to_alls(unit.spec):
+            messages = each.messages(buffer)
+            parts += [(span, each.values(place, messages, self._dtype)) for place, span in enumerate(each.spans)]
+        return _Filling(record, buffer, parts)
+
+    def _take_part(self, unit: LiveUnit, version: int | None) -> None:
+        """Take part in a reduction that this rank has no gradient for, or has none yet."""
+        if version is None:
+            self._bad_of_parts(None)
+            return
+        nothing = np.zeros(len(unit.spec.slots), dtype=np.uint8)
+        if self._collectives.order.failed:
+            self._reduce(unit.spec, None, nothing, None)
+            return
+        if self._collectives.edition(unit) != version:
+            mine = self._collectives.shards.rank
+            raise RankError(
+                f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {mine} has updated it for "
+                "already. Run the same number of backward passes on every rank, or leave out "
+                "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
+            )
+        record = self._gradients.open(unit, self._driver.scheduler.steps)
+        ended = Handle(COLLECTIVE)
+        opened = threading.Event()
+
+        def deliver() -> Handle:
+            opened.set()
+            return ended
+
+        event = self._driver.scheduler.gradient
+        self._driver.tell(event, unit.index, record.complete, False, False, record, deliver)
+        # It may wait for what is being read or written, but what frees a buffer may be this lane's to do.
+        if not opened.wait(rank_timeout_s()):
+            raise BudgetError(self._gradients.exhausted(unit))
+        try:
+            self._reduce(unit.spec, None, nothing, record)
+        finally:
+            ended.finish()
+
+    def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, record: UnitGradient | None) -> None:
+        """On the collective lane: the mean of every rank's gradient, to the record if there is one. `mine` is this
+        rank's buffer, if it has a gradient, and `flags` say of what."""
+        everyone, means = self._reduction.reduce(spec, mine, flags)
+        given = np.flatnonzero(everyone & GIVEN).tolist()
+        sums: dict[int, list[float]] = {slot: [] for slot in given}
+        for span, values, is_mine in means:
+            for slot in given if record is not None else ():
+                placed = spec.slots[slot]
+                part = span.within(placed.offset, placed.offset + placed.param.numel)
+                if part is None:
+                    continue
+                assert record is not None
+                accumulate = slot in record.present and not everyone[slot] & DROPPED
+                elements = values[part.start - span.start : part.stop - span.start]
+                square_sum = self._gradients.deliver(record, part.start, elements, accumulate)
+                if is_mine:
+                    sums[slot].append(square_sum)
+        bad = self._bad_of_parts(min(np.flatnonzero(everyone & NOT_FINITE).tolist(), default=None))
+        if record is not None:
+            for slot in given:
+                record.square_sums[slot] = math.fsum(sums[slot])
+                record.present.add(slot)
+            record.bad_elsewhere = bad
+
+    def _flags(self, filling: _Filling) -> Flags:
+        """What this rank has of a unit's gradient. Whether that is finite is of use where its update may begin before
+        `step()`: what other ranks have of it lies in their slices only."""
+        flags = np.zeros(len(filling.record.unit.spec.slots), dtype=np.uint8)
+        for slot in filling.arrived:
+            flags[slot] = GIVEN | (DROPPED if slot in filling.dropped else 0)
+            if self._early:
+                largest = [torch.linalg.vector_norm(values, math.inf) for _, values in filling.of_slot(slot)]
+                flags[slot] |= 0 if all(map(math.isfinite, largest)) else NOT_FINITE
+        return flags
+
+    def _bad_of_parts(self, mine: int | None) -> int | None:
+        """The first such slot of any part of a parameter, where tensor-parallel ranks have one each."""
+        if not self._early or not self._tensor_parallel:
+            return mine
+        found = self._collectives.transport.announce(mine)
+        return min((slot for slot in found if slot is not None), default=None)

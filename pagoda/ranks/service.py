@@ -1,0 +1,108 @@
+"""The service: answers requests from other ranks, outside the order of collectives."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pagoda.errors import PagodaError, RankError
+from pagoda.mesh.world import rank_timeout_s
+from pagoda.process import start_thread
+from pagoda.ranks.transport import Transport, new_groups
+
+_EVER = timedelta(days=365)
+_REQUEST, _ANSWER = range(2)
+"""The tags of messages."""
+_STOP = -1
+"""Sent in place of a unit to end the thread."""
+_CLOSE_S = 2.0
+"""Seconds that a rank waits for its thread when it closes."""
+
+Answer = Callable[[int, int], Iterable[torch.Tensor]]
+"""Given a unit and a version, returns the messages that contain this rank's slice, in RAM. Raises RankError to
+refuse."""
+
+
+class Service:
+    """Answers the other ranks on a separate thread and in a separate process group, independently of all other work. So
+    a rank is answered even if this rank's other work waits for it."""
+
+    def __init__(self, transport: Transport, answer: Answer) -> None:
+        """Every rank must create its service at the same point."""
+        self._transport = transport
+        self._answer = answer
+        (self._group,) = new_groups(transport.world, [range(transport.size)], backend="gloo", timeout=_EVER)
+        self._thread = start_thread(self._run, "pagoda-service")
+
+    def ask(self, unit: int, version: int, targets: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
+        """Get other ranks' slices of a unit after `version` updates. `targets` are the ranks and the tensors that
+        receive each rank's messages. Only one thread may call it. Raises RankError if a rank refuses or is gone."""
+        refusals = []
+        try:
+            for rank, _ in targets:
+                self._send(torch.tensor([unit, version]), rank, _REQUEST)
+            for rank, messages in targets:
+                refusal = self._receive(rank, messages)
+                if refusal is not None:
+                    refusals.append(refusal)  # the other ranks' messages must still be received
+        except RuntimeError as error:
+            raise self._transport.lost(rank, error) from error
+        if refusals:
+            raise RankError(refusals[0])
+
+    def close(self) -> None:
+        """Stop answering. All ranks close at the same point, and each ends the thread of the next rank."""
+        with suppress(RuntimeError):
+            self._send(torch.tensor([_STOP, 0]), (self._transport.rank + 1) % self._transport.size, _REQUEST)
+        self._thread.join(_CLOSE_S)
+
+    def _receive(self, rank: int, messages: Sequence[torch.Tensor]) -> str | None:
+        """Receive what `_reply` sends. Returns the reason if the rank refuses."""
+
+        def receive(into: torch.Tensor) -> None:
+            work = dist.irecv(into.view(torch.uint8), group=self._group, tag=_ANSWER, group_src=rank)
+            assert work is not None
+            work.wait(timedelta(seconds=rank_timeout_s()))
+
+        length = torch.zeros(1, dtype=torch.int64)
+        for message in (*messages, None):
+            receive(length)
+            if length:
+                text = torch.empty(int(length), dtype=torch.uint8)
+                receive(text)
+                return text.numpy().tobytes().decode()
+            if message is not None:
+                landing = message if message.device.type == "cpu" else torch.empty_like(message, device="cpu")
+                receive(landing)
+                if landing is not message:
+                    message.copy_(landing)
+        return None
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # a rank has ended, and all others will too
+            while True:
+                request = torch.empty(2, dtype=torch.int64)
+                number = dist.recv(request, src=None, group=self._group, tag=_REQUEST)
+                unit, version = request.tolist()
+                if unit == _STOP:
+                    return
+                self._reply(dist.get_group_rank(self._group, number), unit, version)
+
+    def _reply(self, asking: int, unit: int, version: int) -> None:
+        """Send messages. Before each message and after the last one, send the length of a refusal, which is 0 if there
+        is none."""
+        fine = torch.zeros(1, dtype=torch.int64)
+        try:
+            for message in self._answer(unit, version):
+                self._send(fine, asking, _ANSWER)
+                self._send(message, asking, _ANSWER)
+            self._send(fine, asking, _ANSWER)
+        except (PagodaError, OSError) as error:
+            text = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
+            self._send(torch.tensor([text.numel()]), asking, _ANSWER)
+            self._send(text, asking, _ANSWER)
+
+    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        dist.send(tensor.view(torch.uint8), group=self._group, tag=tag, group_dst=rank)

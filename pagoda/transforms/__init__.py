@@ -1,1 +1,0 @@
-"""Changes to a model before training: modules in tiles, batches in micro-batches, adapters."""

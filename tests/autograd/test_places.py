@@ -1,0 +1,114 @@
+"""Places for offloaded activations: never more than there is room for, and what was written comes back."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from pagoda.autograd.activations.places import Piece, RamPlace, SsdPlace
+from pagoda.errors import CorruptPageError
+from pagoda.memory.arena import Arena
+from pagoda.runtime.device import PAST, Device, Event
+
+PAGE = 4096
+
+
+def on_ssd(directories: dict[Path, int | None]) -> SsdPlace:
+    """A place with room for 64 pages, and two buffers of 4 pages in each direction."""
+    for directory in directories:
+        directory.mkdir()
+    arena = Arena(16 * PAGE)
+    buffers = [arena.view(4 * number * PAGE, 4 * PAGE) for number in range(4)]
+    return SsdPlace(64 * PAGE, PAGE, Device(), directories, buffers)
+
+
+@given(st.integers(0, 40), st.lists(st.integers(1, 12 * PAGE), max_size=40), st.randoms())
+def test_no_more_is_taken_than_there_is_room_for(room: int, sizes: list[int], random: object) -> None:
+    place = RamPlace(room * PAGE, PAGE, Device())
+    held: list[tuple[Piece, ...]] = []
+    in_use = peak = 0
+    for nbytes in sizes:
+        pages = -(-nbytes // PAGE)
+        pieces = place.alloc(nbytes)
+        assert (pieces is None) == (in_use + pages > room), "what is free is found, however it is scattered"
+        if pieces is not None:
+            assert sum(piece.run.count for piece in pieces) == pages
+            held.append(pieces)
+            in_use += pages
+        elif held:
+            freed = held.pop(random.randrange(len(held)))  # type: ignore[attr-defined]
+            place.free(freed)
+            in_use -= sum(piece.run.count for piece in freed)
+        peak = max(peak, in_use)
+        assert place.in_use_bytes == in_use * PAGE
+        assert place.peak_bytes == peak * PAGE
+        assert place.in_use_bytes <= place.capacity_bytes <= room * PAGE
+    place.close()
+
+
+def test_pieces_of_ram_do_not_overlap_and_are_poisoned_when_nobody_has_them() -> None:
+    place = RamPlace(8 * PAGE, PAGE, Device(), poison=True)
+    first, second = place.alloc(3 * PAGE), place.alloc(5 * PAGE)
+    for value, pieces, pages in ((1, first, 3), (2, second, 5)):
+        place.write(pieces, torch.full((pages * PAGE,), value, dtype=torch.uint8), PAST)
+
+    def content(pieces: tuple[Piece, ...], pages: int) -> list[int]:
+        into = torch.empty(pages * PAGE, dtype=torch.uint8)
+        place.read(pieces, [], into, PAST)
+        return into.unique().tolist()
+
+    assert content(first, 3) == [1]
+    place.free(first)
+    assert content(first, 3) == [255]
+    assert content(second, 5) == [2]
+
+
+def test_the_time_that_compute_still_works_does_not_count_as_a_copy() -> None:
+    """Copies are queued behind compute, which may have much to do between two micro-batches."""
+
+    class Busy(Device):
+        """Compute takes 0.2 s more, from the first time that somebody waits for it."""
+
+        idle = False
+
+        def synchronize(self) -> None:
+            time.sleep(0 if self.idle else 0.2)
+            self.idle = True
+
+        def fence(self) -> Event:
+            return self
+
+        def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+            after.synchronize()
+            return super().copy_out(target, source, after)
+
+    place = RamPlace(PAGE, PAGE, Busy())
+    assert min(place.rates()) > PAGE / 0.1
+    place.close()
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_what_was_written_to_ssd_comes_back(drives: int, tmp_path: Path) -> None:
+    directories = {tmp_path / str(n): None for n in range(drives)}
+    place = on_ssd(directories)
+    nbytes = 10 * PAGE - 100
+    data, into = torch.randint(256, (nbytes,), dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+    pieces = place.alloc(nbytes)
+    hashes = place.write(pieces, data, PAST)
+    place.read(pieces, hashes, into, PAST)
+    assert torch.equal(into, data)
+    hashes[0][3] += 1
+    with pytest.raises(CorruptPageError):
+        place.read(pieces, hashes, into, PAST)
+    assert not any(list(directory.iterdir()) for directory in directories), "the files have no names"
+    place.close()
+
+
+def test_a_limit_of_each_drive_holds(tmp_path: Path) -> None:
+    place = on_ssd({tmp_path / "a": 2 * PAGE, tmp_path / "b": 7 * PAGE})
+    assert place.alloc(10 * PAGE) is None
+    assert place.alloc(9 * PAGE) is not None
+    assert place.alloc(1) is None
+    place.close()

@@ -1,0 +1,328 @@
+"""Experts are paged like anything else: what no token needs is not fetched, and no bit changes."""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from pairwise import each_once
+from runtime.conftest import Wrap
+from runtime.loops import assert_trained_alike, in_memory, learn
+from torch import nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
+from zoo import (
+    ALL_ON_SSD,
+    ARENA,
+    PAGE,
+    PLACEMENTS,
+    RESIDENT,
+    VOCABULARY,
+    Outcome,
+    assert_equal,
+    run,
+    squeeze,
+    take_step,
+)
+
+import pagoda
+from pagoda.checkpoint.export import export
+from pagoda.config.training import ActivationMode
+from pagoda.prepare.experts import ExpertStack, RoutedExperts, SwitchRouter
+
+STEPS = 3
+WHOLE = pagoda.Tiles(tile_limit=1 << 40)
+"""Leaves stacks of experts whole."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "use_cache": False,
+}
+
+
+def mixtral(**others: Any) -> nn.Module:
+    sizes = {"num_local_experts": 4, "intermediate_size": 96, "output_router_logits": True, **SIZES}
+    return MixtralForCausalLM(MixtralConfig(**sizes | others))
+
+
+def qwen3_moe(**others: Any) -> nn.Module:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, **SIZES}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | others))
+
+
+def gpt_oss() -> nn.Module:
+    sizes = SIZES | {"hidden_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
+    return GptOssForCausalLM(GptOssConfig(attn_implementation="eager", **sizes))
+
+
+def deepseek_v3() -> nn.Module:
+    sizes = SIZES | {"num_key_value_heads": 4, "head_dim": None, "intermediate_size": 96, "moe_intermediate_size": 32}
+    heads = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(first_k_dense_replace=1, **sizes, **heads, **experts))
+
+
+def switch(**others: Any) -> nn.Module:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
+    sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 8, "expert_capacity": 2}
+    config = SwitchTransformersConfig(
+        vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False, **sizes | sparse | others
+    )
+    return SwitchTransformersForConditionalGeneration(config)
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": mixtral,
+    "qwen3-moe": qwen3_moe,
+    "gpt-oss": gpt_oss,
+    "deepseek-v3": deepseek_v3,
+    "switch": switch,
+}
+EXPERTS = {"mixtral": 2 * 4, "qwen3-moe": 2 * 8, "gpt-oss": 2 * 8, "deepseek-v3": 8, "switch": 2 * 8}
+"""How many each model has."""
+NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) > (5, 17)
+ONE_EXPERT = {"mixtral": 3 * 64 * 96, "qwen3-moe": 3 * 64 * 48}
+"""Elements of one."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stable_order() -> Iterator[None]:
+    """transformers sorts tokens by expert in no fixed order, which is that of the sums in the gradients of weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "sort", partial(torch.sort, stable=True))
+        yield
+
+
+def built(name: str) -> Any:
+    torch.manual_seed(0)
+    return BUILDERS[name]().train()
+
+
+def tokens(shape: tuple[int, int], seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """With the losses of routing, which Switch Transformers of transformers 5.17 cannot compute."""
+    routing = {"output_router_logits": True} if hasattr(model, "router_z_loss_coef") and NEWER else {}
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, **routing).loss
+    return loss
+
+
+def few_tokens(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    """Two short sequences a step: most steps leave some experts out, and never the same ones."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
+        loss = loss_of(model, ids)
+        learn(loss, outcome)
+        take_step(optimizer, outcome)
+
+
+@cache
+def resident(name: str, clip: float | None) -> Outcome:
+    return run(built(name), RESIDENT, few_tokens, clip_grad_norm=clip)
+
+
+@each_once(name=[*BUILDERS], placement=PLACEMENTS, activations=["keep", "keep", "recompute"])
+def test_placement_does_not_change_a_bit(
+    name: str, placement: str, activations: ActivationMode, tmp_path: Path
+) -> None:
+    clip = 0.5 if placement in (ALL_ON_SSD, ARENA) else None
+    announced = None if clip else 1
+    memory = squeeze(
+        built(name), placement, tmp_path, clipping=clip is not None, announced=announced, activations=activations
+    )
+    outcome = run(
+        built(name), memory, few_tokens, clip_grad_norm=clip, accumulation_steps=announced, activations=activations
+    )
+    assert ("exp_avg" in outcome.plan.bytes.get("ssd", {})) == (placement != ARENA)
+    outcome.assert_same_bits(resident(name, clip))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_wrapped_training_is_plain_training_with_every_expert_a_unit(name: str) -> None:
+    model = built(name)
+    for router in [module for module in model.modules() if type(module).__name__ == "SwitchTransformersTop1Router"]:
+        router.classifier = SwitchRouter.of(router.classifier)  # theirs casts its own weight to fp32, for good
+    wrapped, by_torch = resident(name, None), in_memory(model, few_tokens, is_split=True)
+    if name == "switch":  # an idle expert has no state
+        assert_trained_alike(wrapped, by_torch)
+    assert wrapped.losses == by_torch.losses
+    assert_equal(wrapped.weights, by_torch.weights)
+    steps = {state["step"] for state in by_torch.optimizer["state"].values()}
+    assert (len(steps) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
+    assert sum(".experts." in unit.module for unit in wrapped.plan.units) == EXPERTS[name]
+
+
+@each_once(name=["mixtral", "gpt-oss"], implementation=["eager", "batched_mm"], precision=["fp32", "bf16"])
+def test_other_kernels_give_the_same_within_rounding(name: str, implementation: str, precision: str) -> None:
+    """They add up the results for a token in other orders."""
+    outcomes = []
+    for tiles in (WHOLE, None):
+        model = built(name)
+        model.set_experts_implementation(implementation)
+        outcomes.append(run(model, RESIDENT, few_tokens, lr=1e-4, precision=precision, tiles=tiles))
+    whole, cut = outcomes
+    rounding = 2e-5 if precision == "fp32" else 4e-2
+    assert cut.losses == pytest.approx(whole.losses, rel=rounding)
+    assert cut.norms == pytest.approx(whole.norms, rel=rounding)
+
+
+# --- units ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrap(wrap: Wrap) -> Wrap:
+    return partial(wrap, memory=pagoda.Memory(host="64MiB", page_size=PAGE))
+
+
+def rows_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, RoutedExperts)]
+
+
+def test_a_tile_limit_makes_tiles_of_as_many_experts_as_fit(wrap: Wrap) -> None:
+    one = 2 * ONE_EXPERT["qwen3-moe"]
+    for limit, expected in ((one // 4, [1] * 8), (one, [1] * 8), (3 * one, [3, 3, 2]), (8 * one, [])):
+        model, _ = wrap(built("qwen3-moe"), tiles=pagoda.Tiles(tile_limit=limit))
+        assert [count for row in rows_of(model)[:1] for _, count in row.pieces()] == expected
+
+
+def test_a_stack_stays_whole_under_a_rule_that_takes_parameters_whole_or_with_hooks_or_compiled(wrap: Wrap) -> None:
+    hooked, compiled = built("mixtral"), built("mixtral")
+    hooked.model.layers[0].mlp.experts.register_forward_hook(lambda *_: None)
+    compiled.model.layers[1].compile()
+    for model, rule, cut in ((built("mixtral"), pagoda.Muon(lr=1e-2), []), (hooked, None, [1]), (compiled, None, [0])):
+        wrap(model, rule=rule)
+        assert [i for i, layer in enumerate(model.model.layers) if isinstance(layer.mlp.experts, ExpertStack)] == cut
+
+
+def test_names_and_shapes_are_those_of_transformers(wrap: Wrap, tmp_path: Path) -> None:
+    """Of state dicts, and checkpoints that resume without tiles."""
+    kept, cut = wrap(built("mixtral"), tiles=WHOLE), wrap(built("mixtral"))
+    assert {*built("mixtral").state_dict()} == {*cut[0].state_dict()}
+    assert_equal(kept[0].state_dict(), cut[0].state_dict())
+    few_tokens(*cut, Outcome())
+    cut[1].save_checkpoint(tmp_path / "cut")
+    kept[1].load_checkpoint(tmp_path / "cut")
+    assert_equal(kept[0].state_dict(), cut[0].state_dict())
+    cut[0].load_state_dict({key: value / 2 for key, value in kept[0].state_dict().items()})
+    down = "model.layers.1.mlp.experts.down_proj"
+    assert torch.equal(cut[0].state_dict()[down], kept[0].state_dict()[down] / 2)
+    assert pagoda.ModelState(cut[0]).state_dict()[down].shape == kept[0].state_dict()[down].shape
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow), "switch"])
+def test_what_was_trained_is_exported_and_loaded_by_transformers(name: str, wrap: Wrap, tmp_path: Path) -> None:
+    model, optimizer = wrap(built(name), precision="fp32")
+    few_tokens(model, optimizer, Outcome())
+    ids = tokens((2, 5), 3)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "switch" else {})
+    with torch.no_grad():
+        expected, trained = model.eval()(**inputs).logits, model.state_dict()
+    model.save_pretrained(tmp_path / "saved")
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "exported", dtype="fp32")
+    for directory in ("saved", "exported"):
+        loaded = type(built(name)).from_pretrained(tmp_path / directory, dtype=torch.float32)
+        assert_equal(trained, {key: loaded.state_dict()[key] for key in trained})
+        with torch.no_grad():  # where weights lie in memory may decide how they are multiplied
+            torch.testing.assert_close(loaded.eval()(**inputs).logits, expected)
+    assert_equal(wrap(pagoda.load(tmp_path / "exported"), precision="fp32")[0].state_dict(), trained)
+
+
+# --- what is fetched --------------------------------------------------------------------------------------
+
+
+def ran(model: nn.Module) -> set[str]:
+    """Names of the experts that have run since: a set that fills."""
+    found: set[str] = set()
+    names = {module: name for name, module in model.named_modules()}
+    for row in rows_of(model):
+        for expert, _ in row.pieces():
+            expert.register_forward_hook(lambda *_, name=names[expert]: found.add(name))
+    return found
+
+
+def fetched_experts(optimizer: Any) -> set[str]:
+    spans = (span.name for span in optimizer.timeline.spans if span.lane in ("h2d", "ssd_read"))
+    return {label.partition(" ")[2] for label in spans if label.startswith("fetch ") and ".experts." in label}
+
+
+@each_once(name=["qwen3-moe", "switch"], placement=[ARENA, ALL_ON_SSD], activations=["keep", "recompute"])
+def test_only_used_experts_are_fetched(name: str, placement: str, activations: str, wrap: Wrap, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = (
+        qwen3_moe(num_experts=16, num_experts_per_tok=1, moe_intermediate_size=256)
+        if name == "qwen3-moe"
+        else switch(num_experts=16)
+    )
+    memory = squeeze(model.train(), placement, tmp_path, activations=activations)
+    model, optimizer = wrap(model, memory=memory, activations=activations)
+    names, seen = ran(model), []
+    for step in range(4):  # then the plan may count on experts that every step has used
+        optimizer.trace_next_step()
+        names.clear()
+        ids = tokens((1, 4), step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        assert fetched_experts(optimizer) == names
+        assert 0 < len(names) <= 2 * 4
+        seen.append(frozenset(names))
+    assert len(set(seen)) > 1
+
+
+@pytest.mark.usefixtures("lanes_keep_up")
+@pytest.mark.parametrize("name", ["qwen3-moe", "switch"])
+def test_routing_that_varies_makes_no_new_plans_and_no_faults(name: str, wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    model = qwen3_moe(num_experts_per_tok=1) if name == "qwen3-moe" else switch()
+    memory = pagoda.Memory(device="cpu:16MiB", host="64MiB", page_size=PAGE)
+    model, optimizer = wrap(model.train(), memory=memory)
+    replanned, faults = [], []
+    for step in range(10):
+        ids = tokens((2, 5), step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        replanned.append(optimizer.stats.replanned)
+        faults.append(optimizer.stats.faults)
+    assert sum(replanned[1:]) <= 2  # after 4 and 8 steps it is decided which experts a plan counts on
+    assert faults[1:] == [0] * 9  # what chosen experts need is known before they are used
+
+
+@pytest.mark.usefixtures("lanes_keep_up")
+def test_experts_that_every_step_uses_are_fetched_ahead(wrap: Wrap, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mixtral(num_local_experts=2, num_experts_per_tok=2).train()
+    model, optimizer = wrap(model, memory=squeeze(model, ARENA, tmp_path))
+    experts = pagoda.plan_of(model).layout.expert_units
+    assert len(experts) == 4
+
+    def planned() -> frozenset[int]:
+        return experts & {access.unit for access in pagoda.plan_of(model).trace.accesses}
+
+    assert not planned()
+    ids = tokens((2, 16))
+    for _ in range(8):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    assert planned() == experts
+    assert not optimizer.stats.replanned
+    assert optimizer.stats.faults == 0
