@@ -1,11 +1,13 @@
 """The engine: owns all parts of a run on a live model, and connects them."""
 
 import atexit
+import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +31,7 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD, update_threads
-from pagoda.process import forks
+from pagoda.process import forks, start_thread
 from pagoda.ranks.rank_group import RankGroup
 from pagoda.ranks.stages import Links
 from pagoda.ranks.transport import Transport
@@ -37,18 +39,80 @@ from pagoda.runtime.capture import Capture, Piece, Saver
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Gradients
-from pagoda.runtime.lanes import open_lanes
+from pagoda.runtime.lanes import THREAD_NAMES, Lane, open_lanes
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.meter import Meter
 from pagoda.runtime.stats import StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
+from pagoda.runtime.updates import UpdateStream
 from pagoda.schedule.event_log import open_scheduler
-from pagoda.shutdown import Threads, end_dropped, give_back
 from pagoda.simulate.timeline import Timeline
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+_log = logging.getLogger("pagoda")
+
+_CLOSE_S = 600.0
+"""Longest time that the garbage collector waits for an engine's threads. They could be waiting for a lock that its
+caller holds."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """All threads of an engine. Neither they nor the objects that they use keep the engine alive."""
+
+    lanes: Mapping[str, Lane]
+    updates: UpdateStream
+    saver: Saver
+    rank_group: RankGroup | None
+
+    def end(self, stack: ExitStack) -> None:
+        """Register calls with `stack` that finish the work of all threads and join them."""
+        for lane in self.lanes.values():
+            stack.callback(lane.clear)
+        # From the last: each feeds those before it.
+        for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
+            stack.callback(self.lanes[name].close)
+        stack.callback(self.updates.close)
+        if self.rank_group is not None:
+            stack.callback(self.rank_group.close)
+        stack.callback(self.saver.close)
+
+
+def give_back(executor: Executor, store: Store) -> None:
+    """Release memory and SSD space. If someone still holds weights, the device's memory stays, because tensors there do
+    not keep it alive."""
+    held = executor.close()
+    store.close(device=not held)
+
+
+def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) -> None:
+    """End the threads of an engine that was dropped without `close`, and release its memory and SSD space.
+
+    Updates that have not begun are not carried out. `since` is `forks()` in the engine's process. In other processes,
+    this does nothing.
+    """
+    if since != forks():
+        return
+    closer = start_thread(_end, f"{THREAD_NAMES}closer", threads, executor, store)
+    # Ranks end when all of them have dropped their engines. A thread of an engine must not wait for itself.
+    if threads.rank_group is None and not threading.current_thread().name.startswith(THREAD_NAMES):
+        closer.join(_CLOSE_S)
+
+
+def _end(threads: Threads, executor: Executor, store: Store) -> None:
+    refusal = UsageError("The optimizer was dropped without close().")
+    try:
+        with ExitStack() as stack:
+            stack.callback(give_back, executor, store)
+            threads.end(stack)
+            threads.updates.refuse(refusal)
+    except Exception as error:
+        _log.warning("An optimizer was dropped without close(), and its end failed: %s", error)
+    refusal.__traceback__ = None  # its frames would keep memory until the next collection
 
 
 @atexit.register

@@ -1,9 +1,10 @@
 """`PagedOptimizer`: a `torch.optim.Optimizer` whose state lives in pages."""
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +23,6 @@ from pagoda.mesh.dtensors import DTensorForm
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import Rule
 from pagoda.parameters.hidden import as_plain
-from pagoda.prepare.adapters import guard_merging
 from pagoda.prepare.model_checks import Members, check_step
 from pagoda.runtime.stats import StepStats
 from pagoda.simulate.timeline import Timeline
@@ -400,3 +400,30 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: 
 def _refuse_other_optimizers() -> None:
     """After the first call of `wrap`, no other optimizer may step parameters in pages."""
     register_optimizer_step_pre_hook(_refuse_foreign_step)
+
+
+def guard_merging(model: nn.Module) -> None:
+    """Make peft's layers raise UsageError if they merge while their weights are not in memory."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, peft.BaseTunerLayer):
+            for method in ("merge", "unmerge"):
+                module.__dict__[method] = partial(_where_gathered, getattr(module, method), module, f"{name}.{method}")
+
+
+def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    for state in map(state_of, module.parameters()):
+        if state is not None and state.is_quantized:
+            raise UsageError(
+                f"{name}() cannot change weights that are quantized and in pages. Save the adapter, load it on the "
+                "base model in 16 bits with peft.PeftModel.from_pretrained, and merge there."
+            )
+        if state is not None and state.slot not in state.unit.gathered:
+            raise UsageError(
+                f"{name}() needs weights that are not in memory. Call merge_and_unload, merge_adapter or merge inside "
+                "`with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "
+                "`with pagoda.gathered(layer, modify=True):`, which takes less RAM."
+            )
+    return merge(*args, **kwargs)

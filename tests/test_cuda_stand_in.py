@@ -51,7 +51,7 @@ import sys
 from pathlib import Path
 import gpu
 import gpu_suite.common as common
-import pagoda.calibrate.gpu as calibrate
+import pagoda.calibrate.machine as calibrate
 
 gpu.REAL = common.SMOKE
 common._ACTIVATIONS = native.DEVICE_BYTES - (40 << 20)

@@ -29,7 +29,6 @@ HOUSE = (
     "checkpoint",
     "models",
     "engine",
-    "shutdown",
     "autograd",
     "ranks",
     "runtime",

@@ -10,7 +10,7 @@ from torch import nn
 
 import pagoda
 from pagoda.prepare import construct
-from pagoda.prepare.writers import Writers
+from pagoda.prepare.construct import Writers
 
 SOON_S = 30
 

@@ -32,7 +32,7 @@ from pagoda.memory.ssd import record, store as ssd_store
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
 from pagoda.plan.ranks import Ranks
-from pagoda.prepare import writers
+from pagoda.prepare import construct as writers
 from pagoda.ranks import service, transport
 from pagoda.runtime import gradients as runtime_gradients, lanes, store as runtime_store, updaters
 
