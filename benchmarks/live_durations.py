@@ -25,7 +25,7 @@ from pagoda.plan.trace import Phase
 from pagoda.prepare.construct import describe
 from pagoda.simulate.rates import DEVICE_UPDATE, UPDATE, Rates
 from pagoda.simulate.simulation import Simulation
-from pagoda.simulate.timeline import COMPUTE, Span, Timeline
+from pagoda.simulate.timeline import COMPUTE, Timeline, TimelineSpan
 from predict import PLACEMENTS, SEQ_LEN, Case, Trainer, budgets
 from script import begin
 
@@ -92,7 +92,7 @@ class RecordedRates(Rates):
         return dict.fromkeys(lanes, 1.0)
 
 
-def _covered_s(spans: Iterable[Span]) -> float:
+def _covered_s(spans: Iterable[TimelineSpan]) -> float:
     """Seconds in which at least one of the spans lies."""
     covered, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start_s):

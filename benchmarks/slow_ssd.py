@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.tier import SSDTier
 
 
@@ -20,7 +20,7 @@ def slow_ssd(bytes_per_s: float) -> Iterator[None]:
     def slowed(name: str) -> Any:
         transfer = getattr(SSDTier, name)
 
-        def slow(self: SSDTier, run: Run, offset_bytes: int, view: memoryview) -> None:
+        def slow(self: SSDTier, run: PageRun, offset_bytes: int, view: memoryview) -> None:
             with lock:
                 begin = max(time.perf_counter(), free_at[name])
                 end = free_at[name] = begin + view.nbytes / bytes_per_s

@@ -17,7 +17,7 @@ from pagoda.budgets import budgets_of, compute_device, memory_of_rank
 from pagoda.checkpoint.export import exported_by_reference
 from pagoda.checkpoint.model_config import model_of
 from pagoda.checkpoint.pretrained import attach_tensors, attach_weights
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.checkpoint.state import mark_homes
 from pagoda.config.memory import Memory
 from pagoda.config.training import (
@@ -320,7 +320,7 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
 def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
     if model_class is not None:
         raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
-    tensors, record = exported_by_reference(Checkpoint(directory))
+    tensors, record = exported_by_reference(SavedCheckpoint(directory))
     with init():
         model: nn.Module = model_of(record)
     attach_tensors(model, directory, tensors)

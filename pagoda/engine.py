@@ -21,7 +21,7 @@ from pagoda.autograd.stepper import Norms, Stepper
 from pagoda.autograd.uses import Uses
 from pagoda.config.training import Precision
 from pagoda.errors import StorageError, UsageError
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
 from pagoda.optim.kernels import warm_up
@@ -35,13 +35,13 @@ from pagoda.process import forks, start_thread
 from pagoda.ranks.rank_group import RankGroup
 from pagoda.ranks.stages import Links
 from pagoda.ranks.transport import Transport
-from pagoda.runtime.capture import Capture, Piece, Saver
+from pagoda.runtime.capture import Capture, CapturedPiece, Saver
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Gradients
+from pagoda.runtime.gradients import GradientBuffers
 from pagoda.runtime.lanes import THREAD_NAMES, Lane, open_lanes
-from pagoda.runtime.leases import Leases
-from pagoda.runtime.meter import Meter
+from pagoda.runtime.leases import Fetcher
+from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.stats import StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
@@ -152,7 +152,7 @@ class Engine:
         """The last recorded step."""
         self.links = links
         mesh = links.mesh
-        self._meter = Meter(LANES if links.ranks is None else (*LANES, COLLECTIVE))
+        self._meter = StepMeter(LANES if links.ranks is None else (*LANES, COLLECTIVE))
         self._step = 0
         self._speculations = 0, 0
         """Number of updates before `step()` that were kept and that were undone, up to the last step."""
@@ -170,8 +170,8 @@ class Engine:
         moves = bool(plan.placement.speculated) or plan.options.max_staleness is not None
         warm_up(rule, precision, kept, elsewhere=moves)
         device.warm_up(rule, precision, kept)
-        self.gradients = Gradients(self.store, self._lanes, device, self._meter)
-        self.leases = Leases(self.store, units, device, self._lanes, self.scheduler)
+        self.gradients = GradientBuffers(self.store, self._lanes, device, self._meter)
+        self.leases = Fetcher(self.store, units, device, self._lanes, self.scheduler)
         updates = open_update_stream(self.store, self._lanes, rule, precision, device)
         self.plan = plan
         """The current plan."""
@@ -308,7 +308,9 @@ class Engine:
         if self.plan.options.max_staleness is not None:
             self.drain()
 
-    def capture(self, pieces: Callable[[int], Iterator[Piece]], extents: Mapping[int, Mapping[str, Run]]) -> Capture:
+    def capture(
+        self, pieces: Callable[[int], Iterator[CapturedPiece]], extents: Mapping[int, Mapping[str, PageRun]]
+    ) -> Capture:
         """Start to capture every state as the last `step()` leaves it, after `prepare_capture`. The arguments are those
         of `Capture`."""
         capture = Capture(self.store, pieces, extents)

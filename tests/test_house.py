@@ -145,6 +145,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """One word, one class: a name says which one is meant."""
+    homes: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in tree_of(module).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
 def test_a_module_fits_a_readers_head() -> None:
     lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert not {module: count for module, count in lines.items() if count > MOST_LINES}

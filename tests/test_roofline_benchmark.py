@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import roofline
-from pagoda.simulate.timeline import COMPUTE, Span, Timeline
+from pagoda.simulate.timeline import COMPUTE, Timeline, TimelineSpan
 from roofline import Raw, Work, both, bounds_of, covered, length_of, lost_in
 from training import Workload
 
@@ -40,13 +40,13 @@ def test_bounds_are_work_over_rates(work: Work) -> None:
 
 def test_what_is_lost_is_what_the_record_has(work: Work) -> None:
     spans = (
-        Span(COMPUTE, "forward a", 0.0, 1.0),
-        Span("update", "update a", -1.0, 0.5),
-        Span("update", "update b", 0.8, 1.6),
-        Span("update", "update c", 1.2, 1.8),
-        Span("ssd_read", "read b", 1.5, 2.0, 10**8),
-        Span(COMPUTE, "backward a", 2.0, 4.0),
-        Span(COMPUTE, "step", 4.0, 4.25),
+        TimelineSpan(COMPUTE, "forward a", 0.0, 1.0),
+        TimelineSpan("update", "update a", -1.0, 0.5),
+        TimelineSpan("update", "update b", 0.8, 1.6),
+        TimelineSpan("update", "update c", 1.2, 1.8),
+        TimelineSpan("ssd_read", "read b", 1.5, 2.0, 10**8),
+        TimelineSpan(COMPUTE, "backward a", 2.0, 4.0),
+        TimelineSpan(COMPUTE, "step", 4.0, 4.25),
     )
     step = Timeline(4.25, spans, {"ssd_read": 1.0, "h2d": 0.0})
     assert covered(step, ("update",)) == [(0.0, 0.5), (0.8, 1.8)]

@@ -8,7 +8,7 @@ from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
-from pagoda.simulate.hardware import Cpu, Device, Figure, Hardware, Link, MatmulRate
+from pagoda.simulate.hardware import Cpu, DeviceSpeeds, Figure, Hardware, Link, MatmulRate
 from pagoda.simulate.simulation import simulate
 from paper_tables.common import GB, ROOM, STATES, UNIT_BYTES, tree
 
@@ -29,7 +29,7 @@ def _one_gpu(bytes_per_s: float) -> Hardware:
     return Hardware(
         "one GPU",
         Cpu(1, endless, endless, endless),
-        device=Device(endless, endless, rate, rate, endless),
+        device=DeviceSpeeds(endless, endless, rate, rate, endless),
         link=Link(link, link, Figure(2 * bytes_per_s, assumed)),
     )
 

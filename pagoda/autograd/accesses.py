@@ -17,8 +17,8 @@ from pagoda.ranks.rank_group import RankGroup
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Damage, Executor
 from pagoda.runtime.lanes import labelled
-from pagoda.runtime.leases import Lease, Leases
-from pagoda.runtime.meter import Meter
+from pagoda.runtime.leases import Fetcher, LeasedWeights
+from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.stats import Found, Staleness
 from pagoda.schedule.scheduler import Scheduler
 
@@ -58,7 +58,13 @@ class Accesses:
     """
 
     def __init__(
-        self, plan: Plan, executor: Executor, leases: Leases, device: Device, meter: Meter, rank_group: RankGroup | None
+        self,
+        plan: Plan,
+        executor: Executor,
+        leases: Fetcher,
+        device: Device,
+        meter: StepMeter,
+        rank_group: RankGroup | None,
     ) -> None:
         self.plan = plan
         self.turn = Turn(executor.damage)
@@ -97,7 +103,7 @@ class Accesses:
         self.check_open()
         self._executor.damage.check()
 
-    def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
+    def begin(self, unit: LiveUnit, phase: Phase) -> LeasedWeights:
         """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
         is due."""
         if unit.updated:

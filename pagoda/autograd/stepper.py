@@ -20,7 +20,7 @@ from pagoda.plan.tiers import HOST
 from pagoda.ranks.rank_group import Counts, RankGroup
 from pagoda.ranks.stages import Stages, StepTerms
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Delivery, Gradients, UnitGradient, non_finite_error
+from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient, non_finite_error
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
 from pagoda.schedule.waits import lane_of_buffers
 
@@ -52,7 +52,7 @@ class Stepper:
     _units: list[LiveUnit]
     _clip_grad_norm: float | None
     _rule: Rule
-    _gradients: Gradients
+    _gradients: GradientBuffers
     _executor: Executor
     _accesses: Accesses
     scaler: LossScaler

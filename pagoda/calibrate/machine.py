@@ -19,7 +19,7 @@ from pagoda.mesh.world import World, joined, launched
 from pagoda.optim import AdamW
 from pagoda.plan.tiers import update_threads
 from pagoda.runtime.device import PAST, CudaDevice
-from pagoda.simulate.hardware import Device, Figure, Hardware, Link
+from pagoda.simulate.hardware import DeviceSpeeds, Figure, Hardware, Link
 
 _GATHERS = 5
 _GPU_FACTOR = 16
@@ -32,13 +32,13 @@ _UPDATED = 64 << 20
 _COPIED = 1 << 30
 
 
-def measure_gpu(meter: Meter) -> Device:
+def measure_gpu(meter: Meter) -> DeviceSpeeds:
     """All figures of the meter's GPU."""
     properties = torch.cuda.get_device_properties(meter.device)
     bf16 = matmul_rate(meter, torch.bfloat16, _TOKENS, _WIDTH)
     fp32 = matmul_rate(meter, torch.float32, _TOKENS // 4, _WIDTH)
     meter.report("memory of the GPU, and updates on it")
-    return Device(
+    return DeviceSpeeds(
         memory_bytes=meter.reading(properties.total_memory, "all of the GPU's memory, as CUDA reports it"),
         memory_bytes_per_s=_memory_rate(meter),
         bf16=bf16,

@@ -13,11 +13,11 @@ from torch import nn
 from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import check_absent, committed
 from pagoda.checkpoint.lazy import LazyTensor, Read
-from pagoda.checkpoint.live import Weights, live_weights
+from pagoda.checkpoint.live import ModelTensors, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, TIES, skeleton, untied
 from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, listed
 from pagoda.checkpoint.rank_files import Files
-from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.checkpoint.tensors import chunks
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError
@@ -85,7 +85,7 @@ def export(
         if isinstance(source, nn.Module):
             weights = opened.enter_context(live_weights(source))
         else:
-            weights = _weights_in(opened.enter_context(Checkpoint(source)))
+            weights = _weights_in(opened.enter_context(SavedCheckpoint(source)))
         record = None if own_names else weights.record
         as_dtype = weights.dtype if dtype is None else _DTYPES[dtype]
         adapted = None
@@ -112,7 +112,7 @@ def export(
     return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
 
 
-def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+def exported_by_reference(checkpoint: SavedCheckpoint) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
     """What `export` would write for the model of a checkpoint, with adapters merged: its tensors, and a record with its
     config.json. The tensors can be read as long as the checkpoint is open.
 
@@ -128,13 +128,13 @@ def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor]
     return tensors, {**described, "config": _config(described, dtype)}
 
 
-def _weights_in(checkpoint: Checkpoint) -> Weights:
+def _weights_in(checkpoint: SavedCheckpoint) -> ModelTensors:
     """The weights of a checkpoint. Raises CheckpointError if its description of the model is damaged."""
     record = checkpoint.manifest.get("model")
     if not (record is None or isinstance(record, dict)):
         raise CheckpointError(f"{checkpoint.directory} is damaged: the model in its manifest is not an object")
     trained = {name for name, steps in checkpoint.manifest["steps"].items() if steps}
-    return Weights(str(checkpoint.directory), record, checkpoint.tensors, trained)
+    return ModelTensors(str(checkpoint.directory), record, checkpoint.tensors, trained)
 
 
 def _write(
@@ -177,7 +177,7 @@ def _copy(files: Sequence[Path], folder: Path) -> None:
 
 
 def _tensors(
-    weights: Weights, record: dict[str, Any] | None, dtype: torch.dtype, adapted: AdaptedModel | None
+    weights: ModelTensors, record: dict[str, Any] | None, dtype: torch.dtype, adapted: AdaptedModel | None
 ) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
     """Name in the files -> tensor, and the record of the model that they are for: `record`, or its `untied` variant if
     tied weights differ. The weights include the adapter's contribution, if there is an adapter.
@@ -214,7 +214,7 @@ def _tensors(
 
 
 def _of_model(
-    weights: Weights, record: dict[str, Any], model: Any, dtype: torch.dtype, adapted: AdaptedModel | None
+    weights: ModelTensors, record: dict[str, Any], model: Any, dtype: torch.dtype, adapted: AdaptedModel | None
 ) -> tuple[dict[str, LazyTensor], list[str], set[str]]:
     """Name in the `state_dict()` of a transformers model -> tensor, for those that `save_pretrained` saves; the names
     of one tensor for which there are different values, if any; and the names of all weights that were used."""
@@ -256,7 +256,7 @@ def _of_model(
     return {name: found[name] for name in expected if name in found}, [], used
 
 
-def _stored(weights: Weights, name: str, dtype: torch.dtype) -> LazyTensor:
+def _stored(weights: ModelTensors, name: str, dtype: torch.dtype) -> LazyTensor:
     """A parameter's weights in `dtype`, or a buffer."""
     if name not in weights.tensors[WEIGHT]:
         return weights.tensors[BUFFERS][name]
@@ -267,7 +267,7 @@ def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(dtype, tensor.shape, lambda start, count: tensor.read(start, count).to(dtype))
 
 
-def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:
+def _weights(weights: ModelTensors, name: str, dtype: torch.dtype) -> Read:
     """A function that reads a parameter's weights. For fp32 from bf16, it joins the two halves of the master."""
     weight, low = weights.tensors[WEIGHT][name], weights.tensors.get(LOW, {}).get(name)
     if dtype is not torch.float32 or low is None:
@@ -281,7 +281,7 @@ def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:
     return master
 
 
-def _whole(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _whole(weights: ModelTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
     """A parameter's weights, or a buffer, in its shape."""
     return _stored(weights, name, dtype).whole()
 

@@ -11,7 +11,7 @@ from pagoda.checkpoint.paged import PagedUnit
 from pagoda.checkpoint.state import ParameterState, gather_from_all_stages
 from pagoda.engine import Engine
 from pagoda.errors import BudgetError, StorageError
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.sizes import format_bytes
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
@@ -110,7 +110,7 @@ def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
         return False
     gone = {reference["commit"] for old in removables(replaces) for reference in old.references}
     frozen = [
-        Run(run.stop - plan.layout.frozen_pages(unit, WEIGHT), plan.layout.frozen_pages(unit, WEIGHT))
+        PageRun(run.stop - plan.layout.frozen_pages(unit, WEIGHT), plan.layout.frozen_pages(unit, WEIGHT))
         for unit in plan.units
         for run in engine.store.runs(unit.index, WEIGHT)
     ]

@@ -19,7 +19,7 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.store import LOW
 
 
-class Weights(NamedTuple):
+class ModelTensors(NamedTuple):
     """The tensors of a model, in a checkpoint or in pages."""
 
     name: str
@@ -40,7 +40,7 @@ class Weights(NamedTuple):
 
 
 @contextmanager
-def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]:
+def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[ModelTensors]:
     """The weights of a wrapped model. They are valid as long as nothing trains it.
 
     Every rank must read the same pieces in the same order. Only the first rank gets the values, or all ranks if
@@ -63,7 +63,9 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]
     steps = [(state, state.unit.steps[: state.unit.trainable]) for state in all_states(engine)]
     trained = {state.whole for state, of_unit in steps if state.slot < len(of_unit) and of_unit[state.slot]}
     trained = {now.get(name, name) for name in trained}
-    yield Weights(f"The {type(model).__name__}", model_record(model), {**tensors, BUFFERS: buffers}, trained, is_first)
+    yield ModelTensors(
+        f"The {type(model).__name__}", model_record(model), {**tensors, BUFFERS: buffers}, trained, is_first
+    )
     gather_from_stage(engine, "the end of reading all weights", None)
 
 

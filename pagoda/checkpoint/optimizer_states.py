@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from pagoda.checkpoint.contents import Contents
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.checkpoint.state import ParameterState, WholeState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
 from pagoda.errors import CheckpointError, StorageError
@@ -81,7 +81,7 @@ def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
     state.write_entry(entry)
 
 
-def stored_entry(rule: Rule, checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
+def stored_entry(rule: Rule, checkpoint: SavedCheckpoint, name: str) -> dict[str, torch.Tensor]:
     """A checkpoint's moments of a whole parameter, as torch has them, however ranks had divided it."""
     dim, parts = checkpoint.division(name)
     entries = []

@@ -17,7 +17,7 @@ from pagoda.checkpoint.lazy import LazyTensor, Read, cat
 from pagoda.checkpoint.tensors import DTYPE_NAMES, DTYPES
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import Arena
-from pagoda.memory.page import Run, pages_for
+from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.ssd.committed import CommittedPages, open_commit
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.slices import Span
@@ -126,14 +126,14 @@ class Pages:
             if rank.committed is None:
                 raise CheckpointError(f"{self._directory} cannot be read: {rank.missing}")
 
-    def like(self, unit: PagedUnit, state: str) -> Iterator[tuple[CommittedPages, Run]]:
+    def like(self, unit: PagedUnit, state: str) -> Iterator[tuple[CommittedPages, PageRun]]:
         """All pages with a state of a unit that has this same layout and these same elements of the state."""
         for rank in self.ranks:
             found = rank.units.get(unit.layout["parameters"][0][0])
             if found is None or rank.committed is None or state not in found.extents:
                 continue
             if found.layout == unit.layout and found.spans.get(state) == unit.spans.get(state):
-                yield rank.committed, Run(*found.extents[state])
+                yield rank.committed, PageRun(*found.extents[state])
 
     def close(self) -> None:
         self._opened.close()
@@ -148,7 +148,7 @@ class Pages:
                     for span in (Span(*span) for span in unit.spans[state]):
                         part = span.within(before, before + prod(shape))
                         if part is not None:
-                            read = partial(self._read, name, dtype, rank, Run(*unit.extents[state]), part.at)
+                            read = partial(self._read, name, dtype, rank, PageRun(*unit.extents[state]), part.at)
                             held.setdefault(name, []).append((part.start - before, part.stop - before, read))
         return {name: self._joined(name, dtype, shape, held.get(name, ())) for name, shape in shapes.items()}
 
@@ -167,7 +167,7 @@ class Pages:
         return cat(parts or [LazyTensor(dtype, (0,), torch.empty)]).with_shape(shape)
 
     def _read(
-        self, name: str, dtype: torch.dtype, rank: PagesOfRank, run: Run, at: int, start: int, count: int
+        self, name: str, dtype: torch.dtype, rank: PagesOfRank, run: PageRun, at: int, start: int, count: int
     ) -> torch.Tensor:
         """Read elements, counted from element `at` of an extent. Returns a tensor of shape [count]."""
         try:

@@ -47,7 +47,7 @@ _OPTIONAL_FORM = {
 }
 
 
-class Checkpoint(AbstractContextManager["Checkpoint"]):
+class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
     """A checkpoint directory that is open for reading; a context manager.
 
     A state has one tensor for each parameter, in the parameter's shape and under its name. `BUFFERS` can be read like a

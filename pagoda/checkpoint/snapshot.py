@@ -18,7 +18,7 @@ from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.optimizer_states import stored_entry
 from pagoda.checkpoint.paged import PAGED, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
-from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
+from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, SavedCheckpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.state import ParameterState, gather_from_all_stages, unpaged
 from pagoda.checkpoint.tensors import TensorSpec, chunks
@@ -26,16 +26,16 @@ from pagoda.engine import Engine
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import plain_setting
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
-from pagoda.runtime.capture import Capture, Piece
+from pagoda.runtime.capture import Capture, CapturedPiece
 from pagoda.runtime.store import LOW
 
-Adoptable = dict[tuple[int, str], tuple[CommittedPages, Run]]
+Adoptable = dict[tuple[int, str], tuple[CommittedPages, PageRun]]
 """(unit, state) -> pages of a checkpoint that hold it in the same layout as this run."""
 _log = logging.getLogger("pagoda")
 
@@ -102,7 +102,7 @@ class Snapshot:
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
         specs = self._specs(contents, kept, buffer_specs)
-        extents = {unit: {state: Run(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
+        extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept), extents)
         write = partial(self._write, directory, capture, kept, specs, copies, content, replaces)
         self._engine.saver.start(write, on_error)
@@ -191,7 +191,7 @@ class Snapshot:
         buffers = dict(unpaged(self._model))
         buffer_specs = self._buffer_specs(buffers)
         contents = Contents.of(self._engine, groups)
-        with Checkpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
+        with SavedCheckpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
             self._check_fits(checkpoint, contents, groups)
             adoptable = self._adoptable(checkpoint)
             for state in self._states:
@@ -217,7 +217,7 @@ class Snapshot:
             group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
         return manifest["param_groups"], manifest["extra"]
 
-    def _load_unit(self, unit: LiveUnit, checkpoint: Checkpoint, adoptable: Adoptable) -> None:
+    def _load_unit(self, unit: LiveUnit, checkpoint: SavedCheckpoint, adoptable: Adoptable) -> None:
         """Restore every state of a unit.
 
         If a different division over tensor-parallel ranks has moved the blocks of 8-bit moments, these are rounded
@@ -239,7 +239,7 @@ class Snapshot:
                 entry = stored_entry(self._engine.rule, checkpoint, parameter.whole)
                 parameter.write_entry({key: parameter.out_of(value) for key, value in entry.items()})
 
-    def _adoptable(self, checkpoint: Checkpoint) -> Adoptable:
+    def _adoptable(self, checkpoint: SavedCheckpoint) -> Adoptable:
         """The committed pages of this same store that extents can use as they are.
 
         Raises CheckpointError if other pages have to be copied and are missing.
@@ -261,7 +261,7 @@ class Snapshot:
     def _parameters(self, unit: LiveUnit) -> list[ParameterState]:
         return [ParameterState(self._engine, unit, slot) for slot in range(len(unit.params))]
 
-    def _pieces(self, index: int, kept: KeptPages) -> Iterator[Piece]:
+    def _pieces(self, index: int, kept: KeptPages) -> Iterator[CapturedPiece]:
         """Every piece of a unit's states that this rank writes, parameter by parameter, without those kept as pages."""
         unit, shards = self._engine.units[index], self._engine.store.shards
         paged = kept.units[index].extents if index in kept.units else ()
@@ -272,7 +272,7 @@ class Snapshot:
                     first = span.first + start
                     for part in filter(None, (here.within(first, first + count) for here in mine.get(state, ()))):
                         begins, numel = start + part.start - first, part.stop - part.start
-                        yield Piece(index, state, parameter.stored_name, begins, numel, part.at)
+                        yield CapturedPiece(index, state, parameter.stored_name, begins, numel, part.at)
 
     def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
         """The buffers of all stages. Every rank calls this at the same point."""
@@ -286,7 +286,7 @@ class Snapshot:
         said = gather_from_all_stages(self._engine, "the buffers of a checkpoint", mine)
         return [*{spec.name: spec for specs in said for spec in specs}.values()]
 
-    def _check_fits(self, checkpoint: Checkpoint, contents: Contents, groups: list[NamedGroup]) -> None:
+    def _check_fits(self, checkpoint: SavedCheckpoint, contents: Contents, groups: list[NamedGroup]) -> None:
         """Raises CheckpointError unless everything in the manifest can be restored into this model and optimizer."""
         directory, manifest = checkpoint.directory, checkpoint.manifest
         path = directory / MANIFEST

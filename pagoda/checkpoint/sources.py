@@ -35,7 +35,7 @@ class Draw(Deferred):
 
 
 @dataclass(frozen=True)
-class Source:
+class ValueSource:
     """What the values of a tensor come from."""
 
     values: LazyTensor
@@ -54,10 +54,10 @@ class Source:
         return self.in_ram or any(draw.early for draw in self.draws)
 
 
-class Memory:
+class SharedValues:
     """What stands for the memory of waiting tensors that are views of each other."""
 
-    def __init__(self, source: Source, replays: bool) -> None:
+    def __init__(self, source: ValueSource, replays: bool) -> None:
         self.source = source
         """The values of the whole memory. Not used if it is in RAM."""
         self.ram: torch.Tensor | None = None
@@ -81,7 +81,7 @@ class Memory:
         self,
         view: torch.Tensor,
         function: Callable[[torch.Tensor], Any],
-        sources: Sequence[Source] = (),
+        sources: Sequence[ValueSource] = (),
         *,
         keeps: bool = False,
         random: bool = False,
@@ -101,9 +101,9 @@ class Memory:
         self.source = replace(source, values=values, draws=draws, depth=source.depth + 1)
 
 
-def combined(*sources: Source) -> Source:
+def combined(*sources: ValueSource) -> ValueSource:
     """A source without values that depends on all that the given ones depend on."""
-    return Source(
+    return ValueSource(
         LazyTensor(torch.float32, (0,), torch.empty),
         draws=tuple(dict.fromkeys(draw for source in sources for draw in source.draws)),
         unset=any(source.unset for source in sources),

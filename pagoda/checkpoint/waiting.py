@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from pagoda.checkpoint.lazy import LazyTensor, cat, constant, put_off, stack
-from pagoda.checkpoint.sources import Memory, Source, combined
+from pagoda.checkpoint.sources import SharedValues, ValueSource, combined
 from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import local
 
@@ -54,10 +54,10 @@ class WaitingTensor(torch.Tensor):
     """A tensor on the CPU whose values are not in memory. See this file's docstring."""
 
     __slots__ = ("_memory",)
-    _memory: Memory
+    _memory: SharedValues
 
     @staticmethod
-    def __new__(cls, memory: Memory, like: torch.Tensor) -> "WaitingTensor":
+    def __new__(cls, memory: SharedValues, like: torch.Tensor) -> "WaitingTensor":
         """A view of `memory` with the shape, strides, offset and dtype of `like`.
 
         To torch's kernels it is on the meta device, so a plain tensor's `data` cannot be set to it.
@@ -137,30 +137,30 @@ def is_waiting(tensor: torch.Tensor) -> bool:
 def blank(like: torch.Tensor) -> WaitingTensor:
     """A tensor without values, in the shape and dtype of `like`, as from `torch.empty`. Records random writes."""
     read = partial(_nans, like.dtype)
-    return _new(Source(LazyTensor(like.dtype, like.shape, read), unset=True), replays=True)
+    return _new(ValueSource(LazyTensor(like.dtype, like.shape, read), unset=True), replays=True)
 
 
 def waiting_for_initialiser(values: torch.Tensor | None, like: torch.Tensor) -> WaitingTensor:
     """A tensor that an initialiser will overwrite. It has `values` until then, or none."""
     made = blank(like)
     if values is not None:
-        made._memory.source = Source(constant(values.detach()), in_ram=True)
+        made._memory.source = ValueSource(constant(values.detach()), in_ram=True)
     return made
 
 
 def set_source(tensor: WaitingTensor, values: LazyTensor) -> None:
     """Give a whole tensor the values of a lazy tensor of the same shape."""
-    source = Source(values if values.dtype is tensor.dtype else values.cast(tensor.dtype))
+    source = ValueSource(values if values.dtype is tensor.dtype else values.cast(tensor.dtype))
     tensor._memory.source, tensor._memory.ram, tensor._memory.replays = source, None, False
 
 
-def source_of(tensor: torch.Tensor) -> Source | None:
+def source_of(tensor: torch.Tensor) -> ValueSource | None:
     """What a tensor's values come from, with `values` in its shape. None for a tensor of another class."""
     if not isinstance(tensor, WaitingTensor):
         return None
     memory = tensor._memory
     if memory.ram is not None:
-        return Source(constant(in_memory(tensor)), in_ram=True)
+        return ValueSource(constant(in_memory(tensor)), in_ram=True)
     return replace(memory.source, values=_values(tensor))
 
 
@@ -209,10 +209,10 @@ def _value(tensor: WaitingTensor) -> torch.Tensor:
     return in_memory(tensor) if tensor._memory.ram is not None else _values(tensor).whole()
 
 
-def _new(source: Source, replays: bool) -> WaitingTensor:
+def _new(source: ValueSource, replays: bool) -> WaitingTensor:
     """A new tensor with the values of a source."""
     like = torch.empty(source.values.shape, dtype=source.values.dtype, device="meta")
-    return WaitingTensor(Memory(source, replays), like)
+    return WaitingTensor(SharedValues(source, replays), like)
 
 
 def _record_view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -296,7 +296,7 @@ def _call(func: Any, kept: tuple[tuple[Any, ...], dict[str, Any]], target: torch
     func(target, *args, **kwargs)
 
 
-def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> Source:
+def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> ValueSource:
     """The source of a copy of a tensor."""
     source, values = tensor._memory.source if isinstance(tensor, WaitingTensor) else _IN_RAM, _kept(tensor)
     return replace(source, values=values if values.dtype is dtype else values.cast(dtype))
@@ -347,7 +347,7 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         )
     if not isinstance(value, WaitingTensor):
         values = value.detach()
-        memory = Memory(Source(constant(values)), target._memory.replays)
+        memory = SharedValues(ValueSource(constant(values)), target._memory.replays)
         memory.ram = values
         value = WaitingTensor(memory, values)
     with torch._C.DisableTorchFunctionSubclass():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.config.commands import InspectConfig
 from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
 from pagoda.memory.identity import MANIFEST
@@ -49,7 +49,7 @@ def run(config: InspectConfig, console: Console) -> int:
 def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
     """Print one checkpoint. Returns the number of its damaged tensors, or 1 if it cannot be read at all."""
     try:
-        with Checkpoint(directory) as checkpoint:
+        with SavedCheckpoint(directory) as checkpoint:
             say(console, f"checkpoint {directory}: {max(checkpoint.manifest['steps'].values(), default=0)} updates")
             for state in (*checkpoint.states, BUFFERS):
                 specs = checkpoint.specs(state).values()
@@ -81,7 +81,7 @@ def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Con
 def _started(checkpoint: RunCheckpoint) -> tuple[RunCheckpoint, TrainConfig] | None:
     """The configuration that `pagoda train` saved with a checkpoint. None if there is none or it cannot be read."""
     try:
-        with Checkpoint(checkpoint.path, all_pages=False) as opened:
+        with SavedCheckpoint(checkpoint.path, all_pages=False) as opened:
             return checkpoint, TrainConfig.from_settings(opened.manifest["extra"][CONFIG])
     except (PagodaError, LookupError, TypeError):
         return None

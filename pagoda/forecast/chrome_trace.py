@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.simulate.timeline import ALL_LANES, Span, Timeline
+from pagoda.simulate.timeline import ALL_LANES, Timeline, TimelineSpan
 
 _US = 1e6
 _PID = 1
@@ -22,7 +22,7 @@ def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
     `ts` and `dur` are microseconds from the start of the step. Work that began in the previous step starts at 0, and
     its `args` say how much earlier it began.
     """
-    lanes: dict[str, list[Span]] = {}
+    lanes: dict[str, list[TimelineSpan]] = {}
     for span in timeline.spans:
         lanes.setdefault(span.lane, []).append(span)
     events: list[dict[str, Any]] = [_name("process_name", 0, name)]
@@ -53,9 +53,9 @@ def write_trace(timeline: Timeline, name: str, path: Path) -> None:
         raise ConfigError(f"--trace {path} cannot be written: {error.strerror}; name another file") from error
 
 
-def _tracks(spans: Iterable[Span]) -> list[list[Span]]:
+def _tracks(spans: Iterable[TimelineSpan]) -> list[list[TimelineSpan]]:
     """Distribute the spans of one lane over as few tracks as possible, so that spans of a track do not overlap."""
-    tracks: list[list[Span]] = []
+    tracks: list[list[TimelineSpan]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
         free = next((track for track in tracks if track[-1].end_s <= span.start_s), None)
         if free is None:
@@ -64,7 +64,7 @@ def _tracks(spans: Iterable[Span]) -> list[list[Span]]:
     return tracks
 
 
-def _event(span: Span, thread: int, step_s: float) -> dict[str, Any]:
+def _event(span: TimelineSpan, thread: int, step_s: float) -> dict[str, Any]:
     start, end = max(0.0, span.start_s), min(span.end_s, step_s)
     args: dict[str, Any] = {"nbytes": span.nbytes}
     if span.start_s < 0:

@@ -12,7 +12,7 @@ import torch
 
 from pagoda.memory.ram import ram_bytes
 from pagoda.plan.planner import Plan
-from pagoda.simulate.timeline import Span, Timeline
+from pagoda.simulate.timeline import Timeline, TimelineSpan
 
 _PARTS = 1000
 """Spans of the same kind and lane are joined if the gap between them is shorter than a step divided by this number."""
@@ -75,14 +75,14 @@ def as_lines(record: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) + "\n}\n"
 
 
-def _by_kind(timeline: Timeline) -> dict[tuple[str, str], list[Span]]:
-    found: dict[tuple[str, str], list[Span]] = {}
+def _by_kind(timeline: Timeline) -> dict[tuple[str, str], list[TimelineSpan]]:
+    found: dict[tuple[str, str], list[TimelineSpan]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
         found.setdefault((span.lane, span.kind), []).append(span)
     return found
 
 
-def _joined(spans: Iterable[Span], gap_s: float) -> list[list[float]]:
+def _joined(spans: Iterable[TimelineSpan], gap_s: float) -> list[list[float]]:
     """Join spans that are closer than `gap_s`. `spans` are in the order of their starts. Returns starts and ends within
     the step."""
     found: list[list[float]] = []

@@ -11,7 +11,7 @@ it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PageRun:
     """Consecutive frames (of a memory) or slots (of a file) `[start, stop)`, counted in pages."""
 
     start: int
@@ -24,7 +24,7 @@ class Run:
         """Index one past the last frame."""
         return self.start + self.count
 
-    def part(self, offset_bytes: int, nbytes: int, page_bytes: int) -> "Run":
+    def part(self, offset_bytes: int, nbytes: int, page_bytes: int) -> "PageRun":
         """The pages of a range of the run's bytes. Raises ValueError unless the range is whole pages of this run."""
         first, odd = divmod(offset_bytes, page_bytes)
         count, rest = divmod(nbytes, page_bytes)
@@ -33,7 +33,7 @@ class Run:
                 f"cannot transfer {nbytes} bytes at offset {offset_bytes} of {self}: only whole pages of "
                 f"{page_bytes} bytes in it can be transferred"
             )
-        return Run(self.start + first, count)
+        return PageRun(self.start + first, count)
 
 
 def pages_for(nbytes: int, page_bytes: int) -> int:

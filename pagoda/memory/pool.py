@@ -4,9 +4,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 
-Price = Callable[[Run], float | None]
+Price = Callable[[PageRun], float | None]
 """The cost of evicting an allocated run. Lower is better (for example minus its next use in s). None pins the run."""
 
 
@@ -42,7 +42,7 @@ class PagePool:
         """The length of the longest free run, which is the largest `count` that `alloc` can serve now."""
         return self._free_by_fit[-1][0] if self._free_by_fit else 0
 
-    def alloc(self, count: int = 1) -> Run | None:
+    def alloc(self, count: int = 1) -> PageRun | None:
         """`count` adjacent frames from the shortest free run that holds them (the lowest address if tied).
 
         Returns None if no free run is long enough. Raises ValueError if `count` is below 1.
@@ -57,9 +57,9 @@ class PagePool:
             self._add_free(start + count, size - count)
         self._allocated[start] = count
         self.in_use += count
-        return Run(start, count)
+        return PageRun(start, count)
 
-    def free(self, run: Run) -> None:
+    def free(self, run: PageRun) -> None:
         """Free a run that `alloc` returned. Raises ValueError for any other run, and changes nothing then."""
         count = self._allocated.get(run.start)
         if count is None:
@@ -79,7 +79,7 @@ class PagePool:
             count += after
         self._add_free(start, count)
 
-    def cheapest_window(self, count: int, price: Price) -> list[Run] | None:
+    def cheapest_window(self, count: int, price: Price) -> list[PageRun] | None:
         """The allocated runs to free, at the least cost, so that `alloc(count)` succeeds.
 
         A window is `count` adjacent frames, free or in runs whose `price` is not None. Its cost is (highest price,
@@ -101,12 +101,12 @@ class PagePool:
         ceiling: deque[tuple[float, int]] = deque()  # (price, start), prices falling: [0] is the highest
         frames = evicted = 0
         last_start = self.first + self.frames - count
-        best: list[Run] | None = None
+        best: list[PageRun] | None = None
         best_cost = (float("inf"), self.frames + 1)
         for tile in self._tiles():
             start, size, is_free = tile
             if not is_free:
-                cost = price(Run(start, size))
+                cost = price(PageRun(start, size))
                 if cost is None:
                     if start + size > last_start:
                         break  # what follows is too short
@@ -130,7 +130,7 @@ class PagePool:
             # No single free tile holds `count` frames, so a stretch that does has at least one run to evict.
             if frames >= count and (ceiling[0][0], evicted) < best_cost:
                 best_cost = (ceiling[0][0], evicted)
-                best = [Run(start, size) for start, size, is_free in stretch if not is_free]
+                best = [PageRun(start, size) for start, size, is_free in stretch if not is_free]
         return best
 
     def _tiles(self) -> Iterator[tuple[int, int, bool]]:

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 
 from pagoda.memory.arena import Arena
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 
 
 @dataclass(eq=False)
@@ -48,9 +48,9 @@ class Region:
     def take(self, pages: int) -> "Region":
         """Take the next free pages. Raises ValueError if there are too few."""
         self._taken += pages
-        return self.part(Run(self._taken - pages, pages))
+        return self.part(PageRun(self._taken - pages, pages))
 
-    def part(self, run: Run) -> "Region":
+    def part(self, run: PageRun) -> "Region":
         """The pages of a run, counted from this region's first page. Raises ValueError if they are not in the
         region."""
         if run.start < 0 or run.count < 0 or run.stop > self.count:

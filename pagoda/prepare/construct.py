@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from pagoda.autograd.reads import has_forward, join, params_read_in
 from pagoda.checkpoint.lazy import Deferred, LazyTensor
-from pagoda.checkpoint.sources import Source
+from pagoda.checkpoint.sources import ValueSource
 from pagoda.checkpoint.state import ParameterState
 from pagoda.checkpoint.tensors import chunks
 from pagoda.checkpoint.waiting import WaitingTensor, is_waiting, source_of, waiting_for_initialiser
@@ -237,11 +237,11 @@ class Builder:
         for module in self._model.modules():
             module.__dict__.pop(_WAITING, None)
 
-    def _seeded_sources(self) -> dict[int, Source]:
+    def _seeded_sources(self) -> dict[int, ValueSource]:
         """Identity of a parameter that waits -> what its values come from. Gives a seed to every draw."""
         names = {module: name for name, module in self._model.named_modules()}
         owners = owners_of(self._model)
-        sources: dict[int, tuple[str, Source]] = {}
+        sources: dict[int, tuple[str, ValueSource]] = {}
         for name, param in self._model.named_parameters():
             source = source_of(param)
             if source is None and isinstance(local(param), WaitingTensor):  # a DTensor
@@ -283,7 +283,7 @@ class Builder:
         return param
 
     def _values(
-        self, unit: LiveUnit, slot: int, whole: nn.Parameter, source: Source | None, first: int
+        self, unit: LiveUnit, slot: int, whole: nn.Parameter, source: ValueSource | None, first: int
     ) -> torch.Tensor:
         """The flat values of a parameter, or of a tile that begins at element `first` of `whole`: real or drawn."""
         count = unit.spec.slots[slot].param.numel

@@ -91,7 +91,7 @@ class LateTiledHead(TiledLinear):
         return DeferredLogits.of(hidden, self)
 
 
-class _Call(NamedTuple):
+class _HeadCall(NamedTuple):
     """A deferred call of a head."""
 
     head: LateHead | LateTiledHead
@@ -111,7 +111,7 @@ class DeferredLogits(torch.Tensor):
 
     hidden: torch.Tensor
     maps: tuple[Map, ...]
-    call: _Call
+    call: _HeadCall
     _made: torch.Tensor | None
 
     @staticmethod
@@ -119,7 +119,7 @@ class DeferredLogits(torch.Tensor):
         """Deferred logits of `hidden` [..., H], in the dtype in which the layer would compute."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        return _late(hidden, dtype, (), _Call(head, dtype, torch.is_grad_enabled(), _steps[0]))
+        return _late(hidden, dtype, (), _HeadCall(head, dtype, torch.is_grad_enabled(), _steps[0]))
 
     @classmethod
     def __torch_function__(
@@ -178,7 +178,7 @@ class DeferredLogits(torch.Tensor):
             self.call.head(self.hidden, rows)
 
 
-def _late(hidden: torch.Tensor, dtype: torch.dtype, maps: tuple[Map, ...], call: _Call) -> DeferredLogits:
+def _late(hidden: torch.Tensor, dtype: torch.dtype, maps: tuple[Map, ...], call: _HeadCall) -> DeferredLogits:
     shape = (*hidden.shape[:-1], call.head.out_features)
     late: DeferredLogits = torch.Tensor._make_wrapper_subclass(
         DeferredLogits, shape, dtype=dtype, device=hidden.device, requires_grad=call.with_grad

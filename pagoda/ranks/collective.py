@@ -12,7 +12,7 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.units import UnitSpec
-from pagoda.ranks.order import Call, CollectiveKind, Order, ProgramPart
+from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPart
 from pagoda.ranks.transport import Group, Transport
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane, wait_all
@@ -28,7 +28,8 @@ _BETWEEN, _STEP = range(2)
 
 @dataclass(eq=False, repr=False)
 class Collectives:
-    """One thread that talks to the other ranks, in the order in which compute asks; see `Order` for what comes next.
+    """One thread that talks to the other ranks, in the order in which compute asks; see `CollectiveOrder` for what
+    comes next.
 
     Compute's thread alone submits, at points of its program, so ranks that run the same program ask in the same order.
     What a collective waits for never waits for a later one: loads, copies and updates are on lanes of their own, and
@@ -54,7 +55,7 @@ class Collectives:
     def __post_init__(self) -> None:
         mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
         self.lane = Lane(COLLECTIVE)
-        self.order = Order(
+        self.order = CollectiveOrder(
             transport,
             lambda kind, unit, version: self.take_part[kind](units[unit], version),
             lambda unit: shards.family(units[unit].spec),

@@ -76,7 +76,7 @@ class ProgramPart:
     """Each unit's number of updates when the part began."""
 
 
-class Order:
+class CollectiveOrder:
     """Decides with the other ranks which collective comes next. One thread calls all methods, in compute's order.
 
     *With a list.* When a part of the program begins, each rank announces hashes of two lists of collectives: the list

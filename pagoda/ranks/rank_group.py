@@ -22,7 +22,7 @@ from pagoda.ranks.reducing import Reducer
 from pagoda.ranks.transport import Transport
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Delivery, Gradients, UnitGradient
+from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.store import Store
 
@@ -43,7 +43,7 @@ class RankGroup:
     _transport: Transport
     _store: Store
     _units: Sequence[LiveUnit]
-    _gradients: Gradients
+    _gradients: GradientBuffers
     _device: Device
     _lanes: dict[str, Lane]
     _executor: Executor
@@ -78,7 +78,7 @@ class RankGroup:
         return found
 
     @property
-    def arrivals(self) -> Gradients | Reducer:
+    def arrivals(self) -> GradientBuffers | Reducer:
         """The receiver of autograd's gradients."""
         return self._reducer or self._gradients
 

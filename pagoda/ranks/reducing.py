@@ -20,7 +20,7 @@ from pagoda.ranks.mean import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduct
 from pagoda.ranks.order import CollectiveKind
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.gradients import Delivery, Gradients, UnitGradient
+from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 
 
@@ -59,7 +59,7 @@ class Reducer:
     """
 
     _collectives: Collectives
-    _gradients: Gradients
+    _gradients: GradientBuffers
     _buffers: Buffers
     _device: Device
     _copies: Lane

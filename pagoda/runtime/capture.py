@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from pagoda.memory.arena import tensor_bytes
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.region import Region
 from pagoda.plan.tiers import HOST
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
@@ -15,7 +15,7 @@ from pagoda.runtime.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CapturedPiece:
     """A piece of one parameter's state, as a checkpoint writes it."""
 
     unit: int
@@ -33,9 +33,9 @@ class Piece:
 class _Reading:
     """A unit that is being read."""
 
-    pieces: Iterator[Piece]
+    pieces: Iterator[CapturedPiece]
     """The pieces that no writer has taken yet."""
-    kept: Run | None
+    kept: PageRun | None
     """The part of the reserve with the unit's old states, if an update has changed their home."""
     writing: int = 0
     """Number of pieces that writers are writing."""
@@ -54,7 +54,10 @@ class Capture:
     """
 
     def __init__(
-        self, store: Store, pieces: Callable[[int], Iterator[Piece]], extents: Mapping[int, Mapping[str, Run]]
+        self,
+        store: Store,
+        pieces: Callable[[int], Iterator[CapturedPiece]],
+        extents: Mapping[int, Mapping[str, PageRun]],
     ) -> None:
         """`pieces` makes the pieces of a unit to write, when a writer takes them. `extents`: unit -> state -> the run
         on SSD whose pages are kept."""
@@ -73,13 +76,13 @@ class Capture:
         self._over = False
         self._error: BaseException | None = None
         piece, spare = store.plan.layout.piece_pages, store.spare
-        self._bounce = Ring([spare.part(Run(0, piece))])
+        self._bounce = Ring([spare.part(PageRun(0, piece))])
         """Buffer for a piece that cannot be written directly from its place."""
-        self._reserve = spare.part(Run(piece, spare.count - piece))
+        self._reserve = spare.part(PageRun(piece, spare.count - piece))
 
     # --- for updates and the scheduler ---
 
-    def keep(self, unit: int, kept: Run) -> None:
+    def keep(self, unit: int, kept: PageRun) -> None:
         """An update is about to change a unit. Copy its states in memory to pages `kept` of the reserve."""
         self._freeze(unit)
         if self._over:
@@ -88,7 +91,7 @@ class Capture:
         for state, window in self._windows(unit, kept).items():
             store.copy_out(unit, state, 0, len(window) // store.dtype(state).itemsize, window)
 
-    def read(self, unit: int, kept: Run | None) -> Handle:
+    def read(self, unit: int, kept: PageRun | None) -> Handle:
         """Let writers take a unit's pieces, from its home or from the reserve. The handle ends with the last piece or
         with the capture."""
         if kept is None:
@@ -114,7 +117,7 @@ class Capture:
 
     # --- for writers ---
 
-    def pieces(self) -> Iterator[tuple[Piece, memoryview]]:
+    def pieces(self) -> Iterator[tuple[CapturedPiece, memoryview]]:
         """All pieces with their bytes. The bytes stay unchanged until the next piece is asked for.
 
         Several threads may iterate at once; each piece goes to one of them. The iteration stops early if `end` is
@@ -129,7 +132,7 @@ class Capture:
                 reading.writing -= 1
                 self._lock.notify_all()
 
-    def _take(self) -> tuple[_Reading, Piece] | None:
+    def _take(self) -> tuple[_Reading, CapturedPiece] | None:
         """The next piece to write, once there is one. None if there are no more."""
         while True:
             ended = None
@@ -167,15 +170,15 @@ class Capture:
         states, kept = self._store.plan.layout.states, self._extents.get(unit, {})
         return any(self._store.run(unit, state.name) is not None and state.name not in kept for state in states)
 
-    def _windows(self, unit: int, kept: Run) -> dict[str, memoryview]:
+    def _windows(self, unit: int, kept: PageRun) -> dict[str, memoryview]:
         """Where the reserve has each state of a unit."""
         plan, windows, at = self._store.plan, {}, kept.start
         for state, pages in plan.pages_in_memory(plan.units[unit]).items():
-            windows[state] = self._reserve.part(Run(at, pages)).view()
+            windows[state] = self._reserve.part(PageRun(at, pages)).view()
             at += pages
         return windows
 
-    def _bytes(self, reading: _Reading, piece: Piece, landing: Region | None) -> memoryview:
+    def _bytes(self, reading: _Reading, piece: CapturedPiece, landing: Region | None) -> memoryview:
         store, size = self._store, self._store.dtype(piece.state).itemsize
         if reading.kept is not None:
             window = self._windows(piece.unit, reading.kept)[piece.state]

@@ -6,18 +6,18 @@ from functools import partial
 from typing import NoReturn
 
 from pagoda.errors import NonFiniteGradientError, StorageError
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.device import Device
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.gradients import GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, all_of
-from pagoda.runtime.leases import Leases
+from pagoda.runtime.leases import Fetcher
 from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
-from pagoda.runtime.updates import Extents, Update, UpdateStream
+from pagoda.runtime.updates import Extents, RunningUpdate, UpdateStream
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 
@@ -66,8 +66,8 @@ class Executor:
     _scheduler: Scheduler
     _store: Store
     _units: Sequence[LiveUnit]
-    _leases: Leases
-    _gradients: Gradients
+    _leases: Fetcher
+    _gradients: GradientBuffers
     updates: UpdateStream
     _update_lane: Lane
     _device: Device
@@ -268,7 +268,7 @@ class Executor:
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
         pieces = [(gradient, gradient.segments) for gradient in gradients]
-        self.updates.submit(Update(pieces, extents, guess, kept, updated, written, used))
+        self.updates.submit(RunningUpdate(pieces, extents, guess, kept, updated, written, used))
 
     def _refused(self, operation: Operation) -> None:
         self._scheduler.refused(operation)
@@ -301,7 +301,7 @@ class Executor:
         refused = isinstance(error, NonFiniteGradientError)  # on every rank
         self._ended(operation, None if refused else error)
 
-    def _copy_old_states(self, operation: Operation, run: Run) -> Handle:
+    def _copy_old_states(self, operation: Operation, run: PageRun) -> Handle:
         """Copy the old states for the checkpoint. The updater would do this only after earlier updates, which may wait
         for space on SSD until the checkpoint is complete."""
 

@@ -20,7 +20,7 @@ from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.tiers import HOST, update_threads
 from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, taken
 from pagoda.runtime.lanes import Handle, Lane, wait_all
-from pagoda.runtime.meter import Meter
+from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
@@ -146,7 +146,7 @@ class _Added(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Gradients:
+class GradientBuffers:
     """All gradients of a process.
 
     A unit's gradient has a home in RAM (with several waiting steps, one per step), or it shares the pages of `staging`
@@ -156,7 +156,7 @@ class Gradients:
     _store: Store
     _lanes: dict[str, Lane]
     _device: Device
-    meter: Meter
+    meter: StepMeter
 
     def __post_init__(self) -> None:
         store = self._store

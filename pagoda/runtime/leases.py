@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
-from pagoda.memory.page import Run, pages_for
+from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.region import Region
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
@@ -27,7 +27,7 @@ _PIECE_BYTES = 8 << 20
 
 
 @dataclass(eq=False, slots=True)
-class Lease:
+class LeasedWeights:
     """A unit's weights in compute's memory, with a storage object of their own.
 
     Invariant: every view of the weights outside this class (a parameter's data, a tensor saved for backward) shares
@@ -57,7 +57,7 @@ class _Part(NamedTuple):
     start: int
 
 
-class Leases:
+class Fetcher:
     """The tensors of every lease that the scheduler has asked for.
 
     If compute can read a unit's home, the unit is leased in place, permanently. All other leases are frames of
@@ -87,7 +87,7 @@ class Leases:
         values."""
         self._by_storage: dict[int, ScheduledLease] = {}
         """Identity of a storage -> the lease whose weights lie there, even if it has ended."""
-        self._filling: list[tuple[Run, Handle]] = []
+        self._filling: list[tuple[PageRun, Handle]] = []
         """Frames that were given back while they were being filled. The next fetch into them waits for that."""
         in_frames = plan.leased_pages()
         for unit in units:
@@ -103,9 +103,9 @@ class Leases:
             if before.base.data_ptr() == base.data_ptr():
                 return
             del self._by_storage[before.storage]
-        self._add(scheduled, Lease(unit, base, None))
+        self._add(scheduled, LeasedWeights(unit, base, None))
 
-    def of(self, unit: LiveUnit) -> Lease | None:
+    def of(self, unit: LiveUnit) -> LeasedWeights | None:
         """The lease of a unit that has not ended, which may not be ready yet. None if it has none."""
         lease = self._scheduler.lease(unit.index)
         return None if lease is None else lease.payload
@@ -115,7 +115,7 @@ class Leases:
         lease = self.of(unit)
         return lease is not None and lease.ready is None
 
-    def find(self, storage: int) -> Lease | None:
+    def find(self, storage: int) -> LeasedWeights | None:
         """The lease with this storage, even if it has ended."""
         lease = self._by_storage.get(storage)
         return None if lease is None else lease.payload
@@ -134,7 +134,7 @@ class Leases:
             ready = self._fill(unit, target, self._freed, (*after, *earlier))
             if self.gather is not None:
                 ready = self.gather(unit, frames.tensor(dtype), ready, self._freed)
-        self._add(operation.about, Lease(unit, base, ready))
+        self._add(operation.about, LeasedWeights(unit, base, ready))
         return ready
 
     def is_free(self, operation: Operation, unit: LiveUnit) -> bool:
@@ -150,7 +150,7 @@ class Leases:
             return False
         if operation.run is None:
             return True
-        lease: Lease = operation.about.payload
+        lease: LeasedWeights = operation.about.payload
         operation.about.payload = None
         del self._by_storage[lease.storage]
         assert lease.ready is not None
@@ -169,7 +169,7 @@ class Leases:
         self._by_storage.clear()
         return held
 
-    def _add(self, scheduled: ScheduledLease, lease: Lease) -> None:
+    def _add(self, scheduled: ScheduledLease, lease: LeasedWeights) -> None:
         scheduled.payload = lease
         self._by_storage[lease.storage] = scheduled
 

@@ -10,7 +10,7 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.schedule.waits import InFlight
 
 
-class Meter:
+class StepMeter:
     """Counts what happens during a step."""
 
     def __init__(self, lanes: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from pagoda.errors import StorageError
 from pagoda.memory.arena import copy_bytes
-from pagoda.memory.page import Run, pages_for
+from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.mesh.shards import Shards
@@ -70,7 +70,7 @@ class Store:
             spare = placement.pages(SSD, SPARE) + placement.pages(SSD, UNDO)
             self.ssd = SSDTier(directories, sum(lines[SSD].values()) - spare, page, spare)
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
-        self._runs: dict[tuple[int, str], Run] = {}
+        self._runs: dict[tuple[int, str], PageRun] = {}
         for unit in plan.units:
             self._open(unit)
         self.gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
@@ -164,11 +164,11 @@ class Store:
                 tensor = tensor[state.elements(origin) : state.elements(origin + updated)]
             ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
 
-    def run(self, unit: int, state: str) -> Run | None:
+    def run(self, unit: int, state: str) -> PageRun | None:
         """The slots of an extent on SSD, or None if its home is elsewhere."""
         return self._runs.get((unit, state))
 
-    def runs(self, unit: int, state: str) -> list[Run]:
+    def runs(self, unit: int, state: str) -> list[PageRun]:
         """The slots of every extent of a state on SSD. With asynchronous updates, weights have two."""
         names = (WEIGHT, WEIGHT_BACK) if state == WEIGHT else (state,)
         return [run for name in names if (run := self.run(unit, name)) is not None]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from pagoda.simulate.timeline import COMPUTE, Span, Timeline
+from pagoda.simulate.timeline import COMPUTE, Timeline, TimelineSpan
 
 
 class TimelineRecorder:
@@ -14,7 +14,7 @@ class TimelineRecorder:
     """
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[TimelineSpan] = []
         self._held: list[tuple[float, int]] = []
         self._start = time.perf_counter()
         self._access: str | None = None
@@ -22,7 +22,7 @@ class TimelineRecorder:
 
     def add(self, lane: str, name: str, start: float, end: float, nbytes: int) -> None:
         """Record work that has ended. Times are those of `time.perf_counter`."""
-        self._spans.append(Span(lane, name, start - self._start, end - self._start, nbytes))
+        self._spans.append(TimelineSpan(lane, name, start - self._start, end - self._start, nbytes))
 
     def access(self, name: str | None) -> None:
         """Compute starts to work on `name`, or on nothing if it is None. Repeated calls with the same name extend one

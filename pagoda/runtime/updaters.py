@@ -22,7 +22,7 @@ from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import LOW, Store
-from pagoda.runtime.updates import BlockUpdate, Part, Tensors, Updater, UpdateStream
+from pagoda.runtime.updates import BlockUpdate, StatePart, Tensors, Updater, UpdateStream
 
 
 class HostUpdater(Updater):
@@ -92,7 +92,7 @@ class HostUpdater(Updater):
             elsewhere(*read, at, piece.stop - piece.start, *write, *piece.arguments)
 
 
-class Slot(NamedTuple):
+class DeviceSlot(NamedTuple):
     """Room on the device for a block of every state and its gradient."""
 
     states: Mapping[str, torch.Tensor]
@@ -127,7 +127,7 @@ class DeviceUpdater(Updater):
         self._device = device
         self._slots = self._open_slots()
 
-    def _open_slots(self) -> list[Slot]:
+    def _open_slots(self) -> list[DeviceSlot]:
         """The slots in the device's memory, if the plan has them."""
         layout, tier = self._store.plan.layout, self._store.device
         assert tier is not None
@@ -142,7 +142,7 @@ class DeviceUpdater(Updater):
             }
             gradient = pages.tensor(layout.gradient_dtype, layout.block_elements, at[GRAD])
             work = layout.work_elements
-            slots.append(Slot(states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
+            slots.append(DeviceSlot(states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
         return slots
 
     def _compute(self, block: BlockUpdate) -> Handle:
@@ -214,9 +214,9 @@ class ParameterUpdater(Updater):
         ]
         """unit -> first element of a cut, counted from the first element that this rank updates -> cut."""
 
-    def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
+    def _parts(self, unit: int, start: int, stop: int) -> dict[str, StatePart]:
         return {
-            state.name: Part(range(span.first, span.first + span.count), self._layout.window(span, state)[0])
+            state.name: StatePart(range(span.first, span.first + span.count), self._layout.window(span, state)[0])
             for state, span in self._spans(self._store.plan.units[unit], start).items()
         }
 

@@ -41,7 +41,7 @@ class Extents(NamedTuple):
         return [state for state, extent in self.read.items() if self.write[state] != extent]
 
 
-class Update(NamedTuple):
+class RunningUpdate(NamedTuple):
     """One unit's update."""
 
     pieces: Pieces
@@ -67,7 +67,7 @@ class Update(NamedTuple):
         self.updated.finish(error)
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """A block's part of a state."""
 
     elements: range
@@ -79,13 +79,13 @@ class Part(NamedTuple):
 class BlockUpdate(NamedTuple):
     """The update of one block, on real memory."""
 
-    update: Update
+    update: RunningUpdate
     start: int
     """First element, counted from the first element that this rank updates of the unit."""
     stop: int
     pieces: Pieces
     """What of the update lies in it. Empty if unchanged states are only copied."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, StatePart]
     """The block's part of each state."""
     slot: Region | None
     """Where its states on SSD are, if it has any."""
@@ -114,7 +114,7 @@ class UpdateStream:
         """The error with which every further update fails."""
         self._do = {Do.READ: self._read, Do.UPDATE: self._update, Do.WRITE: self._write}
 
-    def submit(self, update: Update) -> None:
+    def submit(self, update: RunningUpdate) -> None:
         """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.
 
         If a checkpoint still needs the old states, updates submitted later may come first.
@@ -146,7 +146,7 @@ class UpdateStream:
         self._refusal = self._refusal or UsageError("The optimizer is closed.")
         self.drop_ahead()
 
-    def _begin(self, update: Update, error: BaseException | None = None) -> None:
+    def _begin(self, update: RunningUpdate, error: BaseException | None = None) -> None:
         """Begin an update, unless what it waited for has failed, or its gradient is not finite."""
         unit = update.unit
         try:
@@ -162,7 +162,7 @@ class UpdateStream:
             return
         self._tell(self._stream.ask, update, unit.index, self._changing(update))
 
-    def _changing(self, update: Update) -> Sequence[int]:
+    def _changing(self, update: RunningUpdate) -> Sequence[int]:
         """The blocks of a unit that an update changes."""
         unit = update.unit
         bounds, first = self._plan.units[unit.index].bounds, self._store.shards.updated(unit.spec).start
@@ -198,7 +198,7 @@ class UpdateStream:
         if action.do in self._do:
             self._do[action.do](action.about)
             return
-        update: Update = action.about
+        update: RunningUpdate = action.about
         weights_on_ssd = self._store.run(update.unit.index, WEIGHT) is not None
         if action.do is Do.USED:
             update.used()
@@ -252,14 +252,14 @@ class Updater:
 
     def reads(self, block: Block) -> Iterator[Handle]:
         """Submit the reads of a block's states on SSD into its slot."""
-        update: Update | None = block.update
+        update: RunningUpdate | None = block.update
         unit, store = block.unit, self._store
         extents = store.newest_extents(unit) if update is None else update.extents.read
         return self._transfers("ssd_read", block, extents)
 
     def computations(self, block: Block) -> Iterator[Handle]:
         """Submit the computation of a block. When it has ended, the new values of states on SSD are in the slot."""
-        update: Update = block.update
+        update: RunningUpdate = block.update
         start, stop = self._plan.units[block.unit].bounds[block.index]
         origin = self._store.shards.updated(update.unit.spec).start
         pieces = _within(update.pieces, origin + start, origin + stop)
@@ -283,20 +283,20 @@ class Updater:
                 work = partial(move, unit, extents[name], part.page_at, slot.view(self._ring_offsets[name], nbytes))
                 yield self._lanes[lane].submit(work, (), nbytes, f"{verb} {store.plan.units[unit].name}")
 
-    def _parts_of(self, block: Block) -> dict[str, Part]:
+    def _parts_of(self, block: Block) -> dict[str, StatePart]:
         """A block's part of each state."""
         if block.payload is None:
             block.payload = self._parts(block.unit, *self._plan.units[block.unit].bounds[block.index])
-        parts: dict[str, Part] = block.payload
+        parts: dict[str, StatePart] = block.payload
         return parts
 
-    def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
+    def _parts(self, unit: int, start: int, stop: int) -> dict[str, StatePart]:
         """A block's part of each state. States that its parameter does not have are left out."""
         spec, parts = self._store.plan.units[unit], {}
         for state in self._states:
             origin = self._store.shards.origin(spec, state.name)
             elements = range(state.elements(origin + start), state.elements(origin + stop))
-            parts[state.name] = Part(elements, elements.start * state.dtype.itemsize)
+            parts[state.name] = StatePart(elements, elements.start * state.dtype.itemsize)
         return parts
 
     def _tensors(self, block: BlockUpdate, extents: Mapping[str, str]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.pool import PagePool
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
@@ -24,13 +24,13 @@ MOST_SAVES = 2
 
 
 @dataclass(slots=True)
-class Saving:
+class UnitSaving:
     """What the checkpoint needs from one unit."""
 
     version: int | None = None
     """The version that the checkpoint has not read yet."""
     reading: bool = False
-    kept: Run | None = None
+    kept: PageRun | None = None
     """The room in the reserve for the states of `version`, if an update has replaced them in their home or is about
     to."""
     copied: bool = False
@@ -51,7 +51,7 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         plan = self._plan
-        self._units = [Saving() for _ in plan.units]
+        self._units = [UnitSaving() for _ in plan.units]
         self._in_place: Collection[int] = ()
         """Units whose old states can only be read in their home."""
         self._next: list[tuple[float, int]] = []
@@ -78,7 +78,7 @@ class Checkpoint:
     def ended(self, unit: int) -> None:
         """A SAVE has ended or failed."""
         self._give_back(unit)
-        self._units[unit] = Saving()
+        self._units[unit] = UnitSaving()
         self._reading -= 1
         self.left -= 1
 
@@ -125,11 +125,11 @@ class Checkpoint:
         pages = self._plan.units[unit].old_state_pages
         return not pages or (self.reserve is not None and self.reserve.largest_free >= pages)
 
-    def keep(self, unit: int) -> Run | None:
+    def keep(self, unit: int) -> PageRun | None:
         """Where an update keeps the old states. None if it has to wait for the SAVE."""
         of_unit, pages = self._units[unit], self._plan.units[unit].old_state_pages
         if self.can_keep(unit):
-            of_unit.kept = self.reserve.alloc(pages) if self.reserve is not None and pages else Run(0, 0)
+            of_unit.kept = self.reserve.alloc(pages) if self.reserve is not None and pages else PageRun(0, 0)
         return of_unit.kept
 
     def pump(self) -> None:

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.pool import PagePool
 
 
@@ -24,7 +24,7 @@ class Frames:
         self.peak = 0
         """The most frames in use at once so far."""
 
-    def alloc(self, count: int) -> Run | None:
+    def alloc(self, count: int) -> PageRun | None:
         """Allocate `count` adjacent frames in the slab whose longest free run fits tightest. Returns None if no slab
         fits."""
         at = bisect_left(self._by_room, (count, -1))
@@ -37,7 +37,7 @@ class Frames:
         self.peak = max(self.peak, self.in_use)
         return run
 
-    def free(self, run: Run) -> None:
+    def free(self, run: PageRun) -> None:
         """Give a run back."""
         index = self.slab_of(run)
         at = bisect_left(self._by_room, (self._slabs[index].largest_free, index))
@@ -45,11 +45,11 @@ class Frames:
         self._moved(at, index)
         self.in_use -= run.count
 
-    def slab_of(self, run: Run) -> int:
+    def slab_of(self, run: PageRun) -> int:
         """The number of the slab that contains a run."""
         return run.start // self._slab
 
-    def window(self, slab: int, count: int, price: Callable[[Run], float | None]) -> list[Run] | None:
+    def window(self, slab: int, count: int, price: Callable[[PageRun], float | None]) -> list[PageRun] | None:
         """The cheapest runs of a slab to free to get `count` adjacent frames. None if no choice gives that room."""
         return self._slabs[slab].cheapest_window(count, price)
 

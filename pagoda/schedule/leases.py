@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
@@ -97,7 +97,9 @@ class Leases:
         self.frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
         self._leases: dict[int, Lease] = {}
         """unit -> its lease of frames that has not ended."""
-        self._in_place = [None if of.lease_frames else Lease(unit, Run(0, 0), 0) for unit, of in enumerate(plan.units)]
+        self._in_place = [
+            None if of.lease_frames else Lease(unit, PageRun(0, 0), 0) for unit, of in enumerate(plan.units)
+        ]
         """By unit, its lease without frames."""
         self._owner: dict[int, Lease] = {}
         """first frame -> the lease that holds it. Includes ended leases."""
@@ -330,7 +332,7 @@ class Leases:
     def _make_room(self, count: int, needed_at: float) -> None:
         """End the leases of the cheapest window: the leases that are needed last, and all only after `needed_at`."""
 
-        def price(run: Run) -> float | None:
+        def price(run: PageRun) -> float | None:
             lease = self._owner[run.start]
             if not self._may_end(lease):
                 return None
@@ -338,7 +340,7 @@ class Leases:
             return None if useful <= needed_at else -useful
 
         tried: list[tuple[int, float]] = []
-        victims: list[Run] | None = None
+        victims: list[PageRun] | None = None
         while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
             if (first := self._idle_slabs.first()) is None:
                 break

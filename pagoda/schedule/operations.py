@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import CHECKPOINT, LEASES, STAGING
 from pagoda.plan.planner import Plan
@@ -62,7 +62,7 @@ class Operation:
 
     kind: Kind
     unit: int
-    run: Run | None = None
+    run: PageRun | None = None
     """The frames of a lease, or the pages of a gradient buffer. For an UPDATE: the room in the reserve for the old
     states that it keeps for a checkpoint. For a SAVE: where it reads the states, if not in their home."""
     version: int = 0

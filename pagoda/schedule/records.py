@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 
 
 @dataclass(eq=False, slots=True)
@@ -17,7 +17,7 @@ class Lease:
     has a lease without frames, which never ends."""
 
     unit: int
-    run: Run
+    run: PageRun
     version: int
     filled: bool = False
     """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
@@ -33,7 +33,7 @@ class GradientRecord:
 
     unit: int
     step: int
-    run: Run | None = None
+    run: PageRun | None = None
     """The record's buffer, if it is in shared pages and exists now."""
     home: int | None = None
     """Which of the unit's homes the record has, if the unit has homes."""
@@ -97,7 +97,7 @@ class Update:
     """The RECLAIM under way."""
     urgent: bool = False
     """Whether compute waits for the update."""
-    keeps: Run | None = None
+    keeps: PageRun | None = None
     """Where the update keeps the old states for a checkpoint, if it does."""
     admitted: bool = False
     """Whether the update counts toward the limit of updates under way."""

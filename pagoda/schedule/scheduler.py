@@ -10,7 +10,7 @@ from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import GradientRecord, Lease, Weights
-from pagoda.schedule.updates import Updates
+from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
 
@@ -46,7 +46,7 @@ class Scheduler:
         self.versions = Versions(plan)
         self.gradients = Gradients(plan, self._issue)
         self.leases = Leases(plan, self.order, self.versions, lambda unit: self.updates.undo(unit), self._issue)
-        self.updates = Updates(plan, self.order, self.versions, self.gradients, self.leases, self._issue)
+        self.updates = UpdateSchedule(plan, self.order, self.versions, self.gradients, self.leases, self._issue)
         self.found: bool | None = None
         """What the latest access found: True if the weights were there, False if their update or fetch had not ended,
         None if neither was under way (a fault)."""

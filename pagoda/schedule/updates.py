@@ -37,7 +37,7 @@ CALM_STEPS = 4
 
 
 @dataclass(eq=False, repr=False)
-class Updates:
+class UpdateSchedule:
     """All updates, and the versions that they make.
 
     Invariants: a unit has at most one update under way; each record is used by one confirmed update, or dropped with

@@ -55,7 +55,7 @@ class MatmulRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpeeds:
     """One GPU."""
 
     memory_bytes: Figure
@@ -189,7 +189,7 @@ class Hardware:
     cpu: Cpu
     gpus_per_node: int = 1
     """GPUs, or the processes of a node without GPUs."""
-    device: Device | None = None
+    device: DeviceSpeeds | None = None
     """Each GPU. None if the CPU computes."""
     link: Link | None = None
     """None exactly if `device` is None."""

@@ -7,7 +7,7 @@ from functools import cache, partial
 from math import inf
 
 from pagoda.simulate.rates import Rates
-from pagoda.simulate.timeline import ALL_LANES, COMPUTE, Span
+from pagoda.simulate.timeline import ALL_LANES, COMPUTE, TimelineSpan
 
 
 @dataclass(eq=False, slots=True)
@@ -40,9 +40,9 @@ class Task:
     then: list[Callable[[], None]] = field(default_factory=list)
     """Called when it has ended."""
 
-    def span(self, since: float) -> Span:
+    def span(self, since: float) -> TimelineSpan:
         """The span of a task that has ended, by a clock that starts at `since`."""
-        return Span(self.work.lane, self.work.name, self.start - since, self.end - since, self.work.nbytes)
+        return TimelineSpan(self.work.lane, self.work.name, self.start - since, self.end - since, self.work.nbytes)
 
 
 class SimulatedLanes:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pagoda.errors import unknown_name
-from pagoda.simulate.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate
+from pagoda.simulate.hardware import Cpu, DeviceSpeeds, Drive, Figure, Hardware, Link, MatmulRate
 
 _GIB = float(1 << 30)
 _GB = 1e9
@@ -30,10 +30,10 @@ _NETWORK_SHARE = 0.8
 _DRIVE_WRITES = 5 * 365
 
 
-def _device(name: str, gib: float, memory: float, bf16: float, reached: tuple[float, str], fp32: float) -> Device:
+def _device(name: str, gib: float, memory: float, bf16: float, reached: tuple[float, str], fp32: float) -> DeviceSpeeds:
     """A GPU by its datasheet: memory in GiB, bandwidth in bytes/s, rates in TFLOP/s."""
     sheet = f"{name} datasheet"
-    return Device(
+    return DeviceSpeeds(
         memory_bytes=Figure(gib * _GIB, sheet),
         memory_bytes_per_s=Figure(memory, sheet),
         bf16=MatmulRate(Figure(bf16 * _TFLOP, f"{sheet}, dense"), Figure(reached[0] * _TFLOP, reached[1])),
@@ -113,7 +113,7 @@ def _gen4_drives(count: int, system: str) -> Drive:
 
 
 def _dgx(
-    name: str, model: str, cpu: tuple[int, float, str], device: Device, link: Link, nvlink: Figure, port: float
+    name: str, model: str, cpu: tuple[int, float, str], device: DeviceSpeeds, link: Link, nvlink: Figure, port: float
 ) -> Hardware:
     """A DGX of eight GPUs, eight drives, 2 TB of RAM and eight ports of `port` Gb/s to the network."""
     sheet = f"NVIDIA DGX {model} datasheet"

@@ -13,7 +13,7 @@ ALL_LANES = (COMPUTE, *LANES, COLLECTIVE)
 """Every lane, in the order in which tables show them."""
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """One piece of work on one lane. Seconds count from the start of the step."""
 
     lane: str
@@ -37,7 +37,7 @@ class Timeline:
     """
 
     step_s: float
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
     """Spans of all lanes, in the order of their ends. Work that began in the previous step has a negative start."""
     stall_s: Mapping[str, float]
     """lane -> seconds that compute waited for it."""

@@ -110,7 +110,7 @@ def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> 
     ranks."""
     problem, extra = None, {}
     try:
-        with reader.Checkpoint(checkpoint.path, places) as opened:
+        with reader.SavedCheckpoint(checkpoint.path, places) as opened:
             extra = opened.manifest["extra"]
             problem = _not_ours(extra, checkpoint.step) or next(opened.damage(mesh.rank, mesh.size), None)
     except (CheckpointError, StorageError) as error:

@@ -52,7 +52,7 @@ def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.M
     move, real = ("load" if verb == "preadv" else "store"), getattr(os, verb)
     moved = getattr(store.ssd, move)
 
-    def transfer(run: page.Run, *rest: object) -> None:
+    def transfer(run: page.PageRun, *rest: object) -> None:
         met.fault = run == broken
         moved(run, *rest)
         met.fault = False

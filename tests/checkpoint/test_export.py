@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Mamba2Config
 import pagoda
 from pagoda.checkpoint import export as module
 from pagoda.checkpoint.export import INDEX, export
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.checkpoint.tensors import TensorFile
 from pagoda.cli.main import main
 from pagoda.config.training import Precision
@@ -99,7 +99,7 @@ def test_the_master_is_exported_exactly(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / INDEX).exists()
     tensors = stored(tmp_path / "out")
     assert "lm_head.weight" not in tensors, "tied"
-    with Checkpoint(saved) as checkpoint:
+    with SavedCheckpoint(saved) as checkpoint:
         for name, spec in checkpoint.specs("weight").items():
             high = checkpoint.tensors["weight"][name].whole().view(torch.int16).int()
             low = checkpoint.tensors["weight_low"][name].whole().int()

@@ -15,7 +15,7 @@ from torch import nn
 
 import pagoda
 from pagoda.checkpoint.directory import write_manifest
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.cli.main import main
 from pagoda.errors import CheckpointError, PagodaError
 from pagoda.memory.identity import MANIFEST
@@ -158,7 +158,7 @@ def test_what_is_no_file_is_an_error_and_does_not_hang(file: str, kind: str, sav
     else:
         os.mknod(case / file, 0o600 | 0o140000)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        Checkpoint(case)
+        SavedCheckpoint(case)
     assert main(["inspect", str(case)]) == 1
 
 

@@ -13,7 +13,7 @@ from zoo import RESIDENT
 import pagoda
 from pagoda.checkpoint.directory import MANIFEST, read_manifest
 from pagoda.checkpoint.paged import PAGED
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.checkpoint.state import ParameterState
 from pagoda.cli.main import main
 from pagoda.memory.ssd.tier import SSDTier
@@ -170,7 +170,7 @@ def two_checkpoints(ssd: Path, tmp_path: Path) -> tuple[Path, Path]:
 def place_of_page(checkpoint: Path, state: str, ssd: Path) -> tuple[Path, int]:
     """The file of pages, and where in it the first one of a state is."""
     (pages,) = ssd.glob("pagoda-*/pages")
-    with Checkpoint(checkpoint) as opened:
+    with SavedCheckpoint(checkpoint) as opened:
         (rank,) = opened.pages.ranks
         slot = int(rank.committed._table.slots[next(iter(rank.units.values())).extents[state][0]])
         return pages, slot * rank.committed.page_bytes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.cli.main import main
 from pagoda.memory.sizes import parse_bytes
 from pagoda.train.metrics import read_metrics
@@ -57,7 +57,7 @@ def last_checkpoint(root: Path) -> Path:
 
 def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
     """What has had updates: name -> fp32 weights."""
-    with Checkpoint(checkpoint) as opened:
+    with SavedCheckpoint(checkpoint) as opened:
         return {name: opened.tensors["weight"][name].whole() for name in opened.manifest["steps"]}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagoda.cli.main import main
 from pagoda.memory.arena import Arena
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.committed import open_commit
 from pagoda.train.metrics import read_metrics
 from tests.memory.ssd_parts import PAGE, Tier, make_checkpoint, make_directory, pattern
@@ -77,7 +77,7 @@ class Saved:
             into = Arena(4 * PAGE).view(0, 4 * PAGE)
             try:
                 with closing(open_commit(reference)) as pages:
-                    pages.load(Run(0, 4), 0, into)
+                    pages.load(PageRun(0, 4), 0, into)
                 found.append(True)
             except OSError:
                 found.append(False)

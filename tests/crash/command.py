@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.cli.main import main
 from pagoda.memory.arena import tensor_bytes
 from pagoda.train import saving
@@ -33,7 +33,7 @@ PATIENCE_S, RETRY_S = 0.5, 0.05
 def state_of(path: Path) -> str:
     """A hash of all that a checkpoint says of the state."""
     found = xxhash.xxh3_128()
-    with Checkpoint(path) as checkpoint:
+    with SavedCheckpoint(path) as checkpoint:
         for state in (*checkpoint.states, BUFFERS):
             for name, spec in sorted(checkpoint.specs(state).items()):
                 values = checkpoint.tensors[state][name].whole().reshape(-1)

@@ -11,16 +11,16 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import chrome_trace
 from pagoda.forecast.draw import colour, draw
 from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
-from pagoda.simulate.timeline import Span, Timeline
+from pagoda.simulate.timeline import Timeline, TimelineSpan
 
 TIMELINE = Timeline(
     2.0,
     (
-        Span("ssd_read", "read layers.0", -0.5, 0.25, 100),
-        Span("ssd_read", "fetch layers.1", 0.1, 0.3, 200),
-        Span("compute", "forward layers.0", 0.25, 1.0),
-        Span("ssd_read", "fetch layers.2", 0.4, 0.5, 300),
-        Span("update", "update layers.0", 1.5, 2.5, 400),
+        TimelineSpan("ssd_read", "read layers.0", -0.5, 0.25, 100),
+        TimelineSpan("ssd_read", "fetch layers.1", 0.1, 0.3, 200),
+        TimelineSpan("compute", "forward layers.0", 0.25, 1.0),
+        TimelineSpan("ssd_read", "fetch layers.2", 0.4, 0.5, 300),
+        TimelineSpan("update", "update layers.0", 1.5, 2.5, 400),
     ),
     {"ssd_read": 0.25},
     {"host": ((0.0, 1 << 30), (1.0, 2 << 30)), "ssd": ((0.0, 1 << 30),)},
@@ -59,7 +59,9 @@ def test_a_picture_has_every_kind_of_work_in_its_colour(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     path = tmp_path / "step.png"
-    of_ranks = [Span("collective", f"{kind} layers.0", 1.8, 1.9) for kind in ("share", TOKENS, SUM, GRADIENTS, SEND)]
+    of_ranks = [
+        TimelineSpan("collective", f"{kind} layers.0", 1.8, 1.9) for kind in ("share", TOKENS, SUM, GRADIENTS, SEND)
+    ]
     draw(replace(TIMELINE, spans=(*TIMELINE.spans, *of_ranks)), {"host": 3 << 30, "ssd": 100 << 30}, "a step", path)
     picture = imread(path)
     assert picture.shape[0] > 200

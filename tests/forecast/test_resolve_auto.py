@@ -21,7 +21,7 @@ from pagoda.forecast.machine import Machine
 from pagoda.forecast.model_description import describe_model
 from pagoda.plan.placement import ACTIVATIONS
 from pagoda.plan.traffic import activations_at
-from pagoda.simulate.hardware import Device, Figure, Hardware, Link, MatmulRate
+from pagoda.simulate.hardware import DeviceSpeeds, Figure, Hardware, Link, MatmulRate
 from pagoda.simulate.machines import find_machine
 
 from .machines import GIB, MIB, SMALL, figure
@@ -32,7 +32,7 @@ MODES: tuple[ActivationMode, ...] = ("keep", "recompute", "offload", "recompute+
 def gpu(memory: float, link: float, flops: float) -> Machine:
     """The small machine with a GPU."""
     matmul = MatmulRate(Figure(2 * flops, "made up"), Figure(flops, "made up"))
-    device = Device(figure(memory), figure(1e12), matmul, matmul, figure(1e11))
+    device = DeviceSpeeds(figure(memory), figure(1e12), matmul, matmul, figure(1e11))
     both = Link(figure(link), figure(link), figure(2 * link))
     hardware: Hardware = replace(SMALL, cpu=replace(SMALL.cpu, memory_bytes=figure(8 * GIB)), device=device, link=both)
     return Machine(hardware, here=False)

@@ -12,12 +12,12 @@ from pagoda.cli import gc, inspect
 from pagoda.config.commands import GcConfig, InspectConfig
 from pagoda.memory.arena import Arena
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.tier import PageSnapshot, SSDTier
 
 PAGE = 4096
-RUN = Run(0, 4)
+RUN = PageRun(0, 4)
 """All pages of most tests."""
 Reference = dict[str, Any]
 
@@ -25,9 +25,9 @@ Reference = dict[str, Any]
 class Tier(SSDTier):
     """A tier that ends with a block, and can keep every run that it has handed out as it is."""
 
-    _runs: tuple[Run, ...] = ()
+    _runs: tuple[PageRun, ...] = ()
 
-    def alloc(self, pages: int) -> Run:
+    def alloc(self, pages: int) -> PageRun:
         run = super().alloc(pages)
         self._runs = (*self._runs, run)
         return run
@@ -57,7 +57,7 @@ def pattern(pages: int, seed: int) -> memoryview:
     return view
 
 
-def loaded(tier: SSDTier, run: Run) -> memoryview:
+def loaded(tier: SSDTier, run: PageRun) -> memoryview:
     """A whole run, as it reads now."""
     into = Arena(run.count * PAGE).view(0, run.count * PAGE)
     tier.load(run, 0, into)
@@ -74,7 +74,7 @@ def kept(directories: Sequence[Path], *checkpoints: Path, pages: int = 4, spare:
         return found
 
 
-def committed(reference: Reference, run: Run, directories: Sequence[Path] = ()) -> memoryview:
+def committed(reference: Reference, run: PageRun, directories: Sequence[Path] = ()) -> memoryview:
     """A whole run, as a commit has it."""
     into = Arena(run.count * PAGE).view(0, run.count * PAGE)
     with closing(open_commit(reference, directories)) as pages:

@@ -14,7 +14,7 @@ import torch
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory import arena as module
 from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
-from pagoda.memory.page import PAGE_ALIGN, Run
+from pagoda.memory.page import PAGE_ALIGN, PageRun
 from pagoda.memory.region import Region
 
 MIB = 2**20
@@ -202,7 +202,7 @@ def test_an_arena_larger_than_ram_is_refused_where_the_machine_does_not_grow(mon
 # --- regions ----------------------------------------------------------------------------------------------------
 
 PAGE = 4096
-FIRST, SECOND = Run(0, 2), Run(2, 2)
+FIRST, SECOND = PageRun(0, 2), PageRun(2, 2)
 
 
 def leased(poison: bool = False) -> Region:
@@ -220,7 +220,7 @@ def test_bytes_and_pages_outside_are_refused_although_the_arena_has_them() -> No
             leases.part(FIRST).view(offset, nbytes)
         with pytest.raises(ValueError, match=rf"inside the {2 * PAGE} bytes of tier 'host'"):
             leases.part(FIRST).tensor(torch.uint8, nbytes, offset)
-    for run in (Run(-1, 2), Run(3, 2)):
+    for run in (PageRun(-1, 2), PageRun(3, 2)):
         with pytest.raises(ValueError, match=r"inside the 4 pages of tier 'host'"):
             leases.part(run)
 

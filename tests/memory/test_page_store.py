@@ -15,7 +15,7 @@ from files import flip
 from pagoda.checkpoint import directory as module
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.identity import MANIFEST, checkpoint_id_of, new_checkpoint_id
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.tier import forget_commit
 from tests.memory.ssd_parts import (
@@ -201,7 +201,7 @@ def test_a_stripe_stays_whatever_is_with_the_first_one(tmp_path: Path, checkpoin
         open_tier(drives[0]).close()
         Tier(dict.fromkeys(drives), 6, PAGE, 0).close() if exchanged != "one without page tables" else None
         assert names(drives[1]) == before
-    assert committed(reference, Run(0, 6), (tmp_path / "unmounted", drives[1])) == pattern(6, 1)
+    assert committed(reference, PageRun(0, 6), (tmp_path / "unmounted", drives[1])) == pattern(6, 1)
 
 
 def test_a_copy_of_one_drive_of_two_is_not_written_to_with_the_other(tmp_path: Path, checkpoint: Path) -> None:
@@ -212,8 +212,8 @@ def test_a_copy_of_one_drive_of_two_is_not_written_to_with_the_other(tmp_path: P
     with Tier({copy: None, drives[1]: None}, 6, PAGE, 6) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 2))
         forget(reference, checkpoint, copy, drives[1])
-        tier.store(Run(0, 6), 0, pattern(6, 3))
-    assert committed(reference, Run(0, 6), tuple(drives)) == pattern(6, 1)
+        tier.store(PageRun(0, 6), 0, pattern(6, 3))
+    assert committed(reference, PageRun(0, 6), tuple(drives)) == pattern(6, 1)
 
 
 def test_stripes_used_with_a_copy_are_not_written_to_with_the_original(tmp_path: Path, checkpoint: Path) -> None:
@@ -226,8 +226,8 @@ def test_stripes_used_with_a_copy_are_not_written_to_with_the_original(tmp_path:
     (tmp_path / "away").rename(drives[0])
     with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 3))
-        tier.store(Run(0, 6), 0, pattern(6, 4))
-    assert committed(reference, Run(0, 6), (tmp_path / "copy", drives[1])) == pattern(6, 2)
+        tier.store(PageRun(0, 6), 0, pattern(6, 4))
+    assert committed(reference, PageRun(0, 6), (tmp_path / "copy", drives[1])) == pattern(6, 2)
 
 
 @pytest.mark.parametrize(

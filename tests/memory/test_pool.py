@@ -7,13 +7,13 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.pool import PagePool
 
-Prices = dict[Run, float | None]
+Prices = dict[PageRun, float | None]
 
 
-def brute_force_window(owners: list[Run | None], first: int, count: int, prices: Prices) -> list[Run] | None:
+def brute_force_window(owners: list[PageRun | None], first: int, count: int, prices: Prices) -> list[PageRun] | None:
     """Tries every window; the cheapest by (highest price, frames evicted), then the lowest address."""
     best, best_cost = None, None
     for start in range(len(owners) - count + 1):
@@ -34,9 +34,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def start(self, frames: int, first: int) -> None:
         self.pool = PagePool(frames, first)
         self.first = first
-        self.owners: list[Run | None] = [None] * frames
+        self.owners: list[PageRun | None] = [None] * frames
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PageRun]:
         return list(dict.fromkeys(run for run in self.owners if run is not None))
 
     def holes(self) -> list[tuple[int, int]]:
@@ -52,7 +52,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def alloc_takes_the_best_fit_at_the_lowest_address(self, count: int) -> None:
         fits = [hole for hole in self.holes() if hole[0] >= count]
         run = self.pool.alloc(count)
-        assert run == (Run(min(fits)[1], count) if fits else None)
+        assert run == (PageRun(min(fits)[1], count) if fits else None)
         if run is not None:
             mine = slice(run.start - self.first, run.stop - self.first)
             assert self.owners[mine] == [None] * count
@@ -67,7 +67,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(start=st.integers(0, 30), count=st.integers(1, 8))
     def freeing_anything_else_is_refused_and_changes_nothing(self, start: int, count: int) -> None:
-        run = Run(start, count)
+        run = PageRun(start, count)
         if run not in self.runs():
             with pytest.raises(ValueError, match=rf"start={start}, count={count}"):
                 self.pool.free(run)
@@ -76,9 +76,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def cheapest_window_is_the_cheapest_and_frees_the_frames(self, count: int, data: st.DataObject) -> None:
         price = st.none() | st.sampled_from([float("-inf"), -2.0, 0.0, 1.0, float("inf")])
         prices: Prices = {run: data.draw(price) for run in self.runs()}
-        asked: list[Run] = []
+        asked: list[PageRun] = []
 
-        def price_once(run: Run) -> float | None:
+        def price_once(run: PageRun) -> float | None:
             asked.append(run)
             return prices[run]
 
@@ -98,7 +98,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             return
         assert self.pool.in_use == len(self.owners) - self.owners.count(None)
         assert self.pool.largest_free == max((length for length, _ in self.holes()), default=0)
-        assert [Run(start, count) for start, count, is_free in self.pool._tiles() if not is_free] == self.runs()
+        assert [PageRun(start, count) for start, count, is_free in self.pool._tiles() if not is_free] == self.runs()
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase

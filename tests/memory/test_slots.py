@@ -4,17 +4,19 @@ import numpy as np
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.slots import UNWRITTEN, PageTable, Slots, SlotTable
 
 PAGES, SLOTS = 6, 15
-runs = st.integers(0, PAGES - 1).flatmap(lambda first: st.builds(Run, st.just(first), st.integers(1, PAGES - first)))
-ALL = Run(0, PAGES)
+runs = st.integers(0, PAGES - 1).flatmap(
+    lambda first: st.builds(PageRun, st.just(first), st.integers(1, PAGES - first))
+)
+ALL = PageRun(0, PAGES)
 Contents = list[int | None]
 """What each page holds; None where it was never written."""
 
 
-def overlap(one: Run, other: Run) -> bool:
+def overlap(one: PageRun, other: PageRun) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
@@ -27,21 +29,21 @@ class Bookkeeping(RuleBasedStateMachine):
         self.disk: dict[int, int] = {}
         self.live: Contents = [None] * PAGES
         self.pinned: list[tuple[PageTable, Contents]] = []
-        self.forks: list[tuple[Run, PageTable, Contents]] = []
-        self.loads: list[tuple[Run, PageTable, Contents]] = []
-        self.stores: list[tuple[Run, Slots, int]] = []
+        self.forks: list[tuple[PageRun, PageTable, Contents]] = []
+        self.loads: list[tuple[PageRun, PageTable, Contents]] = []
+        self.stores: list[tuple[PageRun, Slots, int]] = []
         self.clock = 0
 
-    def storing(self, run: Run) -> bool:
+    def storing(self, run: PageRun) -> bool:
         """Whether one of the pages is being stored."""
         return any(overlap(run, stored) for stored, _, _ in self.stores)
 
-    def busy(self, run: Run) -> bool:
+    def busy(self, run: PageRun) -> bool:
         """Whether one of the pages is being stored or loaded."""
         return self.storing(run) or any(overlap(run, loaded) for loaded, _, _ in self.loads)
 
     @rule(run=runs)
-    def begin_store(self, run: Run) -> None:
+    def begin_store(self, run: PageRun) -> None:
         before = self.table.table(ALL)
         targets = self.table.begin_store(run)
         after = self.table.table(ALL)
@@ -85,7 +87,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.table.unpin(table)
 
     @rule(run=runs)
-    def fork(self, run: Run) -> None:
+    def fork(self, run: PageRun) -> None:
         if self.storing(run) or any(overlap(run, forked) for forked, _, _ in self.forks):
             return
         table = self.table.table(run)
@@ -106,16 +108,16 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pinned)
     @rule(run=runs, to=st.integers(0, PAGES - 1))
-    def adopt(self, run: Run, to: int) -> None:
+    def adopt(self, run: PageRun, to: int) -> None:
         count = min(run.count, PAGES - to)
-        its, here = Run(run.start, count), Run(to, count)
+        its, here = PageRun(run.start, count), PageRun(to, count)
         if not self.busy(here):
             table, contents = self.pinned[-1]
             self.table.adopt(here, table.part(its))
             self.live[here.start : here.stop] = contents[its.start : its.stop]
 
     @rule(run=runs)
-    def begin_load(self, run: Run) -> None:
+    def begin_load(self, run: PageRun) -> None:
         table = self.table.begin_load(run)
         assert (table is None) == self.storing(run)
         if table is not None:
@@ -136,7 +138,7 @@ class Bookkeeping(RuleBasedStateMachine):
             assert self.contents(table) == contents
         now = self.contents(self.table.table(ALL))
         for page in range(PAGES):
-            assert self.storing(Run(page, 1)) or now[page] == self.live[page]
+            assert self.storing(PageRun(page, 1)) or now[page] == self.live[page]
 
     @invariant()
     def slots_are_free_exactly_when_nobody_has_them(self) -> None:

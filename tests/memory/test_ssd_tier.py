@@ -12,7 +12,7 @@ import pytest
 from files import flip
 
 from pagoda.errors import BudgetError, CorruptPageError, StorageError
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from tests.memory.ssd_parts import PAGE, Tier, committed, loaded, make_checkpoint, pattern
 
 
@@ -34,17 +34,17 @@ def test_pages_never_stored_read_as_zeros_frozen_or_not(tier: Tier, tmp_path: Pa
 
 
 def test_pages_are_allocated_once_and_bytes_outside_a_run_and_parts_of_pages_are_refused(tier: Tier) -> None:
-    assert [tier.alloc(count) for count in (1, 2)] == [Run(0, 1), Run(1, 2)]
+    assert [tier.alloc(count) for count in (1, 2)] == [PageRun(0, 1), PageRun(1, 2)]
     assert tier.peak_bytes == (3 + 8) * PAGE
     with pytest.raises(ValueError, match="cannot allocate 6 pages on SSD: 5 are left"):
         tier.alloc(6)
     outside = [(-PAGE, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, PAGE), (512, PAGE), (0, 512)]
     for move in (tier.load, tier.store):
         with pytest.raises(ValueError, match="3 pages are allocated"):
-            move(Run(2, 2), 0, pattern(2, 1))
+            move(PageRun(2, 2), 0, pattern(2, 1))
         for offset, nbytes in outside:
             with pytest.raises(ValueError, match=r"Run\(start=1, count=2\): only whole pages of 4096 bytes in it"):
-                move(Run(1, 2), offset, pattern(2, 1)[:nbytes])
+                move(PageRun(1, 2), offset, pattern(2, 1)[:nbytes])
 
 
 def test_pages_that_are_not_added_are_in_no_freeze_and_need_no_spare_slots(tmp_path: Path) -> None:

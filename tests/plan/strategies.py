@@ -16,9 +16,9 @@ from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.tiers import DEVICE
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
-from pagoda.simulate.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers
+from pagoda.simulate.hardware import Cpu, DeviceSpeeds, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers
 from pagoda.simulate.simulation import Simulation
-from pagoda.simulate.timeline import Span
+from pagoda.simulate.timeline import TimelineSpan
 
 Draw = Callable[[st.SearchStrategy], object]
 
@@ -135,7 +135,9 @@ FAST = Hardware(
 )
 """A machine where the CPU computes, and nothing takes long but the SSD."""
 GPU = replace(
-    FAST, device=Device(figure(1e12), figure(1e13), _MATMUL, _MATMUL, figure(1e12)), link=Link(*[figure(1e12)] * 3)
+    FAST,
+    device=DeviceSpeeds(figure(1e12), figure(1e13), _MATMUL, _MATMUL, figure(1e12)),
+    link=Link(*[figure(1e12)] * 3),
 )
 
 
@@ -167,7 +169,7 @@ def hardware(draw: Draw) -> Hardware:
     return replace(FAST, cpu=cpu, ssd=drive)
 
 
-def drained(simulation: Simulation) -> list[Span]:
+def drained(simulation: Simulation) -> list[TimelineSpan]:
     """Let every lane finish its work. All spans since the first step."""
     lanes = simulation._lanes
     while lanes._active or any(lanes._ready.values()):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from zoo import assert_equal
 
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.config.memory import Memory
 from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.metrics import read_metrics
@@ -59,7 +59,7 @@ def trained(ranks: RankServer, count: int, config: TrainConfig) -> dict[str, lis
 
 
 def read(directory: Path, state: str = "weight") -> dict[str, torch.Tensor]:
-    with Checkpoint(directory) as checkpoint:
+    with SavedCheckpoint(directory) as checkpoint:
         return {name: checkpoint.tensors[state][name].whole().reshape(-1) for name in checkpoint.specs(state)}
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import RankError, UsageError
-from pagoda.ranks.order import Call, CollectiveKind, Order, ProgramPart
+from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPart
 
 from .wire import FakeWire, Table
 
@@ -40,7 +40,7 @@ class Rank(threading.Thread):
         def take_part(kind: CollectiveKind, unit: int, _: int | None) -> None:
             self.meet(kind.name.lower(), unit, mine=False)
 
-        self.order = Order(transport, take_part, lambda _: everyone, lambda _: everyone, listed)
+        self.order = CollectiveOrder(transport, take_part, lambda _: everyone, lambda _: everyone, listed)
 
     def run(self) -> None:
         try:
@@ -199,15 +199,15 @@ def test_ranks_out_of_step_never_hang_and_reduce_each_gradient_once(
         assert sorted(gathered + rank.alone) == sorted(wanted)
 
 
-def followed(*entries: Call) -> Order:
+def followed(*entries: Call) -> CollectiveOrder:
     """The order of one rank, which has had a step with these collectives."""
     wire: Any = FakeWire(Table(1))
-    order = Order(wire, lambda *_: None, lambda _: (0,), lambda _: (0,))
+    order = CollectiveOrder(wire, lambda *_: None, lambda _: (0,), lambda _: (0,))
     step_of(order, *entries)
     return order
 
 
-def step_of(order: Order, *entries: Call, trace: str = "trace", version: int = 0) -> list[bool]:
+def step_of(order: CollectiveOrder, *entries: Call, trace: str = "trace", version: int = 0) -> list[bool]:
     """Whether the rank came to each of these collectives with the others, and how often it said something."""
     part = ProgramPart(1, trace, (version,) * UNITS)
     found = [order.come_to(entry, part) for entry in entries]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from files import flip
 
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, Rows
@@ -75,7 +75,7 @@ def test_tensor_parallel_ranks_train_as_one_rank_does(
     divided = replace(config, tensor_parallel=2, steps=STEPS - 2, out=tmp_path / "two")
     assert started(ranks, 1, tmp_path / "a", config) == [0]
     assert started(ranks, 2, tmp_path / "b", divided) == [0, 0]
-    with Checkpoint(RunDir(divided.out).latest().path) as checkpoint:
+    with SavedCheckpoint(RunDir(divided.out).latest().path) as checkpoint:
         parts = checkpoint.parts("model.layers.0.mlp.up_proj.weight")
     assert len(parts) == (2 if optimizer == "adamw" else 1)
     goes_on = replace(config, out=divided.out, resume=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from zoo import assert_equal
 
-from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.config.memory import Memory
 from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.run_dir import RunDir
@@ -44,7 +44,7 @@ def states_of(config: TrainConfig) -> dict[str, Any]:
     """Everything that the last checkpoint of a run holds."""
     last = RunDir(config.out).latest()
     assert last.step == config.steps
-    with Checkpoint(last.path) as checkpoint:
+    with SavedCheckpoint(last.path) as checkpoint:
         return {
             f"{state} of {name}": checkpoint.tensors[state][name].whole().reshape(-1)
             for state in (*checkpoint.states, BUFFERS)

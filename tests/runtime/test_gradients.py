@@ -14,7 +14,7 @@ from zoo import ALL_ON_SSD, PAGE, least_host, squeeze
 import pagoda
 from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, StorageError
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD
 from pagoda.plan.options import Options
@@ -87,7 +87,7 @@ def test_several_threads_add_a_gradient_from_a_device_at_the_same_time(
     assert next(pieces) == 3
 
 
-def runs_of_gradients(model: nn.Module, optimizer: Any) -> set[Run]:
+def runs_of_gradients(model: nn.Module, optimizer: Any) -> set[PageRun]:
     """Where gradients go on SSD."""
     return {optimizer._engine.store.run(unit.index, GRAD) for unit in pagoda.plan_of(model).units}
 
@@ -101,7 +101,7 @@ def test_a_gradient_that_cannot_be_written_is_written_later_or_its_step_dropped(
     store: Callable[..., None] = SSDTier.store
     calls = count()
 
-    def failing(ssd: SSDTier, run: Run, *rest: Any) -> None:
+    def failing(ssd: SSDTier, run: PageRun, *rest: Any) -> None:
         if run in spilled and (next(calls) == 0 or fails == "for good"):
             raise StorageError("the disk is gone")
         store(ssd, run, *rest)
@@ -131,7 +131,7 @@ def test_no_update_sees_a_gradient_that_cannot_be_read_back(
     spilled = runs_of_gradients(model, optimizer)
     load: Callable[..., None] = SSDTier.load
 
-    def failing(ssd: SSDTier, run: Run, *rest: Any) -> None:
+    def failing(ssd: SSDTier, run: PageRun, *rest: Any) -> None:
         if run in spilled:
             raise StorageError("the disk is gone")
         load(ssd, run, *rest)

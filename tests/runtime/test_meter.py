@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from pagoda.runtime.lanes import Handle
-from pagoda.runtime.meter import Meter
+from pagoda.runtime.meter import StepMeter
 from pagoda.schedule.waits import InFlight
 
 
 def test_compute_waits_until_few_enough_bytes_are_on_their_way() -> None:
-    meter, first, second = Meter(("d2h",)), Handle("d2h"), Handle("d2h")
+    meter, first, second = StepMeter(("d2h",)), Handle("d2h"), Handle("d2h")
     transfers = InFlight[Handle]()
     transfers.add(first, 2)
     transfers.add(second, 3)

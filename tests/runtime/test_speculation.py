@@ -16,7 +16,7 @@ from zoo import ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PAGE, Outcome
 
 import pagoda
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD
@@ -352,7 +352,7 @@ def test_an_update_that_failed_before_the_step_is_done_anew(tmp_path: Path, monk
     def let_them_fail(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
         optimizer._engine.accesses.wait_until_idle()
 
-    def broken(tier: SSDTier, run: Run, offset_bytes: int, data: memoryview) -> None:
+    def broken(tier: SSDTier, run: PageRun, offset_bytes: int, data: memoryview) -> None:
         if run.start in doomed:
             doomed.discard(run.start)
             raise StorageError("the disk failed")
@@ -372,7 +372,7 @@ def test_an_update_that_fails_after_the_step_has_let_it_stand_is_an_error(
     store = SSDTier.store
     broken, stepped = threading.Event(), threading.Event()
 
-    def fail(tier: SSDTier, run: Run, offset_bytes: int, data: memoryview) -> None:
+    def fail(tier: SSDTier, run: PageRun, offset_bytes: int, data: memoryview) -> None:
         if broken.is_set():
             assert stepped.wait(30)
             raise StorageError("the disk failed")

@@ -27,7 +27,7 @@ from pagoda.runtime.lanes import wait_all
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.simulate.simulation import simulate
-from pagoda.simulate.timeline import COMPUTE, Span
+from pagoda.simulate.timeline import COMPUTE, TimelineSpan
 from tests.forecast.machines import SMALL
 from tests.zoo import BATCH, LENGTH, VOCABULARY, llama
 
@@ -82,12 +82,12 @@ def settle(optimizer: PagedOptimizer) -> None:
         wait_all([lane.submit(lambda meeting=meeting: (meeting.wait(), None)[1]) for _ in lane._threads])
 
 
-def count(spans: Iterable[Span], *verbs: str) -> Counter[tuple[str, str]]:
+def count(spans: Iterable[TimelineSpan], *verbs: str) -> Counter[tuple[str, str]]:
     """(lane, name) -> spans whose name begins with one of the verbs."""
     return Counter((span.lane, span.name) for span in spans if span.name.partition(" ")[0] in verbs)
 
 
-def recorded(model: nn.Module, optimizer: PagedOptimizer, before: int, count: int) -> list[Span]:
+def recorded(model: nn.Module, optimizer: PagedOptimizer, before: int, count: int) -> list[TimelineSpan]:
     """What lanes do in some steps, and beyond the end of the last, for what it leaves to the next."""
     steps(model, optimizer, llama_loss, before)
     settle(optimizer)
@@ -191,7 +191,7 @@ def test_compute_is_at_work_between_accesses_but_for_its_waits(tmp_path: Path) -
 # --- activations ---------------------------------------------------------------------------------------------
 
 
-def order(spans: Iterable[Span], lane: str) -> list[str]:
+def order(spans: Iterable[TimelineSpan], lane: str) -> list[str]:
     """What a lane did with activations and gradients, consecutive work of a kind as one."""
     verbs = (span.name.partition(" ")[0] for span in spans if span.lane == lane)
     return [verb for verb, _ in groupby(verb for verb in verbs if verb in ("save", "return", "offload"))]

@@ -13,11 +13,11 @@ from zoo import ALL_ON_SSD, HOST_WEIGHTS, PAGE, Outcome, squeeze
 
 import pagoda
 from pagoda.errors import NonFiniteGradientError
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.capture import Capture
-from pagoda.runtime.updates import Update, UpdateStream
+from pagoda.runtime.updates import RunningUpdate, UpdateStream
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers
@@ -61,7 +61,7 @@ def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
     held.write(0, "exp_avg", 0, values)
     load, go_on, being_filled = held.ssd.load, threading.Event(), set[int]()
 
-    def load_later(run: Run, offset: int, into: memoryview) -> None:
+    def load_later(run: PageRun, offset: int, into: memoryview) -> None:
         address = torch.frombuffer(into, dtype=torch.uint8).data_ptr()
         if threading.current_thread() is threading.main_thread():
             assert address not in being_filled
@@ -112,12 +112,12 @@ def test_an_update_waits_until_a_checkpoint_has_a_copy_of_what_it_replaces(
         time.sleep(0.05)
         return take(self)
 
-    def keep_later(self: Capture, unit: int, kept: Run) -> None:
+    def keep_later(self: Capture, unit: int, kept: PageRun) -> None:
         time.sleep(0.01)
         keep(self, unit, kept)
         told.append(("kept", unit))
 
-    def begun(self: UpdateStream, update: Update) -> Any:
+    def begun(self: UpdateStream, update: RunningUpdate) -> Any:
         told.append(("begun", update.unit.index))
         return changing(self, update)
 

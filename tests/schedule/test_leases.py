@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.plan.trace import STEP, NextUse, Trace, assumed_trace, gradients_of
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, SchedulePlan, UnitPlan
@@ -204,7 +204,7 @@ SLAB, SLABS = 6, 4
 def test_runs_never_overlap_and_whatever_is_pinned_every_other_slab_can_be_made_free(seed: int) -> None:
     rng = random.Random(seed)
     frames = Frames(SLAB * SLABS + seed % SLAB, SLAB)
-    runs: list[Run] = []
+    runs: list[PageRun] = []
     peak = 0
     for _ in range(200):
         if runs and rng.random() < 0.4:
@@ -225,5 +225,5 @@ def test_runs_never_overlap_and_whatever_is_pinned_every_other_slab_can_be_made_
 def test_the_slab_with_the_least_room_that_has_it_gives_a_run() -> None:
     frames = Frames(12, 6)
     first = frames.alloc(4)
-    assert frames.alloc(2) == Run(first.stop, 2)
+    assert frames.alloc(2) == PageRun(first.stop, 2)
     assert frames.alloc(7) is None

@@ -23,7 +23,7 @@ from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
-from pagoda.simulate.hardware import Device, Hardware, Link
+from pagoda.simulate.hardware import DeviceSpeeds, Hardware, Link
 from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
 from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import COMPUTE, Timeline
@@ -331,7 +331,7 @@ def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for
     link = Link(*(figure(40.0 * params) for _ in range(3)))
     device = GPU.device
 
-    def planned(device: Device | None, **settings: Any) -> tuple[Plan, float]:
+    def planned(device: DeviceSpeeds | None, **settings: Any) -> tuple[Plan, float]:
         machine = Hardware("test", cpu, device=device, link=link if device else None)
         budgets = Budgets(64 * params, 3 * params if device else None)
         options = Options(page_bytes=4096, accumulation_steps=1, **settings)

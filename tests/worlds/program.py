@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import pagoda
-from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.engine import Engine
 from pagoda.errors import BudgetError, ConfigError, NonFiniteGradientError, PagodaError, UsageError
 from pagoda.memory.ssd import tier
@@ -492,7 +492,7 @@ class Program:
 
     def check_checkpoint(self, path: Path, truths: list[Truth]) -> None:
         """A checkpoint has the states of the step after which it was asked for."""
-        with self.healthy(), Checkpoint(path, self.engine.ssd_directories) as checkpoint:
+        with self.healthy(), SavedCheckpoint(path, self.engine.ssd_directories) as checkpoint:
             for layer, truth in enumerate(truths):
                 names = [self.units[layer].name(at) for at in self.slots(layer)]
                 for name, value in zip(names, truth.newest, strict=True):

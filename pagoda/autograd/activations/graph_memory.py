@@ -37,7 +37,7 @@ from pagoda.plan.tiers import HOST, SSD
 from pagoda.ranks.rank_group import RankGroup
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Lane
-from pagoda.runtime.leases import Leases
+from pagoda.runtime.leases import Fetcher
 from pagoda.runtime.store import Store
 
 _MOST_BUCKETS = 64
@@ -54,7 +54,7 @@ class GraphMemory:
 
     def __init__(
         self,
-        leases: Leases,
+        leases: Fetcher,
         accesses: Accesses,
         store: Store,
         lanes: dict[str, Lane],

@@ -16,7 +16,7 @@ from pagoda.memory.ssd.slots import Hashes
 from pagoda.plan.activations import BUFFERED, OFFLOAD_LANES
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
-from pagoda.runtime.meter import Meter
+from pagoda.runtime.meter import StepMeter
 from pagoda.schedule.waits import InFlight
 
 
@@ -64,7 +64,7 @@ class Offloader:
     _lanes: dict[str, Lane]
     _device: Device
     _saved: SavedStorages
-    _meter: Meter
+    _meter: StepMeter
     freed: deque[tuple[Place, Pieces]] = field(default_factory=deque)
     """Pages that nothing needs any more."""
     _order: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)

@@ -31,7 +31,7 @@ from pagoda.mesh.dtensors import DTensorForm, local
 from pagoda.parameters.hidden import hidden_class, unseen
 from pagoda.parameters.unit import LiveUnit, ShownParameter
 from pagoda.plan.activations import Policy
-from pagoda.runtime.leases import Leases
+from pagoda.runtime.leases import Fetcher
 
 Note = Callable[[SavedStorage], None]
 """Called with each saved storage that is not a weight's."""
@@ -135,7 +135,7 @@ class Packing:
     These hooks hide the ones outside them, so they also apply the policy for activations.
     """
 
-    _leases: Leases
+    _leases: Fetcher
     _accesses: Accesses
     _saved: SavedStorages
     _offloader: Offloader

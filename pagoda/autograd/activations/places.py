@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagoda.memory.page import Run, pages_for
+from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.pool import PagePool
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.file import PageFile
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     """Consecutive pages of one bank."""
 
     bank: int
-    run: Run
+    run: PageRun
 
 
 Pieces = tuple[Piece, ...]

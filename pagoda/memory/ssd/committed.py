@@ -6,7 +6,7 @@ from typing import Any
 
 from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.commits import Commit, Reference, table_hash
 from pagoda.memory.ssd.record import StoreRecord, locate, open_pages
 
@@ -27,7 +27,7 @@ class CommittedPages:
         self._table = commit.table
         self._file = open_pages(record, read_only=True)
 
-    def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
+    def load(self, run: PageRun, offset_bytes: int, into: memoryview) -> None:
         """Fill `into` with whole pages, starting at byte `offset_bytes` of `run`. The run is one of the committed tier.
 
         Raises ValueError if the bytes are outside the run or the commit, or are not whole pages. Raises
@@ -43,7 +43,7 @@ class CommittedPages:
         into = arena.view(0, self.page_bytes)
         for page in range(self.pages):
             try:
-                self.load(Run(page, 1), 0, into)
+                self.load(PageRun(page, 1), 0, into)
             except StorageError as error:
                 yield f"page {page}: {error}"
 

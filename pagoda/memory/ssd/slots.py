@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 
 Slots = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -30,7 +30,7 @@ class PageTable:
         slots: Slots = self.slots[self.slots != UNWRITTEN]
         return slots
 
-    def part(self, run: Run) -> "PageTable":
+    def part(self, run: PageRun) -> "PageTable":
         """The part of the table for a run of its pages, as views."""
         return PageTable(self.slots[run.start : run.stop], self.hashes[run.start : run.stop])
 
@@ -80,31 +80,31 @@ class SlotTable:
         """Whether a store is under way. It may free slots when it ends."""
         return bool(self._storing.any())
 
-    def storing_to(self, run: Run) -> bool:
+    def storing_to(self, run: PageRun) -> bool:
         """Whether a store to one of these pages is under way."""
         return bool(self._storing[run.start : run.stop].any())
 
-    def busy(self, run: Run) -> bool:
+    def busy(self, run: PageRun) -> bool:
         """Whether a load or store of one of these pages is under way."""
         return self.storing_to(run) or bool(self._loading[run.start : run.stop].any())
 
-    def table(self, run: Run) -> PageTable:
+    def table(self, run: PageRun) -> PageTable:
         """A copy of the current table of these pages."""
         part = self._live.part(run)
         return PageTable(part.slots.copy(), part.hashes.copy())
 
-    def begin_load(self, run: Run) -> PageTable | None:
+    def begin_load(self, run: PageRun) -> PageTable | None:
         """The pages' slots, which do not change until `end_load`. None while one of the pages is being stored."""
         if self.storing_to(run):
             return None
         self._loading[run.start : run.stop] += 1
         return self.table(run)
 
-    def end_load(self, run: Run) -> None:
+    def end_load(self, run: PageRun) -> None:
         """The slots from `begin_load` are no longer read."""
         self._loading[run.start : run.stop] -= 1
 
-    def begin_store(self, run: Run) -> Slots | None:
+    def begin_store(self, run: PageRun) -> Slots | None:
         """The slots to which pages will be written, shape [pages]. None if the store must wait.
 
         A page goes to its own slot if nothing else refers to that slot, otherwise to a free slot. The store must wait
@@ -122,11 +122,11 @@ class SlotTable:
         self._storing[run.start : run.stop] = True
         return targets
 
-    def lacks(self, run: Run) -> int:
+    def lacks(self, run: PageRun) -> int:
         """The number of free slots that are missing for a store of these pages. 0 if there are enough."""
         return max(0, int(self._fresh(self._live.part(run).slots).sum()) - self.free)
 
-    def end_store(self, run: Run, targets: Slots, hashes: Hashes) -> None:
+    def end_store(self, run: PageRun, targets: Slots, hashes: Hashes) -> None:
         """The pages are now in `targets`, with these hashes."""
         live = self._live.part(run)
         moved = live.slots != targets
@@ -137,7 +137,7 @@ class SlotTable:
         self._storing[run.start : run.stop] = False
         self._dereference(left)
 
-    def abandon_store(self, run: Run, targets: Slots) -> None:
+    def abandon_store(self, run: PageRun, targets: Slots) -> None:
         """The store failed: pages keep their old slots. If these were the targets, their bytes are unknown."""
         old = self._live.part(run).slots
         self._storing[run.start : run.stop] = False
@@ -164,7 +164,7 @@ class SlotTable:
         """Undo `pin`."""
         self._dereference(table.written)
 
-    def adopt(self, run: Run, table: PageTable) -> None:
+    def adopt(self, run: PageRun, table: PageTable) -> None:
         """Replace pages that are not busy with those of a pinned table. Their old slots lose this reference."""
         live = self._live.part(run)
         np.add.at(self._references, table.written, 1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.identity import checkpoint_id_of
-from pagoda.memory.page import Run
+from pagoda.memory.page import PageRun
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.committed import CommittedPages
@@ -94,7 +94,7 @@ class SSDTier:
         """Bytes of the page file in each directory."""
         return {file.directory: file.nbytes for file in self._store.file.files}
 
-    def room_beside(self, gone: Collection[str], unchanging: Iterable[Run] = ()) -> int:
+    def room_beside(self, gone: Collection[str], unchanging: Iterable[PageRun] = ()) -> int:
         """Slots in addition to those of all pages and of the present commits, not counting the commits `gone`. Commits
         share the slots of pages that will not change.
 
@@ -106,14 +106,14 @@ class SSDTier:
             kept = np.setdiff1d(kept, slots_of(self._table.table(run) for run in unchanging))
             return self._table.slots - self._table.pages - len(kept)
 
-    def alloc(self, pages: int) -> Run:
+    def alloc(self, pages: int) -> PageRun:
         """Permanently allocate the next free pages. Raises ValueError if there are too few."""
         if self._allocated + pages > self._table.pages:
             raise ValueError(f"cannot allocate {pages} pages on SSD: {self._table.pages - self._allocated} are left")
         self._allocated += pages
-        return Run(self._allocated - pages, pages)
+        return PageRun(self._allocated - pages, pages)
 
-    def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
+    def load(self, run: PageRun, offset_bytes: int, into: memoryview) -> None:
         """Read whole pages, with the content of the latest store that has ended.
 
         Raises ValueError if the bytes are outside the run, or if offset or length is not a multiple of the page size.
@@ -130,7 +130,7 @@ class SSDTier:
                 self._table.end_load(pages)
                 self._changed.notify_all()
 
-    def store(self, run: Run, offset_bytes: int, data: memoryview) -> None:
+    def store(self, run: PageRun, offset_bytes: int, data: memoryview) -> None:
         """Write whole pages, without overwriting anything that is kept.
 
         Waits for a free slot while a snapshot may still free some. Raises ValueError like `load`, StorageError if the
@@ -160,7 +160,7 @@ class SSDTier:
         """
         return PageSnapshot(self, awaited)
 
-    def adopt(self, run: Run, committed: CommittedPages, its_run: Run) -> bool:
+    def adopt(self, run: PageRun, committed: CommittedPages, its_run: PageRun) -> bool:
         """Give a run the content of committed pages, without I/O. Returns False and changes nothing if the pages belong
         to another store or are no longer committed. The caller must then copy them."""
         with self._changed:
@@ -192,16 +192,16 @@ class SSDTier:
         _live.pop(self.record.id, None)
         self._store.close()
 
-    def _part(self, run: Run, offset_bytes: int, nbytes: int) -> Run:
+    def _part(self, run: PageRun, offset_bytes: int, nbytes: int) -> PageRun:
         if run.start < 0 or run.stop > self._allocated:
             raise ValueError(f"{run} is not on SSD: only {self._allocated} pages are allocated")
         return run.part(offset_bytes, nbytes, self.page_bytes)
 
-    def _wait_while(self, condition: Callable[[Run], bool], run: Run) -> None:
+    def _wait_while(self, condition: Callable[[PageRun], bool], run: PageRun) -> None:
         while condition(run):
             self._changed.wait()
 
-    def _targets(self, pages: Run) -> Slots:
+    def _targets(self, pages: PageRun) -> Slots:
         """Slots to write to. Waits as long as something may still free slots."""
         while (targets := self._table.begin_store(pages)) is None:
             if self._table.lacks(pages):
@@ -254,7 +254,7 @@ class _Kept:
 
     holder: "weakref.ref[PageSnapshot]"
     awaited: bool
-    tables: dict[Run, PageTable] = field(default_factory=dict)
+    tables: dict[PageRun, PageTable] = field(default_factory=dict)
     """Tables that are pinned until the commit. After that, the commit's own table is pinned."""
     reference: Reference | None = None
     """Set once the snapshot is committed."""
@@ -273,7 +273,7 @@ class PageSnapshot:
         with tier._changed:
             tier._kept.append(self._kept)
 
-    def add(self, run: Run) -> None:
+    def add(self, run: PageRun) -> None:
         """Keep a run as it is now, once running stores to it have ended. The run must not be kept already. Do not call
         it after `commit`.
 
