@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagoda.autograd.accesses import Accesses
-from pagoda.autograd.activations.blocks import Block, find_blocks, refusal
+from pagoda.autograd.activations.blocks import ModelBlock, find_blocks, refusal
 from pagoda.autograd.activations.graph_memory import GraphMemory
 from pagoda.autograd.active_forwards import ActiveForwards
 from pagoda.autograd.markers import GradientMarker
@@ -122,12 +122,12 @@ class ModelHooks:
         if torch.compiler.is_dynamo_compiling():
             self._refuse()
 
-    def _follow(self, block: Block, units: list[LiveUnit]) -> None:
+    def _follow(self, block: ModelBlock, units: list[LiveUnit]) -> None:
         """Let the activations' policy run a block's forward. Lease its units when backward recomputes it, because no
         hook sees that."""
         active_forwards, graphs = self._engine.active_forwards, self._engine.graphs
 
-        def run(block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(block: ModelBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             again = partial(active_forwards.run, units, forward)
             return graphs.run(block, forward, args, kwargs, again)
 

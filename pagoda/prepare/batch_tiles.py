@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pagoda.autograd.activations.blocks import Block, find_blocks, without_cache
+from pagoda.autograd.activations.blocks import ModelBlock, find_blocks, without_cache
 from pagoda.config.training import BatchTiles
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.plan.batch_tiles import tile_count
@@ -27,7 +27,7 @@ _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, ty
 """Types of arguments that all micro-batches can share, because a forward does not write to them."""
 
 
-def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
+def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[ModelBlock]:
     """The blocks of a model to which `batch_tiles` applies.
 
     Raises ConfigError for a model without blocks, and for a fixed count if a block has a batch norm that computes its
@@ -58,7 +58,7 @@ class TiledBlocks:
     kernels compute the same bits for a sample in any batch.
     """
 
-    def __init__(self, blocks: list[Block], tiles: BatchTiles) -> None:
+    def __init__(self, blocks: list[ModelBlock], tiles: BatchTiles) -> None:
         self._tiles = tiles
         self._cache_dropped = False
         self.whole: dict[str, str] = {}
@@ -66,7 +66,7 @@ class TiledBlocks:
         for block in blocks:
             block.wrap(self._run)
 
-    def _run(self, block: Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, block: ModelBlock, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not block.module.training or self._tiles == 1:
             return forward(*args, **kwargs)
         call = _Call(args, kwargs)
@@ -87,7 +87,7 @@ class TiledBlocks:
             self.whole[block.name] = reason
         return forward(*args, **kwargs)
 
-    def _without_cache(self, block: Block, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _without_cache(self, block: ModelBlock, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a layer without an empty key-value cache, which one micro-batch would fill for the next."""
         changed = without_cache(block.module, kwargs)
         dropped = [name for name, value in changed.items() if value is None and kwargs[name] is not None]
@@ -148,7 +148,7 @@ class _Call:
         return None
 
 
-def _run_tiled(block: Block, call: _Call, forward: Forward, count: int) -> Any:
+def _run_tiled(block: ModelBlock, call: _Call, forward: Forward, count: int) -> Any:
     """Run a call in `count` micro-batches. Raises ConfigError if these are found to depend on each other."""
     bounds = [tile * call.batch // count for tile in range(count + 1)]
     sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -168,7 +168,7 @@ def _run_tiled(block: Block, call: _Call, forward: Forward, count: int) -> Any:
     return tree_unflatten(leaves, outputs[0][1])
 
 
-def _joined(block: Block, parts: tuple[Any, ...], sizes: Sequence[int]) -> Any:
+def _joined(block: ModelBlock, parts: tuple[Any, ...], sizes: Sequence[int]) -> Any:
     """Join the parts of one output from all micro-batches."""
     first = parts[0]
     if all(isinstance(part, torch.Tensor) for part in parts):
@@ -184,7 +184,7 @@ def _joined(block: Block, parts: tuple[Any, ...], sizes: Sequence[int]) -> Any:
     raise _refusal(block, f"an output is a {type(first).__name__}, which micro-batches cannot share")
 
 
-def _joins_samples(block: Block) -> str | None:
+def _joins_samples(block: ModelBlock) -> str | None:
     """Describe the module of a block that works across the first dimension. None if there is none."""
     for name, module in block.module.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
@@ -197,7 +197,7 @@ def _joins_samples(block: Block) -> str | None:
     return None
 
 
-def _is_packed(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _is_packed(block: ModelBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Name the argument that says that rows are parts of several sequences or images, which see each other. None if
     there is none."""
     own = list(inspect.signature(type(block.module).forward).parameters)[1:]
@@ -222,7 +222,7 @@ def _is_filled(cache: Any) -> bool:
     return length is None or bool(length())
 
 
-def _refusal(block: Block, reason: str) -> ConfigError:
+def _refusal(block: ModelBlock, reason: str) -> ConfigError:
     return ConfigError(
         f"The layer {block.name!r} cannot run its batch in micro-batches: {reason}. Leave out batch_tiles. (With "
         "'auto', layers whose arguments or batch norms do not allow it run their batch whole.)"

@@ -337,7 +337,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
         "two units keep their states in one place": (
             "of_unit.kept = self.reserve.alloc(pages)",
-            "of_unit.kept = Run(0, pages)",
+            "of_unit.kept = PageRun(0, pages)",
         ),
         "states that are being saved are overwritten": (
             "if unit in self._in_place or self._units[unit].reading:",

@@ -15,7 +15,7 @@ from pagoda.errors import UsageError
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-class Block:
+class ModelBlock:
     """A module whose activations have one policy."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -26,7 +26,7 @@ class Block:
         has shown it."""
         self._name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
-    def wrap(self, run: Callable[["Block", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def wrap(self, run: Callable[["ModelBlock", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """From now on, each forward of the block calls `run(block, forward, args, kwargs)`."""
         forward, refuse = getattr(self.module, self._name), refusal()
 
@@ -39,13 +39,13 @@ class Block:
         self.module.__dict__[self._name] = wrapped
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
+def find_blocks(model: nn.Module) -> list[ModelBlock]:
     """The outermost modules that a model repeats. They have children, they are in a list, sequence or dictionary, and
     another module of their class is in it too.
 
     Layers of transformers models count even if there is only one.
     """
-    blocks: list[Block] = []
+    blocks: list[ModelBlock] = []
 
     def visit(module: nn.Module, name: str) -> None:
         if module._compiled_call_impl is not None:
@@ -60,7 +60,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
             has_parts = any(True for _ in child.children())
             if _is_transformers_layer(child) or (repeats and has_parts and kinds[type(child)] > 1):
                 seen.add(child)
-                blocks.append(Block(child_name, child))
+                blocks.append(ModelBlock(child_name, child))
             else:
                 visit(child, child_name)
 

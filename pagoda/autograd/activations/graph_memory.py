@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pagoda.autograd.accesses import Accesses
-from pagoda.autograd.activations.blocks import Block, without_cache
+from pagoda.autograd.activations.blocks import ModelBlock, without_cache
 from pagoda.autograd.activations.forward_trace import ForwardTrace
 from pagoda.autograd.activations.offload import Offloader
 from pagoda.autograd.activations.packing import Packing
@@ -126,7 +126,7 @@ class GraphMemory:
 
     def run(
         self,
-        block: Block,
+        block: ModelBlock,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

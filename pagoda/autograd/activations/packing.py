@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pagoda.autograd.accesses import Accesses
-from pagoda.autograd.activations.blocks import Block
+from pagoda.autograd.activations.blocks import ModelBlock
 from pagoda.autograd.activations.offload import Offloader
 from pagoda.autograd.activations.partition import Partitioner
 from pagoda.autograd.activations.saved import (
@@ -94,7 +94,7 @@ class _Input:
     """An input of a block that backward will recompute, until its forward has ended and it is packed."""
 
     tensor: torch.Tensor
-    block: Block
+    block: ModelBlock
     alike: bool
     """Whether other ranks may have the same tensor."""
     packed: Packed | None = None
@@ -143,7 +143,7 @@ class Packing:
     _note: Note
     policy: Policy | None = None
     """The policy of the block whose forward runs. None outside blocks."""
-    _block: Block | None = None
+    _block: ModelBlock | None = None
     """That block."""
     _inputs: list["_Input"] = field(default_factory=list)
     """Inputs of that block, until its forward has ended."""
@@ -231,7 +231,7 @@ class Packing:
         return top is not None and (_of_checkpoint(top) or getattr(top[0], "func", None) == self._pack_in_checkpoint)
 
     @contextmanager
-    def in_block(self, index: int, block: Block, policy: Policy) -> Iterator[None]:
+    def in_block(self, index: int, block: ModelBlock, policy: Policy) -> Iterator[None]:
         """Inside, a block runs its first forward."""
         self.policy, self._block = policy, block
         if self._partitioner is not None:

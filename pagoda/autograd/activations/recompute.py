@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from pagoda.autograd.activations.blocks import Block, copied, is_cache
+from pagoda.autograd.activations.blocks import ModelBlock, copied, is_cache
 from pagoda.autograd.activations.packing import Note, Packing
 
 _SMALL_BYTES = 1 << 20
@@ -29,7 +29,7 @@ def flat(values: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def run_recomputed(
-    block: Block,
+    block: ModelBlock,
     forward: Callable[..., Any],
     again: Callable[..., Any],
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
@@ -63,7 +63,7 @@ def run_recomputed(
     return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
 
 
-def _again(block: Block, leaf: Any) -> Any:
+def _again(block: ModelBlock, leaf: Any) -> Any:
     """An argument of a recomputation. A block that changes its inputs gets a copy, as backward may run once more."""
     return leaf.clone() if block.changes_inputs and isinstance(leaf, torch.Tensor) else leaf
 
