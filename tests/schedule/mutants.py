@@ -41,6 +41,8 @@ class Mutant:
     new: str
     worlds: int = 10_000
     """It is noticed within so many."""
+    ranks: bool = False
+    """Whether only worlds with two ranks notice it."""
 
 
 _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {

@@ -1,6 +1,9 @@
 """A random world: programs that train through the package, in turns with the package's threads.
 
-All of the package runs as for users. What lies below it is make-believe: threads, drives, devices, and the network.
+All of the package runs as for users. What lies below it is make-believe: threads, locks and time (`threads.py`), drives
+(`disk.py`), devices (`device.py`), and the network (`network.py`). The model's layers (`model.py`) and the program
+(`program.py`) know by `truth.py` what they must read. `observers.py` sees each event and operation of the scheduler, and
+knows what must never be. `mutants.py` breaks a line of the package, and `noticing.py` says which world notices.
 
     python -m tests.worlds.world 1000          # worlds with seeds 0 to 999
     python -m tests.worlds.world 1 4711        # that one, with what its program does printed
@@ -27,18 +30,22 @@ from unittest import mock
 
 import torch
 
-from pagoda import api
+from pagoda import api, engine
 from pagoda.memory.ssd import record, store as ssd_store
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
+from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import Ranks
 from pagoda.prepare import construct as writers
 from pagoda.ranks import service, transport
 from pagoda.runtime import gradients as runtime_gradients, lanes, store as runtime_store, updaters
+from pagoda.schedule import updates as schedule_updates
+from pagoda.schedule.operations import schedule_plan
 
 from .device import slow_copy, slow_kernel
 from .disk import Drive
 from .network import Network
+from .observers import Observed
 from .program import Program, require
 from .rules import Rules
 from .threads import OverError, Threads, ViolationError, in_turns
@@ -82,6 +89,9 @@ class World:
         self.given: dict[tuple[int, int, int], dict[int, float]] = {}
         """(step, layer, slot) -> the sum of the gradients of each rank."""
         self.programs: list[Program] = []
+        self.schedulers: list[Observed] = []
+        self.fetches: list[tuple[Any, ...]] = []
+        """What ranks have fetched, in order."""
 
     def run(self) -> None:
         """Run the world. Raises ViolationError."""
@@ -117,6 +127,16 @@ class World:
             program.run()
         self.network.leave(program.rank)
 
+    def _open_scheduler(self, plan: Plan, _: int | None) -> Observed:
+        self.schedulers.append(Observed(schedule_plan(plan), self._require, self.fetches))
+        return self.schedulers[-1]
+
+    def _require(self, holds: bool, message: str) -> None:
+        """Like `require`, where an error might be handled as one of the package."""
+        if not holds:
+            self.threads.end(ViolationError(message))
+            raise OverError
+
     def mesh(self, rank: int) -> Mesh | None:
         """For `wrap`."""
         size = self.rules.ranks
@@ -137,10 +157,12 @@ class World:
             (ssd_store, "PageFile", self.drive.file),
             (record, "PageFile", self.drive.file),
             (writers, "ThreadPoolExecutor", AtOnce),
+            (engine, "open_scheduler", self._open_scheduler),
             (api, "open_device", lambda _: self.programs[self.threads.running.rank].device),
             (runtime_store, "copy_bytes", slow_copy(self.threads)),
             (updaters, "update_kernel", pauses(updaters.update_kernel)),
             (runtime_gradients, "_WORTH_BYTES", 2048 if self.rules.small_pieces else 256 << 10),
+            (schedule_updates, "CALM_STEPS", 1),
             (lanes, "INLINE_BYTES", 128 << 10 if self.rules.inline else 0),
         ]
         if self.rules.ranks > 1:
@@ -178,6 +200,7 @@ def alone() -> Iterator[None]:
 
 def run(seed: int, log: bool = False, ranks: bool = False) -> str | None:
     """Run a world; what went wrong in it, if anything."""
+    gc.freeze()  # a collection looks at this world's objects alone
     world = World(seed, log, ranks=ranks)
     wrong = None
     try:
