@@ -1,6 +1,7 @@
 """Mutants of what carries out a step: each breaks one line of the runtime, the stream of updates or the ranks.
 
-A wait is left out, a slot is given back too early, an error is lost: random worlds must notice each. The scheduler's own mutants are in `tests/schedule/mutants.py`.
+A wait is left out, a slot is given back too early, an error is lost: random worlds must notice each. The scheduler's
+own mutants are in `tests/schedule/mutants.py`.
 """
 
 from types import ModuleType

@@ -480,7 +480,7 @@ class Buffers(Observer):
 
     def _check_there(self, record: GradientRecord) -> None:
         """The gradient is in its pages."""
-        there = all(self.pages[page] is record for page in span(self.place.get(record)))
+        there = all(self.pages.get(page) is record for page in span(self.place.get(record)))
         self.require(there, f"the gradient {key_of(record)} is not in its buffer")
 
     def _take(self, op: Operation, record: GradientRecord) -> None:
@@ -494,7 +494,7 @@ class Buffers(Observer):
             return
         if self.place.get(record) != op.run:
             for page in span(self.place.get(record)):
-                if self.pages[page] is record:
+                if self.pages.get(page) is record:
                     del self.pages[page]
         for page in span(op.run):
             self._replace(self.pages.get(page), record)

@@ -2,8 +2,8 @@
 
 All of the package runs as for users. What lies below it is make-believe: threads, locks and time (`threads.py`), drives
 (`disk.py`), devices (`device.py`), and the network (`network.py`). The model's layers (`model.py`) and the program
-(`program.py`) know by `truth.py` what they must read. `observers.py` sees each event and operation of the scheduler, and
-knows what must never be. `mutants.py` breaks a line of the package, and `noticing.py` says which world notices.
+(`program.py`) know by `truth.py` what they must read. `observers.py` sees each event and operation of the scheduler,
+and knows what must never be. `mutants.py` breaks a line of the package; `noticing.py` says which world notices.
 
     python -m tests.worlds.world 1000          # worlds with seeds 0 to 999
     python -m tests.worlds.world 1 4711        # that one, with what its program does printed
