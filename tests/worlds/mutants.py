@@ -202,10 +202,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     capture: {
-        "a unit is saved before its last piece is written": (
-            "if not reading.writing:",
-            "if True:",
-        ),
         "pages are not kept when they are read": (
             "        if kept is None:\n            self._freeze(unit)\n",
             "",
