@@ -196,9 +196,9 @@ def test_a_refused_update_leaves_what_another_has_kept() -> None:
 def test_a_checkpoint_is_lost_with_an_update_that_fails() -> None:
     """Even if it has kept the old states: it may have failed while it copied them."""
     scheduler, _, update = begun_checkpoint()
-    assert not scheduler.updates.checkpoint.lost
+    assert not scheduler.checkpoint.lost
     scheduler.failed(update)
-    assert scheduler.updates.checkpoint.lost
+    assert scheduler.checkpoint.lost
 
 
 def test_no_later_update_overtakes_one_that_a_checkpoint_lacks() -> None:
