@@ -50,8 +50,11 @@ class Checkpoint:
     _issue: Callable[[Operation], None]
 
     def __post_init__(self) -> None:
-        plan = self._plan
-        self._units = [UnitSaving() for _ in plan.units]
+        self.restored()
+
+    def restored(self) -> None:
+        """Every state has been replaced. The checkpoint under way, if any, was given up."""
+        self._units = [UnitSaving() for _ in self._plan.units]
         self._in_place: Collection[int] = ()
         """Units whose old states can only be read in their home."""
         self._next: list[tuple[float, int]] = []
@@ -63,7 +66,8 @@ class Checkpoint:
         """The number of units that have not been read yet."""
         self.under_way = False
         """True until the checkpoint is written or given up."""
-        self.reserve = PagePool(plan.reserve_pages) if plan.reserve_pages else None
+        pages = self._plan.reserve_pages
+        self.reserve = PagePool(pages) if pages else None
 
     def begin(self, in_place: Collection[int]) -> None:
         """Begin a checkpoint of every state as the last `step()` left it. The states of units `in_place` are not kept

@@ -18,7 +18,7 @@ room while it is being filled. The executor makes such an operation wait for wha
 ends no lease, because a lease is a copy of the weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -88,8 +88,6 @@ class Leases:
     _plan: SchedulePlan
     _order: Order
     _versions: Versions
-    _before_read: Callable[[int], None]
-    """Called with a unit before a FETCH reads its weights from their home. It undoes a speculative update."""
     _issue: Callable[[Operation], None]
 
     def __post_init__(self) -> None:
@@ -141,14 +139,12 @@ class Leases:
         self._waiting[unit] = self._waiting.get(unit, 0) + 1
         self._turn_to(unit)
 
-    def expect(self, units: Sequence[int]) -> None:
+    def expect(self, units: Sequence[int]) -> Iterator[Lease]:
         """These units are used next, in this order. Compute does little before it needs them, so all are fetched at
-        once if frames allow."""
+        once if frames allow. Yields their leases, as `pump` does."""
         for unit in units:
             self._note_missing(unit)
-        for unit in units:
-            if not self._fetch(unit, wanted=False):
-                return
+        return self._begin((unit, self._order.next_use(unit)) for unit in units if self._may_begin(unit))
 
     def release(self, unit: int) -> None:
         """Compute has ended one use of a unit, or no longer waits for it."""
@@ -252,9 +248,11 @@ class Leases:
 
     # --- decisions ---
 
-    def pump(self) -> None:
-        """Start every fetch that can start now. Later fetches must not overtake those for which compute waits."""
-        self._start()
+    def pump(self) -> Iterator[Lease]:
+        """Begin every lease that can begin now. Yields each one, so that its FETCH starts before anything else is
+        decided."""
+        if not self._reclaiming:  # else wait: frames taken now would leave gaps beside those that are about to be free
+            yield from self._begin(self._next())
         self.changes = False
 
     def serve(self) -> None:
@@ -268,17 +266,22 @@ class Leases:
         lease = self._leases.get(unit)
         return not self._plan.units[unit].lease_frames or (lease is not None and lease.filled)
 
-    def _start(self) -> None:
-        if self._reclaiming:
-            return  # wait: frames taken now would leave gaps beside those that are about to be free
-        for wanted in [*self._waiting]:
-            if not self._fetch(wanted, wanted=True):
-                return
+    def _next(self) -> Iterator[tuple[int, float]]:
+        """The units whose leases begin next, each with the time at which it is needed. Those for which compute waits
+        come first."""
+        for unit in [*self._waiting]:
+            if self._may_begin(unit):
+                yield unit, -inf
         while self._plan.ranks_fetch_alike or self._filling < MOST_PREFETCHES:
-            unit = self._next_missing()
-            if unit is None or not self._fetch(unit, wanted=False):
+            if (missing := self._next_missing()) is None:
                 return
-            self._missing.remove(unit)
+            yield missing, self._order.next_use(missing)
+            self._missing.remove(missing)  # its lease has begun
+
+    def _may_begin(self, unit: int) -> bool:
+        """Whether a unit needs a lease, and its weights can be read."""
+        lacks = self._plan.units[unit].lease_frames and unit not in self._leases
+        return bool(lacks) and self._versions.fetchable(unit) is not None
 
     def _next_missing(self) -> int | None:
         """The unit to prefetch next: the one that is used first. None also if that unit waits for its update."""
@@ -306,28 +309,23 @@ class Leases:
     def _updated_before(self, unit: int, use: float) -> bool:
         return self._plan.units[unit].trained and use > self._order.step
 
-    def _fetch(self, unit: int, wanted: bool) -> bool:
-        """Start the FETCH of a unit that needs one, if its weights can be read. Returns False only if there are no
-        frames for it."""
-        version, count = self._versions.fetchable(unit), self._plan.units[unit].lease_frames
-        if version is None or not count or unit in self._leases:
-            return True  # no need to wait: later units may be fetched
-        run = self.frames.alloc(count)
-        if run is None:
-            if not self._reclaiming:
-                self._make_room(count, -inf if wanted else self._order.next_use(unit))
-            return False
-        lease = Lease(unit, run, version)
-        self._leases[unit] = lease
-        self._owner[run.start] = lease
-        self._filling += 1
-        self._fetching[unit].append(version)
-        self._before_read(unit)
-        awaited, undoing = self._versions.awaited(unit, version), self._versions.undoing(unit)
-        self._issue(Operation(Kind.FETCH, unit, run, version, awaited, undoing=undoing, about=lease))
-        if self._plan.ranks_fetch_alike:
-            self._note_idle(unit)
-        return True
+    def _begin(self, wanted: Iterable[tuple[int, float]]) -> Iterator[Lease]:
+        """Begin the leases of units that are needed at some time, in this order, until there are no frames for one. So
+        later ones do not overtake it."""
+        for unit, needed_at in wanted:
+            count, version = self._plan.units[unit].lease_frames, self._versions.fetchable(unit)
+            assert version is not None
+            run = self.frames.alloc(count)
+            if run is None:
+                if not self._reclaiming:
+                    self._make_room(count, needed_at)
+                return
+            lease = self._leases[unit] = self._owner[run.start] = Lease(unit, run, version)
+            self._filling += 1
+            self._fetching[unit].append(version)
+            if self._plan.ranks_fetch_alike:
+                self._note_idle(unit)
+            yield lease
 
     def _make_room(self, count: int, needed_at: float) -> None:
         """End the leases of the cheapest window: the leases that are needed last, and all only after `needed_at`."""

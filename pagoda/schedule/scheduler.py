@@ -1,15 +1,17 @@
 """The scheduler: receives the events of a step and decides which operations to start. The package's docstring has an
 overview."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pagoda.plan.trace import Access, Trace
+from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import GradientRecord, Lease, Weights
+from pagoda.schedule.turns import Turns
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
@@ -45,8 +47,12 @@ class Scheduler:
         self.order = Order(plan.trace, len(plan.units), routed)
         self.versions = Versions(plan)
         self.gradients = Gradients(plan, self._issue)
-        self.leases = Leases(plan, self.order, self.versions, lambda unit: self.updates.undo(unit), self._issue)
-        self.updates = UpdateSchedule(plan, self.order, self.versions, self.gradients, self.leases, self._issue)
+        self.leases = Leases(plan, self.order, self.versions, self._issue)
+        self.checkpoint = Checkpoint(plan, self.order, self.versions, self._issue)
+        self.updates = UpdateSchedule(
+            plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
+        )
+        self.turns = Turns(plan, self.versions, self.leases, self.updates, self._issue)
         self.found: bool | None = None
         """What the latest access found: True if the weights were there, False if their update or fetch had not ended,
         None if neither was under way (a fault)."""
@@ -63,14 +69,15 @@ class Scheduler:
         announced = self.order.access(access, recorded)
         self.updates.undo(unit)
         self.leases.access(unit)
-        self.leases.expect(announced)
-        self.updates.wanted(unit, recorded)
+        self._fetch(self.leases.expect(announced))
+        self.turns.step_begun |= recorded
+        self.updates.wanted(unit)
         self._pump()
 
     def expect(self, units: Sequence[int]) -> None:
         """A router has chosen units of experts. Compute uses them next, in this order."""
         self.order.expect(units)
-        self.leases.expect(units)
+        self._fetch(self.leases.expect(units))
         self._pump()
 
     def release(self, unit: int) -> None:
@@ -117,10 +124,11 @@ class Scheduler:
             if skipped or record.unit in unused:
                 self._drop(record)
             elif not self.updates.stands(record.unit):
-                self.updates.queue(record)
+                self.updates.request(record)
         self.steps += 1
         retraced = self.order.end_step()
         self.updates.end_step(clipped or skipped)
+        self.turns.end_step()
         self.leases.end_step(retraced)
         self._pump()
 
@@ -135,6 +143,8 @@ class Scheduler:
     def drain(self, draining: bool) -> None:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
         Compute waits until `drained`."""
+        if draining:
+            self.turns.drain()
         self.updates.drain(draining)
         self._pump()
 
@@ -148,6 +158,8 @@ class Scheduler:
     def restored(self) -> None:
         """Every state has been replaced, possibly after an update has failed. Nothing is under way."""
         self.updates.restored()
+        self.checkpoint.restored()
+        self.turns.restored()
         for unit in range(len(self.plan.units)):
             self.leases.changed(unit)
         self._pump()
@@ -162,12 +174,12 @@ class Scheduler:
         """Begin a checkpoint of every state as the last `step()` left it. Compute has used nothing since the checkpoint
         was prepared. The states of units `in_place` can only be read in their home, so their next updates wait for
         that."""
-        self.updates.checkpoint.begin(in_place)
+        self.checkpoint.begin(in_place)
         self._pump()
 
     def end_checkpoint(self) -> None:
         """The checkpoint is complete, or was given up."""
-        self.updates.checkpoint.under_way = False
+        self.checkpoint.under_way = False
 
     # --- events of other ranks ---
 
@@ -226,7 +238,7 @@ class Scheduler:
 
     def old_states_kept(self, operation: Operation) -> None:
         """A running UPDATE has copied the old states to the reserve for the checkpoint."""
-        self.updates.checkpoint.copied(operation.unit)
+        self.checkpoint.copied(operation.unit)
         self._pump(ranks_agree=False)
 
     def gradient_used(self, operation: Operation) -> None:
@@ -307,7 +319,7 @@ class Scheduler:
     @property
     def checkpoint_lost(self) -> bool:
         """Whether the checkpoint waits for an update after one has failed. It may then never end."""
-        return self.updates.checkpoint.lost
+        return self.checkpoint.lost
 
     @property
     def broken(self) -> bool:
@@ -341,11 +353,19 @@ class Scheduler:
         if operation.kind is Kind.FETCH:
             self.leases.ended(operation.about, failed)
         elif operation.kind is Kind.SAVE:
-            self.updates.checkpoint.ended(operation.unit)
+            self.checkpoint.ended(operation.unit)
         else:
             (record,) = operation.gradients
             self.gradients.moved(operation.kind, record, failed)
         self.updates.retry(operation.unit)
+
+    def _fetch(self, leases: Iterable[Lease]) -> None:
+        """Fill leases. A speculative update of what they read is undone first."""
+        for lease in leases:
+            unit, version = lease.unit, lease.version
+            self.updates.undo(unit)
+            awaited, undoing = self.versions.awaited(unit, version), self.versions.undoing(unit)
+            self._issue(Operation(Kind.FETCH, unit, lease.run, version, awaited, undoing=undoing, about=lease))
 
     def _drop(self, record: GradientRecord) -> None:
         self.updates.call_off_early(record.unit)
@@ -361,11 +381,12 @@ class Scheduler:
         if self.gradients.changes:
             self.gradients.pump()
         self.updates.pump()
+        self.checkpoint.pump()
         if self.gradients.changes:  # updates may have requested gradients
             self.gradients.pump()
         # If ranks must fetch alike, events of lanes must not start a fetch.
         if self.leases.changes and (ranks_agree or not self.plan.ranks_fetch_alike):
-            self.leases.pump()
+            self._fetch(self.leases.pump())
         self.leases.serve()
 
     def _issue(self, operation: Operation) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.records import Update
+from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
 
@@ -25,10 +26,7 @@ class Turns:
     _plan: SchedulePlan
     _versions: Versions
     _leases: Leases
-    _queue: Callable[[Update], None]
-    """Starts an update after the earlier updates of its unit."""
-    _share: Callable[[Update], None]
-    """Brings the other ranks' parts of an update, if each rank makes a part."""
+    _updates: UpdateSchedule
     _issue: Callable[[Operation], None]
     _turn: int = 0
     """The number of steps since the last drain."""
@@ -68,7 +66,7 @@ class Turns:
         if weights.open:
             records, weights.open = weights.open, []
             weights.closed = Update(unit, records, extent=1 - weights.front)
-            self._queue(weights.closed)
+            self._updates.queue(weights.closed)
 
     def _show(self, unit: int) -> None:
         """From now on, accesses see all updates of a unit that have been requested."""
@@ -85,6 +83,6 @@ class Turns:
         weights = self._versions.of[unit]
         if weights.closed is not None:
             weights.requested = weights.closed.records[-1]
-            self._share(weights.closed)
+            self._updates.share(weights.closed)
             weights.closed = None
         self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, home=weights.front))

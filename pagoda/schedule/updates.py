@@ -12,8 +12,8 @@ so that an UNDO can restore them; the plan has room for that. Ranks may speculat
 affects only what this rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows
 once the update is confirmed.
 
-An asynchronous update does not overwrite the weights that accesses read. It writes a second extent. `turns.py` decides
-when.
+An asynchronous update does not overwrite the weights that accesses read. It writes a second extent. `turns.py` starts
+it.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,6 @@ from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import GradientRecord, Update, UpdateState
-from pagoda.schedule.turns import Turns
 from pagoda.schedule.versions import Versions
 
 MOST_ADMITTED = 2
@@ -49,6 +48,7 @@ class UpdateSchedule:
     _versions: Versions
     _gradients: Gradients
     _leases: Leases
+    _checkpoint: Checkpoint
     _issue: Callable[[Operation], None]
 
     def __post_init__(self) -> None:
@@ -71,17 +71,14 @@ class UpdateSchedule:
         """The number of speculative updates so far that were confirmed, and that were undone or called off."""
         self._calm = CALM_STEPS
         """The number of steps since gradients were last clipped."""
-        self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
         self._pending = 0
         """The number of updates that are queued or under way."""
         self._draining = False
         """Whether all updates must end."""
-        self._turns = Turns(self._plan, self._versions, self._leases, self._queue, self._share, self._issue)
-        """Starts asynchronous updates."""
 
     # --- updates requested by `step()` ---
 
-    def queue(self, record: GradientRecord) -> None:
+    def request(self, record: GradientRecord) -> None:
         """`step()` requests a unit's update with a gradient that has arrived."""
         weights = self._versions.of[record.unit]
         weights.asking = None
@@ -91,8 +88,19 @@ class UpdateSchedule:
             weights.open.append(record)
             return
         update = Update(record.unit, [record], extent=weights.extent)
-        self._request(update)
-        self._queue(update)
+        self._show(update)
+        self.queue(update)
+
+    def queue(self, update: Update) -> None:
+        """Queue an update after the earlier updates of its unit."""
+        weights = self._versions.of[update.unit]
+        update.state = UpdateState.QUEUED
+        self._pending += 1
+        if weights.update is not None:
+            weights.later.append(update)
+            return
+        weights.update = update
+        self._push(update)
 
     def stands(self, unit: int) -> bool:
         """`step()` confirms the speculative update of a unit. Returns False if there is none."""
@@ -111,7 +119,7 @@ class UpdateSchedule:
             self._issue(Operation(Kind.KEEP, unit, gradients=(record,), about=update))
         else:
             update.extent = weights.extent
-        self._request(update)
+        self._show(update)
         if update.has_read:
             self._gradients.drop(record)
         self.retry(unit)
@@ -119,19 +127,18 @@ class UpdateSchedule:
         return True
 
     def end_step(self, clipped: bool) -> None:
-        """`step()` has queued its updates."""
+        """`step()` has requested its updates."""
         self._calm = 0 if clipped else self._calm + 1
-        self._turns.end_step()
 
-    def _request(self, update: Update) -> None:
+    def _show(self, update: Update) -> None:
         """From now on, accesses see an update, and wait for it."""
         weights = self._versions.of[update.unit]
         weights.requested = update.records[-1]
         weights.edition += 1
         self._leases.changed(update.unit)
-        self._share(update)
+        self.share(update)
 
-    def _share(self, update: Update) -> None:
+    def share(self, update: Update) -> None:
         """Bring the parts of an update that other ranks make, if each rank makes a part."""
         unit = update.unit
         weights = self._versions.of[unit]
@@ -174,11 +181,11 @@ class UpdateSchedule:
             return
         if update.speculative:
             weights.asking = None
-            self._queue(update)
+            self.queue(update)
         else:
             (record,) = update.records
             self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))
-            self.queue(record)
+            self.request(record)
             self._gradients.take(asked.unit)
 
     def call_off_early(self, unit: int) -> None:
@@ -225,7 +232,7 @@ class UpdateSchedule:
     def _may_speculate(self, unit: int) -> bool:
         """Whether an update may begin before `step()`: there is room to undo it, no checkpoint needs that room, and
         recent steps were not clipped."""
-        stopped = self.checkpoint.under_way or self._draining or self._versions.failed
+        stopped = self._checkpoint.under_way or self._draining or self._versions.failed
         return self._plan.units[unit].speculated and self._calm >= CALM_STEPS and not stopped
 
     def _ask(self, update: Update) -> None:
@@ -291,12 +298,12 @@ class UpdateSchedule:
         self._release(update)
         self.gradient_used(update)
         if update.speculative:
-            self.times_undone += 1
+            self.times_undone += not update.withdrawn
             self._calm = 0
             self._over(update)
             return
         self._versions.of[unit].due -= steps
-        self.checkpoint.refused(unit, steps, kept=update.keeps is not None)
+        self._checkpoint.refused(unit, steps, kept=update.keeps is not None)
         self._finish(update)
 
     # --- waiting for updates ---
@@ -309,13 +316,12 @@ class UpdateSchedule:
     @property
     def prepared(self) -> bool:
         """Whether a checkpoint can begin: the previous checkpoint has read everything, and no update is speculative."""
-        return not self.checkpoint.left and all(weights.guess is None for weights in self._versions.of)
+        return not self._checkpoint.left and all(weights.guess is None for weights in self._versions.of)
 
     def drain(self, draining: bool) -> None:
         """Begin or stop draining. While draining, no update is speculative."""
         self._draining, self._ahead, self._may_read_ahead = draining, -1, False
         if draining:
-            self._turns.drain()
             self.undo_all()
             self._retry_all()
 
@@ -329,16 +335,13 @@ class UpdateSchedule:
         self._versions.restored()
         for queue in self._queues:
             queue.clear()
-        self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
         self._admitted, self._pending, self._ahead = [0, 0], 0, -1
-        self._turns.restored()
 
     # --- decisions ---
 
-    def wanted(self, unit: int, in_step: bool) -> None:
-        """Compute begins to use a unit, so its update comes first. `in_step`: the use is part of a step."""
+    def wanted(self, unit: int) -> None:
+        """Compute begins to use a unit, so its update comes first."""
         self._may_read_ahead = True
-        self._turns.step_begun |= in_step
         update = self._versions.of[unit].update
         if update is not None:
             update.urgent = True
@@ -353,7 +356,7 @@ class UpdateSchedule:
             self._start(update)
 
     def pump(self) -> None:
-        """Start every update, and every read for a checkpoint, that can start now."""
+        """Start every update that can start now."""
         for updater, queue in enumerate(self._queues):
             while self._admitted[updater] < MOST_ADMITTED and queue and not self._versions.failed:
                 update = heappop(queue)[-1]
@@ -361,7 +364,6 @@ class UpdateSchedule:
                     self._admit(update)
         if not any(self._queues):
             self._read_ahead()
-        self.checkpoint.pump()
 
     def _read_ahead(self) -> None:
         """If no update waits to start, read ahead the unit whose update followed the current one the last time.
@@ -380,17 +382,6 @@ class UpdateSchedule:
     def _retry_all(self) -> None:
         for unit in range(len(self._versions.of)):
             self.retry(unit)
-
-    def _queue(self, update: Update) -> None:
-        """Queue an update after the earlier updates of its unit."""
-        weights = self._versions.of[update.unit]
-        update.state = UpdateState.QUEUED
-        self._pending += 1
-        if weights.update is not None:
-            weights.later.append(update)
-            return
-        weights.update = update
-        self._push(update)
 
     def _push(self, update: Update) -> None:
         urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
@@ -417,9 +408,9 @@ class UpdateSchedule:
             return True
         if not all(record.arrived for record in update.records):
             return True
-        if self.checkpoint.holds_back(unit):
+        if self._checkpoint.holds_back(unit):
             return True
-        return self.checkpoint.would_lose(unit) and not self.checkpoint.can_keep(unit)
+        return self._checkpoint.would_lose(unit) and not self._checkpoint.can_keep(unit)
 
     def _start(self, update: Update) -> None:
         """Run an update once its gradient is in RAM."""
@@ -432,9 +423,9 @@ class UpdateSchedule:
         if False in [self._gradients.usable(record) for record in update.records]:
             return
         gradients = tuple(update.records)
-        if self.checkpoint.would_lose(update.unit):
+        if self._checkpoint.would_lose(update.unit):
             # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
-            update.keeps = self.checkpoint.keep(update.unit)
+            update.keeps = self._checkpoint.keep(update.unit)
             if update.keeps is None:
                 return
         update.state = UpdateState.RUNNING
@@ -465,6 +456,6 @@ class UpdateSchedule:
 
     def _settled(self, unit: int) -> None:
         """The states of a unit are again consistent with a step."""
-        if self.checkpoint.retry(unit):
+        if self._checkpoint.retry(unit):
             self._retry_all()
         self._leases.changes = True

@@ -412,10 +412,10 @@ class Memory:
         for fetch in self.leases.values():
             held = any(fetch.run == op.run for op in self.held)
             require(held or self.is_current(fetch), f"a lease of unit {fetch.unit} that has ended keeps its frames")
-        gradients, updates = self.scheduler.gradients, self.scheduler.updates
+        gradients = self.scheduler.gradients
         require(gradients.pages.in_use == 0, "a gradient that nobody needs has a buffer")
         require({*map(len, gradients._homes)} == {self.plan.gradient_homes}, "a gradient that nobody needs has a home")
-        reserve = updates.checkpoint.reserve
+        reserve = self.scheduler.checkpoint.reserve
         require(reserve is None or not reserve.in_use, "the reserve holds states that nobody needs")
 
     def is_current(self, fetch: Operation) -> bool:

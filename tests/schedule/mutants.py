@@ -24,8 +24,8 @@ MODULES = (
     "versions",
     "leases",
     "checkpoints",
-    "turns",
     "updates",
+    "turns",
     "scheduler",
 )
 """Each imports only those before it."""
@@ -59,19 +59,16 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        if lease is not None:\n            self._end(lease)",
             "        return",
         ),
-        "a fetch does not wait for the update": (
-            "if version is None or not count",
-            "version = version or 0\n        if not count",
-        ),
         "an asynchronous update does not wait for a fetch of the extent that it writes": (
             ".newest - asynchronous",
             ".newest - 9 * asynchronous",
         ),
-        "a fetch does not undo a guess": ("        self._before_read(unit)\n", ""),
-        "a fetch does not wait for an UNDO": ("undoing=undoing", "undoing=None"),
         "weights that another rank reads are updated": ("or (self._others_read[unit] > 0 and", "or (False and"),
         "a unit in use may be evicted": ("settled and not self._users[lease.unit] and", "settled and"),
-        "what compute waits for is not fetched first": ("for wanted in [*self._waiting]", "for wanted in ()"),
+        "what compute waits for is not fetched first": (
+            "for unit in [*self._waiting]:\n            if self._may",
+            "for unit in ():\n            if self._may",
+        ),
         "a fetch that ends is ready, though the weights have changed": (
             "if lease.over:\n            self._reclaim",
             "if False:\n            self._reclaim",
@@ -102,6 +99,10 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "a fetch ahead of its update names none": (
             "if not self._plan.ranks_fetch_alike or missing <= 0",
             "if True or missing <= 0",
+        ),
+        "a fetch does not wait for the update": (
+            "if self._plan.ranks_fetch_alike else self.readable(unit)",
+            "if True else self.readable(unit)",
         ),
         "ranks fetch when their own update has ended": (
             "self.of[unit].version if self._plan.ranks_fetch_alike else",
@@ -274,25 +275,21 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
         "a lost gradient is applied": ("if any(record.lost for record in update.records):", "if False:"),
         "updates that were held back stay so": (
-            "        if self.checkpoint.retry(unit):\n            self._retry_all()\n",
-            "        self.checkpoint.retry(unit)\n",
+            "        if self._checkpoint.retry(unit):\n            self._retry_all()\n",
+            "        self._checkpoint.retry(unit)\n",
         ),
         "a save is forgotten while an update runs": (
-            "        if self.checkpoint.retry(unit):\n            self._retry_all()\n",
+            "        if self._checkpoint.retry(unit):\n            self._retry_all()\n",
             "",
         ),
         "a guess takes the room of a checkpoint": (
-            "stopped = self.checkpoint.under_way or self._draining",
+            "stopped = self._checkpoint.under_way or self._draining",
             "stopped = self._draining",
-        ),
-        "the checkpoint outlives a restore": (
-            "            queue.clear()\n        self.checkpoint = Checkpoint(self._plan,",
-            "            queue.clear()\n        Checkpoint(self._plan,",
         ),
         "states are kept before the gradient is there": (
             "        update.state = UpdateState.LOADING\n",
             "        update.state = UpdateState.LOADING\n"
-            "        update.keeps = self.checkpoint.keep(unit) if self.checkpoint.would_lose(unit) else None\n",
+            "        update.keeps = self._checkpoint.keep(unit) if self._checkpoint.would_lose(unit) else None\n",
         ),
     },
     scheduler: {
@@ -309,6 +306,13 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        for unit in (*changed, *unused):\n            self.updates.undo(unit)\n",
             "",
         ),
+        "a fetch does not undo a guess": (
+            "            self.updates.undo(unit)\n            awaited, undoing",
+            "            awaited, undoing",
+        ),
+        "a fetch does not wait for an UNDO": ("undoing=undoing", "undoing=None"),
+        "the checkpoint outlives a restore": ("        self.checkpoint.restored()\n", ""),
+        "a drain starts no asynchronous update": ("            self.turns.drain()\n", "            pass\n"),
         "an access does not undo": (
             "        self.updates.undo(unit)\n        self.leases.access(unit)",
             "        self.leases.access(unit)",

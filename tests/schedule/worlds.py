@@ -179,7 +179,7 @@ class World(Compute):
         self.collect()
 
     def end_checkpoint(self) -> None:
-        self.until(lambda: not self.scheduler.updates.checkpoint.left, "the checkpoint")
+        self.until(lambda: not self.scheduler.checkpoint.left, "the checkpoint")
         if self.checkpoint is not None:
             require(self.saved == self.checkpoint, f"the checkpoint has {self.saved}, not {self.checkpoint}")
             self.scheduler.end_checkpoint()
@@ -213,7 +213,7 @@ class World(Compute):
         self.ahead.clear()
         self.scheduler.restored()
         require(
-            not self.scheduler.updates.checkpoint.left and not self.scheduler.versions.failed,
+            not self.scheduler.checkpoint.left and not self.scheduler.versions.failed,
             "what has failed stays so",
         )
         self.collect()
