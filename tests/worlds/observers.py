@@ -589,10 +589,10 @@ class Checkpoint(Observer):
         self.copied.clear()
 
     def after_restored(self) -> None:
-        self.require(not self.scheduler.updates.checkpoint.left, "the checkpoint outlives a restore")
+        self.require(not self.scheduler.checkpoint.left, "the checkpoint outlives a restore")
 
     def at_end(self) -> None:
-        reserve = self.scheduler.updates.checkpoint.reserve
+        reserve = self.scheduler.checkpoint.reserve
         self.require(reserve is None or not reserve.in_use, "the reserve holds states that nobody needs")
 
 
