@@ -1,5 +1,7 @@
 """Builds language models from built-in names or local Hugging Face directories."""
 
+import json
+import shlex
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
@@ -186,14 +188,18 @@ def _refuse_gguf(path: Path) -> None:
     if not files or files[0].suffix != ".gguf":
         return
     file = files[0]
-    read = f"from_pretrained({str(file.absolute().parent)!r}, gguf_file={file.name!r}"
+    converted = f"{file.stem}-converted"
+    folder, name, out = map(json.dumps, (str(file.absolute().parent), file.name, converted))
+    read = f"from_pretrained({folder}, gguf_file={name}"
     program = (
-        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-        f"M.{read}, dtype='bfloat16').save_pretrained('converted'); T.{read}).save_pretrained('converted')"
+        "import transformers as t; "
+        'q = {"quantization_config": t.GgufConfig(dequantize=True)} if hasattr(t, "GgufConfig") else {}; '
+        f't.AutoModelForCausalLM.{read}, dtype="bfloat16", **q).save_pretrained({out}); '
+        f"t.AutoTokenizer.{read}).save_pretrained({out})"
     )
     raise ConfigError(
         f"{file} is a GGUF file, whose weights cannot be read in pieces. Convert it once (pip install gguf accelerate; "
-        f'the whole model must fit in RAM): python -c "{program}", and give --model converted'
+        f"the whole model must fit in RAM): python -c {shlex.quote(program)}, and give --model {shlex.quote(converted)}"
     )
 
 

@@ -89,5 +89,5 @@ def test_a_gguf_file_is_refused_with_the_command_that_converts_it(tmp_path: Path
     file = tmp_path / "model-q8_0.gguf"
     file.write_bytes(b"GGUF")
     for given in (file, tmp_path):
-        with pytest.raises(ConfigError, match=r"gguf_file='model-q8_0.gguf'.*--model converted"):
+        with pytest.raises(ConfigError, match=r'gguf_file="model-q8_0.gguf".*--model model-q8_0-converted'):
             model_directory(str(given))
