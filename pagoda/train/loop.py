@@ -54,7 +54,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
         if config.download:
-            from_first(mesh, "the download of the model", lambda: _download(config.model) and None)
+            from_first(mesh, "the download of the model", lambda: _download(config.model))
         config = completed(config, mesh, console)
         assert config.out is not None, "it is chosen now"
         run_dir = RunDir(config.out)
@@ -124,11 +124,11 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         optimizer.close()
 
 
-def _download(name: str) -> Path:
+def _download(name: str) -> None:
     """Raises ConfigError if the model cannot be downloaded, or if its name is not one of the Hub."""
     if not is_hub_name(name):
         raise ConfigError(f"--download is for a model of the Hugging Face Hub, ORG/NAME, and --model is {name!r}")
-    return download(name)
+    download(name)
 
 
 def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
