@@ -9,6 +9,7 @@ import pytest
 from pagoda.cli.main import main
 from pagoda.errors import ConfigError
 from pagoda.models.build import build_model, model_directory, planned_name
+from tests.text_files import write_pretrained
 from tests.tiny import write_model
 
 NAME = "some-org/tiny-model"
@@ -91,3 +92,12 @@ def test_a_gguf_file_is_refused_with_the_command_that_converts_it(tmp_path: Path
     for given in (file, tmp_path):
         with pytest.raises(ConfigError, match=r'gguf_file="model-q8_0.gguf".*--model model-q8_0-converted'):
             model_directory(str(given))
+
+
+def test_generate_takes_a_name_on_the_hub(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pretrained(cache)
+    texts = []
+    for source in (str(cache), NAME):
+        assert main(["generate", source, "--prompt", "a", "--tokens", "4", "--memory.host", "1GiB"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""

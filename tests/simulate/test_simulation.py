@@ -34,9 +34,9 @@ from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import COMPUTE, Timeline
 from tests.plan.strategies import FAST, GPU, LARGE, STATES, Draw, drained, figure, hardware, plans
 from tests.plan.test_planner import tower
+from update_work import RULES as UPDATED
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-from update_work import RULES as UPDATED
 
 Case = tuple[Plan, Hardware, list[float], Timeline]
 """Plan, machine, seconds of compute of each access, and the step that comes of them."""
