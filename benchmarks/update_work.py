@@ -4,7 +4,7 @@ Every rule updates one parameter in precision "bf16", with all states in RAM, in
 says is in the last column. Muon's matrix products are left out: they run at the speed of the CPU's matrix products,
 which `pagoda calibrate` measures.
 
-    python benchmarks/update_work.py [--rows 2048] [--columns 4096] [--rounds 7] [--out benchmarks/results/FILE]
+    python benchmarks/update_work.py [--rows 2048] [--columns 4096] [--rounds 7] [--out FILE]
 """
 
 import statistics

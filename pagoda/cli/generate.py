@@ -33,12 +33,19 @@ def run(config: GenerateConfig, console: Console) -> int:
 
 def _places(config: GenerateConfig) -> tuple[Path, Path]:
     """The directories of the weights and of the tokenizer."""
+    from pagoda.models.build import model_directory
+    from pagoda.models.hub import is_hub_name
     from pagoda.train.run_dir import RunDir
 
     run_dir = RunDir(config.source)
     weights = run_dir.named_or_itself(config.checkpoint)
     if weights != config.source:
         return weights, run_dir.tokenizer
+    if is_hub_name(str(config.source)) and (directory := model_directory(str(config.source))) is not None:
+        return directory, directory
     if (config.source / "config.json").is_file():
         return config.source, config.source
-    raise ConfigError(f"{config.source} is neither a run nor a Hugging Face directory")
+    raise ConfigError(
+        f"{config.source} is neither a run nor a Hugging Face directory: name the --out of `pagoda train`, or a "
+        "directory with a config.json"
+    )

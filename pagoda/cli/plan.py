@@ -25,12 +25,15 @@ def run(config: PlanConfig, console: Console) -> int:
     from pagoda.forecast.pipeline import forecast_pipeline
     from pagoda.forecast.record import as_lines
     from pagoda.forecast.report import as_json, pipeline_table, show
+    from pagoda.models.build import planned_name
 
     gc.freeze()  # the garbage collector need not look at the objects of imports, which takes a third of a search
 
     if config.plot is not None:
         check_plotting()
     resolved: tuple[str, ...] = ()
+    if config.model is not None:
+        config = replace(config, model=planned_name(config.model))
     if config.search_degrees:
         config, resolved = search_degrees(config)
     machine = find_machine_for(config)

@@ -35,7 +35,8 @@ class GenerateConfig:
     """Generate text with a trained model and print it. The weights are in pages."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|MODEL_DIR")]
-    """Directory of a run, or a Hugging Face directory, such as `pagoda export` writes."""
+    """Directory of a run, or a Hugging Face directory, such as `pagoda export` writes, or ORG/NAME, its name in the
+    local Hugging Face cache."""
     prompt: str
     """Text to continue, or the user's message in a chat."""
     checkpoint: str = "last"

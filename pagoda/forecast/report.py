@@ -109,7 +109,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
     else:
         yield Text("Fits.", style="bold green")
         yield plan_table(forecast.plan)
-    yield Text(f"Besides pages, activations take about {forecast.activations}.")
+    yield Text(f"Besides pages, activations take {forecast.activations}.")
     yield from (Text(f"- {note}") for note in (*forecast.notes, *forecast.resolved))
     if forecast.choice is not None:
         yield _figures(forecast)

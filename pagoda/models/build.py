@@ -1,12 +1,15 @@
 """Builds language models from built-in names or local Hugging Face directories."""
 
+import json
+import shlex
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import ConfigError, needed
-from pagoda.models.shapes import SHAPES, find_shape, is_built_in, is_sized_gpt
+from pagoda.models.hub import cached, how_to_download, is_hub_name
+from pagoda.models.shapes import SHAPES, find_shape, is_built_in, is_sized_gpt, shape_on_hub
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +34,8 @@ def build_model(
     directory runs. The key-value cache is off.
 
     Args:
-        name_or_dir: a name in `SHAPES`, a paper's shape with experts, `gpt-<layers>x<hidden>`, or a directory with a
-            Hugging Face `config.json`.
+        name_or_dir: a name in `SHAPES`, a paper's shape with experts, `gpt-<layers>x<hidden>`, a directory with a
+            Hugging Face `config.json`, or ORG/NAME, the name of a model in the Hugging Face cache.
         seq_len: tokens per sequence that the model must accept. It sets a minimum for the positions of
             `gpt-<layers>x<hidden>`, and an expert of a built-in T5-MoE takes at most 1.25 times its share of them.
         gradient_checkpointing: recompute each layer in backward with the model's own (non-reentrant) checkpointing
@@ -138,20 +141,66 @@ def layer_count(name_or_dir: str) -> int:
 
 
 def model_directory(name_or_dir: str) -> Path | None:
-    """The Hugging Face directory that `name_or_dir` names, or None for a built-in name, which takes precedence.
+    """The Hugging Face directory that `name_or_dir` names, or None for a built-in name, which takes precedence. A name
+    on the Hub (ORG/NAME) stands for its directory in the cache of huggingface_hub.
 
-    Raises ConfigError if it is neither a built-in name nor a directory with a config.json.
+    Raises ConfigError if it is neither a built-in name nor a directory with a config.json, with what to do for a model
+    on the Hub that is not in the cache and for a GGUF file.
     """
     directory = Path(name_or_dir)
-    if is_built_in(name_or_dir) or not directory.exists():
-        find_shape(name_or_dir)
+    if is_built_in(name_or_dir):
         return None
+    if is_hub_name(name_or_dir):
+        if (found := cached(name_or_dir)) is None:
+            what = f"model {name_or_dir!r} is neither a directory nor in the Hugging Face cache"
+            raise ConfigError(f"{what}: {how_to_download(name_or_dir)}")
+        return found
+    if not directory.exists():
+        find_shape(name_or_dir)
+    _refuse_gguf(directory)
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"model {name_or_dir!r} is not a directory with a Hugging Face config.json:"
             f" give such a directory or one of {', '.join(SHAPES)}"
         )
     return directory
+
+
+def planned_name(name_or_dir: str) -> str:
+    """The model to plan: the built-in shape of a model on the Hub that is not in the Hugging Face cache, or the name
+    itself.
+
+    Raises ConfigError for a model on the Hub that is neither in the cache nor built in.
+    """
+    if not is_hub_name(name_or_dir) or is_built_in(name_or_dir) or cached(name_or_dir) is not None:
+        return name_or_dir
+    if (shape := shape_on_hub(name_or_dir)) is not None:
+        return shape.name
+    raise ConfigError(
+        f"model {name_or_dir!r} is neither a built-in shape nor in the Hugging Face cache: run `hf download "
+        f"{name_or_dir} config.json`, which is enough for a plan"
+    )
+
+
+def _refuse_gguf(path: Path) -> None:
+    """Raises ConfigError, with how to convert it, if `path` is a GGUF file or a directory of such files."""
+    files = [path] if path.is_file() else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if not files or files[0].suffix != ".gguf":
+        return
+    file = files[0]
+    converted = f"{file.stem}-converted"
+    folder, name, out = map(json.dumps, (str(file.absolute().parent), file.name, converted))
+    read = f"from_pretrained({folder}, gguf_file={name}"
+    program = (
+        "import transformers as t; "
+        'q = {"quantization_config": t.GgufConfig(dequantize=True)} if hasattr(t, "GgufConfig") else {}; '
+        f't.AutoModelForCausalLM.{read}, dtype="bfloat16", **q).save_pretrained({out}); '
+        f"t.AutoTokenizer.{read}).save_pretrained({out})"
+    )
+    raise ConfigError(
+        f"{file} is a GGUF file, whose weights cannot be read in pieces. Convert it once (pip install gguf accelerate; "
+        f"the whole model must fit in RAM): python -c {shlex.quote(program)}, and give --model {shlex.quote(converted)}"
+    )
 
 
 def _configuration(name_or_dir: str) -> Any:

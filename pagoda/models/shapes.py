@@ -7,13 +7,15 @@ Sizes are counted by building a shape, so none is written down here.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pagoda.errors import ConfigError, unknown_name
 from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, T5_VOCAB
 
-Family = Literal["llama", "gpt2", "mixtral", "qwen3_moe", "switch_transformers"]
+Family = Literal[
+    "llama", "gpt2", "mistral", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss", "switch_transformers"
+]
 _SMALL_VOCAB = 512
 """Byte-level text uses 256 entries. With a larger vocabulary, the embedding would be most of a small mixture of
 experts."""
@@ -28,6 +30,8 @@ class ModelShape:
     name: str
     family: Family
     settings: Mapping[str, Setting]
+    hub_names: tuple[str, ...] = ()
+    """Names on the Hugging Face Hub of published models that have this shape."""
 
 
 def _llama(
@@ -45,6 +49,61 @@ def _llama(
         "tie_word_embeddings": True,
     }
     return ModelShape(name, "llama", {**settings, **others})
+
+
+def _published(
+    family: Family,
+    name: str,
+    hub_names: str,
+    sizes: tuple[int, int, int, int, int],
+    vocab: int,
+    positions: int,
+    **others: Setting,
+) -> ModelShape:
+    """The shape of a published model, without the scaling of its positions. `sizes`: hidden, layers, query heads, key
+    heads, width of the MLP. `hub_names` has spaces between."""
+    hidden, layers, heads, kv_heads, intermediate = sizes
+    settings: dict[str, Setting] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+    }
+    return ModelShape(name, family, {**settings, **others}, tuple(hub_names.split()))
+
+
+def _llama3(name: str, hub_names: str, sizes: tuple[int, int, int, int, int], **others: Setting) -> ModelShape:
+    rope: Setting = {"rope_type": "default", "rope_theta": 500_000.0}
+    return _published("llama", name, hub_names, sizes, 128_256, 131_072, rope_parameters=rope, **others)
+
+
+def _qwen3(name: str, sizes: tuple[int, int, int, int, int], **others: Setting) -> ModelShape:
+    size = name.removeprefix("qwen3-").upper()
+    hub_names = f"Qwen/Qwen3-{size} Qwen/Qwen3-{size}-Base"
+    return _published("qwen3", name, hub_names, sizes, 151_936, 40_960, head_dim=128, **others)
+
+
+def _gpt_oss(size: str, layers: int, experts: int) -> ModelShape:
+    sizes = 2_880, layers, 64, 8, 2_880
+    mixture: dict[str, Setting] = {"head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4}
+    name = f"gpt-oss-{size}"
+    return _published("gpt_oss", name, f"openai/{name}", sizes, 201_088, 131_072, **mixture)
+
+
+def _gemma3(size: str, sizes: tuple[int, int, int, int, int], **others: Setting) -> ModelShape:
+    """The language model of a Gemma 3, without the encoder of images that the larger ones have."""
+    hub_names = f"google/gemma-3-{size}-it google/gemma-3-{size}-pt"
+    settings: dict[str, Setting] = {"head_dim": 256, "sliding_window": 1_024, "tie_word_embeddings": True, **others}
+    return _published("gemma3_text", f"gemma3-{size}", hub_names, sizes, 262_208, 131_072, **settings)
+
+
+def _smollm2(size: str, sizes: tuple[int, int, int, int, int]) -> ModelShape:
+    hub_names = f"HuggingFaceTB/SmolLM2-{size} HuggingFaceTB/SmolLM2-{size}-Instruct"
+    return _published("llama", f"smollm2-{size.lower()}", hub_names, sizes, 49_152, 8_192, tie_word_embeddings=True)
 
 
 def _gpt2(name: str, hidden: int, layers: int, heads: int, **others: Setting) -> ModelShape:
@@ -114,6 +173,11 @@ def _untied(vocab: int, positions: int, rope_theta: float = 1e6) -> dict[str, Se
     }
 
 
+def _hub_llama(*versions: str) -> str:
+    return " ".join(f"meta-llama/Llama-{version}{kind}" for version in versions for kind in ("", "-Instruct"))
+
+
+_MISTRAL_SMALL = "mistralai/Mistral-Small-24B-Base-2501 mistralai/Mistral-Small-24B-Instruct-2501"
 _BUILT_IN = (
     #      name          hidden layers heads kv intermediate
     _llama("llama-15m", 288, 6, 6, 6, 768),
@@ -123,6 +187,27 @@ _BUILT_IN = (
     _llama("llama-3b", 3_072, 28, 24, 8, 8_192),
     _llama("llama-5b", 4_096, 28, 32, 8, 11_008),
     _llama("llama-8b", 4_096, 32, 32, 8, 14_336, **_untied(128_256, 8_192, 500_000.0)),
+    #                                              hidden layers heads kv intermediate
+    _smollm2("135M", (576, 30, 9, 3, 1_536)),
+    _smollm2("360M", (960, 32, 15, 5, 2_560)),
+    _smollm2("1.7B", (2_048, 24, 32, 32, 8_192)),
+    _llama3("llama3.2-1b", _hub_llama("3.2-1B"), (2_048, 16, 32, 8, 8_192), tie_word_embeddings=True),
+    _llama3("llama3.2-3b", _hub_llama("3.2-3B"), (3_072, 28, 24, 8, 8_192), tie_word_embeddings=True),
+    _llama3("llama3.1-8b", _hub_llama("3.1-8B"), (4_096, 32, 32, 8, 14_336)),
+    _llama3("llama3.1-70b", _hub_llama("3.1-70B", "3.3-70B"), (8_192, 80, 64, 8, 28_672)),
+    _qwen3("qwen3-0.6b", (1_024, 28, 16, 8, 3_072), tie_word_embeddings=True),
+    _qwen3("qwen3-1.7b", (2_048, 28, 16, 8, 6_144), tie_word_embeddings=True),
+    _qwen3("qwen3-4b", (2_560, 36, 32, 8, 9_728), tie_word_embeddings=True),
+    _qwen3("qwen3-8b", (4_096, 36, 32, 8, 12_288)),
+    _qwen3("qwen3-14b", (5_120, 40, 40, 8, 17_408)),
+    _qwen3("qwen3-32b", (5_120, 64, 64, 8, 25_600)),
+    _gemma3("1b", (1_152, 26, 4, 1, 6_912), vocab_size=262_144, max_position_embeddings=32_768, sliding_window=512),
+    _gemma3("4b", (2_560, 34, 8, 4, 10_240)),
+    _gemma3("12b", (3_840, 48, 16, 8, 15_360)),
+    _gemma3("27b", (5_376, 62, 32, 16, 21_504), head_dim=128),
+    _published(
+        "mistral", "mistral-small-24b", _MISTRAL_SMALL, (5_120, 40, 32, 8, 32_768), 131_072, 32_768, head_dim=128
+    ),
     _gpt2("gpt2", 768, 12, 12),
     _gpt2("gpt2-medium", 1_024, 24, 16),
     _gpt2("gpt2-large", 1_280, 36, 20),
@@ -133,13 +218,26 @@ _BUILT_IN = (
     _mixture("mixtral", "mixtral-1b", 768, 12, (12, 4), (16, 2, 2_048), vocab_size=32_000),
     _mixture("mixtral", "mixtral-8x7b", 4_096, 32, (32, 8), (8, 2, 14_336), **_untied(32_000, 32_768)),
     _mixture("qwen3_moe", "qwen3-moe-15m", 192, 6, (6, 2), (32, 4, 128), head_dim=32),
-    _mixture("qwen3_moe", "qwen3-moe-30b", 2_048, 48, (32, 4), (128, 8, 768), head_dim=128, **_untied(151_936, 40_960)),
+    replace(
+        _mixture(
+            "qwen3_moe", "qwen3-moe-30b", 2_048, 48, (32, 4), (128, 8, 768), head_dim=128, **_untied(151_936, 40_960)
+        ),
+        hub_names=("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base"),
+    ),
+    _gpt_oss("20b", 24, 32),
+    _gpt_oss("120b", 36, 128),
     _switch("t5-moe-15m", 192, 4, 6, 896, 8),
     _switch("t5-moe-120m", 384, 4, 6, 2_048, 16),
     _switch("t5-moe-1b", 768, 6, 12, 3_072, 32, vocab=T5_VOCAB),
 )
 SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _BUILT_IN}
 """Every built-in shape by name, smallest first within its family."""
+_ON_HUB: Mapping[str, ModelShape] = {name.lower(): shape for shape in _BUILT_IN for name in shape.hub_names}
+
+
+def shape_on_hub(name: str) -> ModelShape | None:
+    """The built-in shape of a model that the Hugging Face Hub has under this name (ORG/NAME), or None."""
+    return _ON_HUB.get(name.lower())
 
 
 _GPT = re.compile(r"gpt-([1-9][0-9]*)x([1-9][0-9]*)")

@@ -103,7 +103,7 @@ class Adafactor(TensorRule):
 
     @property
     def element_work(self) -> float:
-        return 4.5
+        return 4.4
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The factors, the second moment of vectors, and the first moment if there is one."""

@@ -39,7 +39,7 @@ _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
     ),
 }
 
-_ELEMENT_WORK: Mapping[Moments, float] = {"fp32": 1.0, "bf16": 1.5, "8bit": 1.9}
+_ELEMENT_WORK: Mapping[Moments, float] = {"fp32": 1.0, "bf16": 1.4, "8bit": 1.8}
 
 
 @dataclass(frozen=True, kw_only=True)

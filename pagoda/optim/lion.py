@@ -47,7 +47,7 @@ class Lion(ElementwiseRule):
 
     @property
     def element_work(self) -> float:
-        return 0.6
+        return 0.7
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum."""

@@ -61,7 +61,7 @@ class SGD(ElementwiseRule):
 
     @property
     def element_work(self) -> float:
-        return 0.6 if self.momentum else 0.3
+        return 0.7 if self.momentum else 0.4
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum buffer, if there is momentum."""

@@ -59,7 +59,7 @@ class Optim(TensorRule):
     @property
     def element_work(self) -> float:
         """That of RMSprop and Adagrad. torch's functions read and write a parameter's states several times."""
-        return 5.0
+        return 6.0
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The states of the class. A state that is a number has one element."""

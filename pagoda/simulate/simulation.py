@@ -45,10 +45,10 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float], work: Work
     """One step of `plan` in steady state, on one rank of `hardware`.
 
     `tick_s` has the seconds of compute of each access of the plan's trace if nothing disturbs it; see `Compute`. `work`
-    is that of the optimizer's updates. If
-    many micro-batches are alike, only a few are simulated, provided those in the middle take equally long. With
-    asynchronous updates, a sweep over the states may take several steps of different length. Then seconds and stalls
-    are means over several sweeps, and the timeline is that of the step closest to the mean.
+    is that of the optimizer's updates. If many micro-batches are alike, only a few are simulated, provided those in the
+    middle take equally long. With asynchronous updates, a sweep over the states may take several steps of different
+    length. Then seconds and stalls are means over several sweeps, and the timeline is that of the step closest to the
+    mean.
 
     Raises ValueError unless `tick_s` has one number per access.
     """

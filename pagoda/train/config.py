@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FREE_ON_RESUME = frozenset(
     {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "checkpoint_every", "checkpoint_minutes"}
     | {"keep_checkpoints", "save_at_end", "steps", "out", "resume", "checkpoint", "plan", "trace", "trace_step"}
-    | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
+    | {"download", "data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
     | {"sample_every", "prompt", "sample_tokens", "log", "tokens_per_step", "epochs", "config", "speculate"}
 )
 """`data` and `tokenizer` may have moved, because a checkpoint identifies its tokens. Settings under `memory` are free
@@ -97,11 +97,11 @@ class TrainConfig(Run):
     enough: Pagoda chooses everything else, and prints each choice with its reason."""
 
     model: str
-    """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN, and mixtures of experts: mixtral-15m, mixtral-120m, mixtral-1b,
-    mixtral-8x7b, qwen3-moe-15m, qwen3-moe-30b, t5-moe-15m, t5-moe-120m, t5-moe-1b), which starts from random weights,
-    or a directory with a Hugging Face config.json, which starts from its safetensors files, or from random weights if
-    it has none."""
+    """A directory with a Hugging Face config.json, or ORG/NAME, its name in the local Hugging Face cache (see
+    --download). The run starts from its safetensors files, or from random weights if a directory has none. Or a
+    built-in shape, such as llama-15m, qwen3-4b or gpt-LAYERSxHIDDEN, which starts from random weights."""
+    download: bool = False
+    """Download the --model ORG/NAME from the Hugging Face Hub first, as far as it is not in the cache."""
     data: str = "stdlib"
     """Data to train on: a file, a folder, a glob in quotes, or stdlib (the source code of Python's standard library).
     Text files, or records (JSON Lines, JSON, CSV, Parquet, Arrow) with texts (columns text, content) or conversations

@@ -18,6 +18,7 @@ from pagoda.mesh.mesh import Mesh, open_mesh
 from pagoda.mesh.world import was_restarted
 from pagoda.models.build import build_model, model_directory
 from pagoda.models.divisions import divide
+from pagoda.models.hub import download, is_hub_name
 from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.prepare.construct import init
@@ -27,6 +28,7 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.inputs import batches_of, example, keep_apart, opened_tokens
 from pagoda.train.progress import expected, lasting, say
+from pagoda.train.ranks import from_first
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session, seed_all
@@ -51,6 +53,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     console = Console(quiet=True) if mesh.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
+        if config.download:
+            from_first(mesh, "the download of the model", lambda: _download(config.model))
         config = completed(config, mesh, console)
         assert config.out is not None, "it is chosen now"
         run_dir = RunDir(config.out)
@@ -120,6 +124,13 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         optimizer.close()
 
 
+def _download(name: str) -> None:
+    """Raises ConfigError if the model cannot be downloaded, or if its name is not one of the Hub."""
+    if not is_hub_name(name):
+        raise ConfigError(f"--download is for a model of the Hugging Face Hub, ORG/NAME, and --model is {name!r}")
+    download(name)
+
+
 def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
     """Let the model start from the weights next to its config.json, if there are any. Prints which weights it starts
     from.
@@ -127,7 +138,7 @@ def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> No
     Raises ConfigError if files are missing in the directory.
     """
     directory = model_directory(config.model)
-    if directory is None or not _downloaded(directory):
+    if directory is None or not _downloaded(directory, is_hub_name(config.model)):
         say(console, f"Weights: random, seed {config.seed}")
         return
     found = attach_weights(model, directory)
@@ -135,8 +146,9 @@ def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> No
     say(console, line, *found.warnings())
 
 
-def _downloaded(directory: Path) -> list[Path]:
-    """The weight files of a directory. Raises ConfigError if it seems to be an incomplete download."""
+def _downloaded(directory: Path, from_hub: bool) -> list[Path]:
+    """The weight files of a directory. Raises ConfigError if it seems to be an incomplete download. `from_hub`: it is
+    in the Hugging Face cache."""
     files = weight_files(directory)
     missing = [path.name for path in files if not path.exists()]
     if missing:
@@ -144,7 +156,7 @@ def _downloaded(directory: Path) -> list[Path]:
             f"{directory} lacks {len(missing)} of its {len(files)} files of weights ({missing[0]}), as if its download "
             "had been interrupted: run hf download again, which fetches what is missing"
         )
-    if not files and (directory / ".cache" / "huggingface").is_dir():
+    if not files and (from_hub or (directory / ".cache" / "huggingface").is_dir()):
         raise ConfigError(
             f"{directory} was downloaded without weights: run hf download again (of a gated model, accept its terms "
             "and run hf auth login first). To start from random weights, copy config.json alone to another directory"

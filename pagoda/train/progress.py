@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
-from pagoda.train.data import Batches
 from pagoda.train.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from pagoda.train.data import Batches
 
 _PLAIN_LINES = 10
 _PLAIN_EVERY = 10
@@ -26,7 +28,7 @@ def say(console: Console, *lines: str) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def expected(batches: Batches, steps: int, done: int, step_s: float | None) -> list[str]:
+def expected(batches: "Batches", steps: int, done: int, step_s: float | None) -> list[str]:
     """Messages about what a run of `steps` steps is going to do after the first `done`, and whether that is little.
 
     `step_s`: seconds that a forecast expects of a step, or None.

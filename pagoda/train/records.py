@@ -3,7 +3,7 @@
 A record is a JSON object, or a row of CSV, Parquet or Arrow. Its columns show which it is: a text, or a conversation
 (`messages`, ShareGPT's `conversations`, or a question with its answer, as Alpaca's `instruction`, `input`, `output` and
 `history`). In JSON, a list of messages is a conversation too. In tables, lists may be JSON. Records that cannot be read
-are refused with file, line and reason, or left out if the user asks for that.
+are refused with file, line and reason.
 """
 
 import bz2
@@ -15,7 +15,7 @@ import io
 import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -57,55 +57,33 @@ class Document:
     begins: bool = True
     """Whether a text begins here. False for later pieces of a long text."""
     ends: bool = True
-    columns: tuple[str, ...] = ()
-    """The columns that were read, of a record."""
-    unread: tuple[str, ...] = ()
-    """Its other columns."""
 
 
-def read_records(
-    path: Path, column: str | None, read: Callable[[int], None], leave_out: Callable[[ConfigError], None] | None = None
-) -> Iterator[Document]:
+def read_records(path: Path, column: str | None, read: Callable[[int], None]) -> Iterator[Document]:
     """The documents of a file of records. `column` has the text or the conversation; by default it is the first column
     with a known name. `read` is called with the number of bytes read since its last call.
 
-    Raises ConfigError for a line or row that cannot be read, with the reason. With `leave_out`, calls that instead, and
-    goes on with the next row.
+    Raises ConfigError for a line or row that cannot be read, with the reason.
     """
     kind, size, done = (RECORDS | TABLES)[suffix(path)], path.stat().st_size, 0
     rows = _json_rows(path) if kind == "json" else _csv_rows(path) if kind == "csv" else _columnar_rows(path, kind)
     for where, row, position in rows:
-        try:
-            document = _document_of(row, where, column)
-        except ConfigError as error:
-            if leave_out is None:
-                raise
-            leave_out(error)
-        else:
-            yield document
+        if isinstance(row, list) and row and all(map(_is_message, row)):
+            row = {"messages": row}
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
+        document = _document(row, where, column)
+        _check_unicode(document)
+        yield document
         if done < position <= size:
             read(position - done)
             done = position
     read(size - done)
 
 
-def _document_of(row: Any, where: str, column: str | None) -> Document:
-    """The document of a row, which may be the error of reading it."""
-    if isinstance(row, ConfigError):
-        raise row
-    if isinstance(row, list) and row and all(map(_is_message, row)):
-        row = {"messages": row}
-    if not isinstance(row, Mapping):
-        raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
-    document = _document(row, where, column)
-    _check_unicode(document)
-    unread = (str(name) for name, value in row.items() if name not in document.columns and value not in (None, ""))
-    return replace(document, unread=tuple(unread))
-
-
 def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
-    """Each row, or the error of reading it, with its place and the bytes read so far. The file has lines of JSON, or
-    one array, which is read whole. An array of messages is one row."""
+    """Each row with its place and the bytes read so far. The file has lines of JSON, or one array, which is read whole.
+    An array of messages is one row."""
     with opened(path) as file:
         lines = (line for line in file if line.strip())
         first, second = next(lines, b"").removeprefix(codecs.BOM_UTF8).strip(), next(lines, None)
@@ -132,7 +110,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                row = ConfigError(f"{where}: not JSON: {error}. Each line must be one record")
+                raise ConfigError(f"{where}: not JSON: {error}. Each line must be one record") from error
             yield where, row, position
 
 
@@ -159,9 +137,11 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
         try:
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
-                few = None in row or None in row.values()
-                fields = f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header"
-                yield where, ConfigError(fields) if few else row, 0
+                if None in row or None in row.values():
+                    raise ConfigError(
+                        f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header"
+                    )
+                yield where, row, 0
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
 
@@ -186,7 +166,7 @@ def _document(row: Mapping[str, Any], where: str, column: str | None) -> Documen
     if known:
         name, value = known[0], row[known[0]]
         if name in _CONVERSATIONS or (name == column and isinstance(value, list | tuple)):
-            return _conversation(row, name, _messages(value, name, where), where)
+            return _conversation(row, _messages(value, name, where), where)
         if column is None and "role" in row:
             raise ConfigError(
                 f"{where}: a single message, where a record or a list of messages should be: put the messages of a "
@@ -194,7 +174,7 @@ def _document(row: Mapping[str, Any], where: str, column: str | None) -> Documen
             )
         if not isinstance(value, str | None):
             raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not text. Name another with --column")
-        return Document(where, value or "", columns=(name,))
+        return Document(where, value or "")
     for asked, answered in _PAIRS.items():
         if asked in row and answered in row:
             return _pair(row, asked, answered, where)
@@ -205,8 +185,8 @@ def _document(row: Mapping[str, Any], where: str, column: str | None) -> Documen
     )
 
 
-def _conversation(row: Mapping[str, Any], column: str, messages: list[Message], where: str, *more: str) -> Document:
-    """A conversation, with the system prompt and the tools that its row may have. `more`: other columns of it."""
+def _conversation(row: Mapping[str, Any], messages: list[Message], where: str) -> Document:
+    """A conversation, with the system prompt and the tools that its row may have."""
     system, tools = row.get("system") or "", row.get("tools") or ()
     if not isinstance(system, str):
         raise ConfigError(f"{where}: system is a {type(system).__name__}, not text")
@@ -219,8 +199,7 @@ def _conversation(row: Mapping[str, Any], column: str, messages: list[Message], 
     if listed is None:
         what = "not JSON" if isinstance(tools, str) else f"a {type(tools).__name__}"
         raise ConfigError(f"{where}: tools is {what}, not a list of tools")
-    columns = column, *more, "system", "tools"
-    return Document(where, messages=tuple(messages), tools=tuple(listed), columns=columns)
+    return Document(where, messages=tuple(messages), tools=tuple(listed))
 
 
 def _messages(turns: Any, column: str, where: str) -> list[Message]:
@@ -302,13 +281,13 @@ def _trained(message: Message, where: str) -> bool:
 
 
 def _pair(row: Mapping[str, Any], asked: str, answered: str, where: str) -> Document:
-    """A question with its answer: each a text, or for TRL's prompt and completion, a list of messages. Of what was said
-    before the answer, nothing is trained."""
+    """A question with its answer: each a text, or for TRL's prompt and completion, a list of messages. The loss counts
+    no message of a prompt."""
     question, answer, more = row[asked], row[answered], row.get("input") or ""
     if asked == "prompt" and (_listed(question) is not None or _listed(answer) is not None):
         before = _messages(question, asked, where)
-        before = [{**said, "train": False} if said["role"] == "assistant" else said for said in before]
-        return _conversation(row, asked, [*before, *_messages(answer, answered, where)], where, answered)
+        before = [{**message, "train": False} if message["role"] == "assistant" else message for message in before]
+        return _conversation(row, [*before, *_messages(answer, answered, where)], where)
     alpaca = asked == "instruction"
     history = _listed(row.get("history") or ()) if alpaca else []
     if history is None or any(not isinstance(turn, list | tuple) or len(turn) != 2 for turn in history):
@@ -319,9 +298,9 @@ def _pair(row: Mapping[str, Any], asked: str, answered: str, where: str) -> Docu
     if alpaca and more:
         question = f"{question}\n\n{more}"
     messages: list[Message] = []
-    for said, answered_so in (*history, (question, answer)):
-        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered_so}]
-    return _conversation(row, asked, messages, where, answered, *("input", "history") * alpaca)
+    for user, assistant in (*history, (question, answer)):
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    return _conversation(row, messages, where)
 
 
 def opened(path: Path) -> Any:

@@ -18,8 +18,9 @@ def errors_of(ranks: RankServer, scenario: str, count: int, out: Path, **setting
     return [file.read_text().splitlines()[-1] if file.exists() else "" for file in files]
 
 
-def test_a_killed_rank_stops_the_others_which_name_it(ranks: RankServer, tmp_path: Path) -> None:
-    first, *others = errors_of(ranks, "do_alone", 3, tmp_path, arguments={"what": "is killed", "after": 3, "end": 1000})
+@pytest.mark.parametrize("how", ["is killed", "is killed behind open connections"])
+def test_a_killed_rank_stops_the_others_which_name_it(how: str, ranks: RankServer, tmp_path: Path) -> None:
+    first, *others = errors_of(ranks, "do_alone", 3, tmp_path, arguments={"what": how, "after": 3, "end": 1000})
     assert first == ""
     assert all("RankError: Rank 0 (process" in error for error in others), others
 

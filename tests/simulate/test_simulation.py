@@ -1,8 +1,10 @@
 """The simulator moves every byte of a plan, at no more than the rates there are, within the budgets."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -32,6 +34,9 @@ from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import COMPUTE, Timeline
 from tests.plan.strategies import FAST, GPU, LARGE, STATES, Draw, drained, figure, hardware, plans
 from tests.plan.test_planner import tower
+from update_work import RULES as UPDATED
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 Case = tuple[Plan, Hardware, list[float], Timeline]
 """Plan, machine, seconds of compute of each access, and the step that comes of them."""
@@ -177,6 +182,14 @@ def test_a_rule_that_does_more_for_an_element_updates_as_much_longer() -> None:
         seconds[rule.name, rule.element_work] = sum(span.end_s - span.start_s for span in spans if span.lane == UPDATE)
     for (_, work), updating in seconds.items():
         assert updating == pytest.approx(work * seconds["AdamW", 1.0], rel=1e-6)
+
+
+def test_the_work_that_forecasts_assume_of_each_rule_is_the_measured_one() -> None:
+    rows = json.loads((BENCHMARKS / "results" / "update_work.json").read_text())["figures"]
+    measured = {row["optimizer"]: row["relative"] for row in rows}
+    assert measured.keys() == UPDATED.keys()
+    for name, rule in UPDATED.items():
+        assert rule.element_work == pytest.approx(measured[name], rel=0.15), name
 
 
 def test_muon_multiplies_matrices_and_updates_the_rest_as_adamw() -> None:

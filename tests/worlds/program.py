@@ -475,7 +475,7 @@ class Program:
         with pagoda.gathered([param], modify=True):
             param.data.fill_(value)
         self.drained()
-        self.truths[layer].overwrite(slot, value)
+        self.truths[layer].overwrite(slot, value, self.rules.precision)
 
     def begin_checkpoint(self) -> None:
         self.end_checkpoint()

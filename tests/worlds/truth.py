@@ -100,11 +100,12 @@ class Truth:
             self.values.append(tuple(values))
             self.gradients = {}
 
-    def overwrite(self, slot: int, weight: float) -> None:
-        """The program writes a parameter's weights."""
+    def overwrite(self, slot: int, weight: float, precision: str) -> None:
+        """The program writes a parameter's weights. If compute reads the same values already, the master stays."""
         for version in {self.shown, self.asked}:
             values = list(self.values[version])
-            values[slot] = values[slot]._replace(weight=np.float32(weight))
+            if stored_weight(values[slot].weight, precision) != weight:
+                values[slot] = values[slot]._replace(weight=np.float32(weight))
             self.values[version] = tuple(values)
 
     def rewound(self) -> "Truth":
