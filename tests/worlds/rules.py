@@ -108,7 +108,7 @@ class Rules:
             changes=rng.choice([0.0, 0.0, 0.3]),
             clips=rng.random() < 0.3,
             failures=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.01, 0.04]),
-            infinite=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.06]),
+            infinite=0.0 if ranks > 1 else rng.choice([0.0, 0.06]) if announced else rng.choice([0.0, 0.0, 0.06]),
             checkpoints=rng.choice([0.0, 0.3, 0.8]),
             keeps_pages=rng.random() < 0.5,
             small_pieces=rng.random() < 0.5,
