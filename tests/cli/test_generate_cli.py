@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, T5Config
 
 from pagoda.cli.main import main
+from pagoda.config.commands import GenerateConfig
+from pagoda.errors import ConfigError
 from pagoda.train.chat import ChatTemplate
 from pagoda.train.generate import continued
 from pagoda.train.tokenizer import ByteTokenizer
@@ -101,7 +103,8 @@ def test_a_chat_has_a_system_prompt_and_several_turns(
         ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Who?")
     ]  # fmt: skip
     assert "several turns are for a chat" in refused(capsys, *args, "--chat", "False")
-    assert "ending with the user" in refused(capsys, *args[:4])
+    with pytest.raises(ConfigError, match="ending with the user"):
+        GenerateConfig(source=folder / "run", prompt=("Hi", "Hello"))
 
 
 def test_a_checkpoint_that_is_missing_is_named_with_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
