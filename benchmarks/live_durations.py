@@ -22,6 +22,7 @@ from pagoda.plan.exchanges import Exchange
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.trace import Phase
+from pagoda.plan.units import UnitSpec
 from pagoda.prepare.construct import describe
 from pagoda.simulate.rates import DEVICE_UPDATE, UPDATE, Rates
 from pagoda.simulate.simulation import Simulation
@@ -79,10 +80,10 @@ class RecordedRates(Rates):
     def exchange_seconds(self, exchange: Exchange) -> float:
         return self.seconds(COLLECTIVE, exchange.sent)
 
-    def update_seconds(self, parameters: int) -> float:
+    def update_seconds(self, unit: UnitSpec, parameters: int) -> float:
         return parameters * self._s_per_parameter[UPDATE]
 
-    def device_update_seconds(self, parameters: int, blocks: int) -> float:
+    def device_update_seconds(self, unit: UnitSpec, parameters: int, blocks: int) -> float:
         return parameters * self._s_per_parameter[DEVICE_UPDATE]
 
     def adding_seconds(self, touched: int) -> float:

@@ -8,7 +8,7 @@ Kendall's tau says whether the forecast puts the configurations of a model and a
 for every two of them, -1 if for none. A CPU without instructions for bf16 trains in fp32.
 
     python benchmarks/predict.py --ssd DIR [--models llama-15m llama-110m llama-215m] [--batches 1 4] [--case-s 45]
-        [--out FILE]
+        [--optimizers adamw adamw-8bit adafactor muon RMSprop] [--out FILE]
 """
 
 import gc
@@ -36,6 +36,8 @@ from pagoda.config.training import Precision
 from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
 from pagoda.models import build_model
+from pagoda.optim.named import rule_named
+from pagoda.optim.rule import Rule
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -73,6 +75,12 @@ class Case:
     clip: float | None
     placement: str
     precision: Precision
+    optimizer: str = "adamw"
+
+    @property
+    def rule(self) -> Rule:
+        name, _, moments = self.optimizer.partition("-")
+        return rule_named(name, {"lr": 1e-4} | ({"moments": moments} if moments else {}))
 
     @property
     def options(self) -> Options:
@@ -85,6 +93,7 @@ class Result:
 
     model: str
     precision: str
+    optimizer: str
     tokens: int
     clipping: bool
     placement: str
@@ -109,16 +118,16 @@ class Result:
         return max(errors, key=abs)
 
 
-def cases(model: str, batch_size: int, precision: Precision) -> Iterator[Case]:
+def cases(model: str, batch_size: int, precision: Precision, optimizer: str) -> Iterator[Case]:
     """Half of all combinations, such that any two of placement, tokens and clipping take all their values."""
     for (index, placement), clip in itertools.product(enumerate(PLACEMENTS), (None, 1.0)):
         if (index + (batch_size > 1) + (clip is not None)) % 2 == 0:
-            yield Case(model, batch_size, clip, placement, precision)
+            yield Case(model, batch_size, clip, placement, precision, optimizer)
 
 
 def budgets(root: ModuleSpec, case: Case) -> Budgets:
     """Budgets under which state lies where the placement says, and no tighter than they need be."""
-    states = pagoda.AdamW().states(case.precision)
+    states = case.rule.states(case.precision)
     if case.placement == RAM:
         return Budgets(LARGE)
     layout = make_plan(root, states, Budgets(LARGE), case.options).layout
@@ -141,7 +150,8 @@ class Predictor:
     def __init__(self, case: Case, root: ModuleSpec, limits: Budgets, ssd: Path | None) -> None:
         self._root = root
         self._ssd = ssd
-        self._plan = make_plan(root, pagoda.AdamW().states(case.precision), limits, case.options)
+        self._work = case.rule.work
+        self._plan = make_plan(root, case.rule.states(case.precision), limits, case.options)
         self._profiler = ComputeProfiler(
             case.model, batch_size=case.batch_size, seq_len=SEQ_LEN, precision=case.precision
         )
@@ -154,7 +164,7 @@ class Predictor:
         rounds = [*before, *self._profiler.rounds(1, 8, PROFILE_S / 2)]
         profile = profile_of(rounds, self._profiler.layers)
         compute = Compute.from_profile(profile, self._root)
-        return simulate(self._plan, self.machines[-1], compute.of_step(self._root, self._plan))
+        return simulate(self._plan, self.machines[-1], compute.of_step(self._root, self._plan), self._work)
 
 
 class Trainer:
@@ -176,7 +186,7 @@ class Trainer:
         )
         self.model, self.optimizer = pagoda.wrap(
             model,
-            pagoda.AdamW(lr=1e-4),
+            case.rule,
             memory=memory,
             precision=case.precision,
             clip_grad_norm=case.clip,
@@ -236,6 +246,7 @@ def run_case(case: Case, root: ModuleSpec, ssd: Path, case_s: float) -> tuple[Re
     result = Result(
         model=case.model,
         precision=case.precision,
+        optimizer=case.optimizer,
         tokens=case.batch_size * SEQ_LEN,
         clipping=case.clip is not None,
         placement=case.placement,
@@ -257,6 +268,7 @@ def main(
     models: tuple[str, ...] = ("llama-15m", "llama-110m", "llama-215m"),
     placements: tuple[str, ...] = PLACEMENTS,
     batches: tuple[int, ...] = (1, 4),
+    optimizers: tuple[str, ...] = ("adamw",),
     case_s: float = 45.0,
     out: Path | None = None,
 ) -> None:
@@ -270,12 +282,13 @@ def main(
     for name, batch_size in itertools.product(models, batches):
         with pagoda.init():
             root = describe(build_model(name, seq_len=SEQ_LEN, gradient_checkpointing=True))
-        for case in (case for case in cases(name, batch_size, precision) if case.placement in placements):
+        every = (case for optimizer in optimizers for case in cases(name, batch_size, precision, optimizer))
+        for case in (case for case in every if case.placement in placements):
             result, machines = run_case(case, root, ssd, case_s)
             gc.collect()
             results.append(result)
             console.print(
-                f"{name} {precision} {result.tokens} {case.placement} clip {case.clip}: "
+                f"{name} {precision} {case.optimizer} {result.tokens} {case.placement} clip {case.clip}: "
                 f"predicted {result.predicted_s:.3f} s, "
                 f"measured {result.measured_s:.3f} ({result.fastest_s:.3f} to {result.slowest_s:.3f}), "
                 f"{result.error:+.1%}, bytes {result.bytes_error:+.1%}, {result.turns} turns",
@@ -294,20 +307,22 @@ def main(
 
 
 def kendall_tau(results: Sequence[Result]) -> float:
-    """Kendall's tau of predicted and measured step times, over pairs of the same model and number of tokens."""
+    """Kendall's tau of predicted and measured step times, over pairs of the same model, tokens and optimizer."""
     signs = [
         math.copysign(1, (a.predicted_s - b.predicted_s) * (a.measured_s - b.measured_s))
         for a, b in itertools.combinations(results, 2)
-        if (a.model, a.tokens) == (b.model, b.tokens)
+        if (a.model, a.tokens, a.optimizer) == (b.model, b.tokens, b.optimizer)
     ]
     return statistics.fmean(signs) if signs else math.nan
 
 
 def _table(results: list[Result]) -> Table:
-    table = Table("model", "tokens", "placement", "clipping", "predicted s", "measured s", "error", "bytes error")
+    table = Table(
+        "model", "optimizer", "tokens", "placement", "clipping", "predicted s", "measured s", "error", "bytes error"
+    )
     for r in results:
         row = (f"{r.predicted_s:.3f}", f"{r.measured_s:.3f}", f"{r.error:+.1%}", f"{r.bytes_error:+.1%}")
-        table.add_row(r.model, str(r.tokens), r.placement, "on" if r.clipping else "off", *row)
+        table.add_row(r.model, r.optimizer, str(r.tokens), r.placement, "on" if r.clipping else "off", *row)
     return table
 
 

@@ -23,7 +23,7 @@ from pagoda.plan.tiers import HOST
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.passes import first_passes, pass_begins
-from pagoda.simulate.rates import Rates
+from pagoda.simulate.rates import Rates, WorkOf, adamw_work
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
 
@@ -49,6 +49,8 @@ class Problem:
     ranks: Ranks = ALONE
     exchanges: tuple[Exchange, ...] = ()
     saved: ActivationPlan = NO_BLOCKS
+    work: WorkOf = adamw_work
+    """The work of the optimizer's updates."""
 
     def plan(self) -> Plan:
         """The plan that the planner chooses without a search. Raises BudgetError if no plan fits."""
@@ -58,7 +60,7 @@ class Problem:
 
     def simulated(self, plan: Plan) -> Timeline:
         """Simulate a step of a plan."""
-        return simulate(plan, self.hardware, self.compute.of_step(self.root, plan))
+        return simulate(plan, self.hardware, self.compute.of_step(self.root, plan), self.work)
 
     @property
     def bound_s(self) -> float:
@@ -160,7 +162,16 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
         saved = ActivationPlan((Policy(config.activations),) * len(sizes.blocks), sizes=sizes)
     compute, exchanges = work_of(config, machine, described, recomputes(config.activations))
     problem = Problem(
-        described.root, config.states, budgets, machine.hardware, compute, options, machine.ranks, exchanges, saved
+        described.root,
+        config.states,
+        budgets,
+        machine.hardware,
+        compute,
+        options,
+        machine.ranks,
+        exchanges,
+        saved,
+        config.rule.work,
     )
     return problem, notes
 

@@ -158,14 +158,15 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     plan, fixed = fastest.plan, problem.options
     if fixed.split is not None or why_not_on_device(plan.layout, fixed, plan.budgets.device) is not None:
         return
-    rates, n = Rates(problem.hardware), 1 << 20
+    rates, n = Rates(problem.hardware, work=problem.work), 1 << 20
+    unit = max(plan.units, key=lambda unit: unit.trainable_numel)
     passing = int(n * sum(plan.layout.bytes_per_parameter.values()))
     on_device = max(
         rates.seconds("h2d", passing + n * plan.layout.itemsize(GRAD)),
         rates.seconds("d2h", passing),
-        rates.device_update_seconds(n, -(-n // plan.layout.block_elements)),
+        rates.device_update_seconds(unit, n, -(-n // plan.layout.block_elements)),
     )
-    on_cpu = rates.update_seconds(n)
+    on_cpu = rates.update_seconds(unit, n)
     even = on_cpu / (on_cpu + on_device)
     yield "what the device has left is home to whole units", _with_split(fastest, device_home_share=1.0)
     for share in filter(None, (round(even, 2), round(even / 2, 2))):

@@ -101,6 +101,10 @@ class Adafactor(TensorRule):
         in_range = self.beta1 is None or (is_number(self.beta1) and 0 <= self.beta1 < 1)
         self._require("beta1", in_range, "None or in [0, 1)")
 
+    @property
+    def element_work(self) -> float:
+        return 4.5
+
     def own_states(self) -> tuple[StateSpec, ...]:
         """The factors, the second moment of vectors, and the first moment if there is one."""
         states = (

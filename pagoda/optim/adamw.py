@@ -39,6 +39,8 @@ _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
     ),
 }
 
+_ELEMENT_WORK: Mapping[Moments, float] = {"fp32": 1.0, "bf16": 1.5, "8bit": 1.9}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
@@ -79,6 +81,10 @@ class AdamW(Adam):
     def noise(self, parameter: str, step: int) -> Key | None:
         """A key, unless moments are fp32 and not rounded."""
         return None if self.moments == "fp32" else Key.of(self.seed, parameter, step)
+
+    @property
+    def element_work(self) -> float:
+        return _ELEMENT_WORK[self.moments]
 
     @property
     def kernel_name(self) -> str:

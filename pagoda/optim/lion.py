@@ -45,6 +45,10 @@ class Lion(ElementwiseRule):
         self._require_not_negative("lr", "weight_decay")
         self._require_betas(self.betas)
 
+    @property
+    def element_work(self) -> float:
+        return 0.6
+
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum."""
         return (StateSpec("exp_avg", torch.float32),)

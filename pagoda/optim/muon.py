@@ -16,7 +16,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, muon
 
 from pagoda.config.training import Precision
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.rule import StateSpec, TensorRule, are_values, is_number
+from pagoda.optim.rule import StateSpec, TensorRule, UpdateWork, are_values, is_number
 
 BUFFER = "momentum_buffer"
 ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_attention_bias*")
@@ -66,6 +66,14 @@ class Muon(TensorRule):
     def takes_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
         """Whether Muon updates a parameter. AdamW updates all others, and they may be cut."""
         return len(shape) == 2 and not any(fnmatchcase(parameter, pattern) for pattern in self.adamw_for)
+
+    def work(self, parameter: str, shape: tuple[int, ...]) -> UpdateWork:
+        """For a matrix of r rows and c >= r columns, each of the `ns_steps` iterations multiplies [r, c] by [c, r],
+        [r, r] by [r, r] and [r, r] by [r, c]."""
+        if not self.takes_whole(parameter, shape):
+            return self._adamw().work(parameter, shape)
+        rows, columns = sorted(shape)
+        return UpdateWork(4.0 * rows * columns, self.ns_steps * (4.0 * rows * rows * columns + 2.0 * rows**3))
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum of matrices, and both moments of all other parameters."""

@@ -33,7 +33,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -91,6 +91,15 @@ class StateSpec:
         return self.elements(numel) * self.dtype.itemsize
 
 
+class UpdateWork(NamedTuple):
+    """What it takes to update a parameter."""
+
+    elements: float
+    """Elements that AdamW with fp32 moments updates in the time of the element-wise part."""
+    flops: float = 0.0
+    """Floating-point operations of products of 16-bit matrices."""
+
+
 _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
     "bf16": (StateSpec("weight", torch.bfloat16), StateSpec("weight_low", torch.int16)),
     "fp16": (StateSpec("weight", torch.float16), StateSpec("weight_low", torch.int16)),
@@ -114,6 +123,16 @@ class Rule(ABC):
     """Settings of torch's class that have just this value here."""
     counts_steps: ClassVar[bool] = True
     """Whether torch's class keeps a count of a parameter's updates."""
+
+    @property
+    def element_work(self) -> float:
+        """Time of the update of an element, divided by AdamW's with fp32 moments. Forecasts use it. It is measured on a
+        CPU core with all states in RAM, on the split master (`benchmarks/update_work.py`)."""
+        return 1.0
+
+    def work(self, parameter: str, shape: Shape) -> UpdateWork:
+        """What it takes to update a parameter of this name and shape."""
+        return UpdateWork(self.element_work * math.prod(shape))
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:
         """States of a parameter: the weights', then the rule's own. The gradient is not one."""

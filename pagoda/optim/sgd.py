@@ -59,6 +59,10 @@ class SGD(ElementwiseRule):
         allowed = not self.nesterov or (self.momentum > 0 and self.dampening == 0)
         self._require("nesterov", allowed, "False without momentum, and with dampening")
 
+    @property
+    def element_work(self) -> float:
+        return 0.6 if self.momentum else 0.3
+
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum buffer, if there is momentum."""
         return (StateSpec(BUFFER, torch.float32),) if self.momentum else ()

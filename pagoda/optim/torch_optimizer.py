@@ -56,6 +56,11 @@ class Optim(TensorRule):
         object.__setattr__(other, "group", settings)
         return other
 
+    @property
+    def element_work(self) -> float:
+        """That of RMSprop and Adagrad. torch's functions read and write a parameter's states several times."""
+        return 5.0
+
     def own_states(self) -> tuple[StateSpec, ...]:
         """The states of the class. A state that is a number has one element."""
         return tuple(

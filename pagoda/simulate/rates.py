@@ -1,12 +1,16 @@
 """The speed of each lane of one rank on given hardware, alone and while other lanes work."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from math import inf
+from functools import cache
+from math import inf, prod
 
 from pagoda.errors import ConfigError
+from pagoda.optim.rule import Shape, UpdateWork
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.tiers import COLLECTIVE, LARGE_TRANSFER_BYTES, update_threads
+from pagoda.plan.units import UnitSpec
 from pagoda.simulate.hardware import Figure, Hardware
 from pagoda.simulate.timeline import COMPUTE
 
@@ -14,14 +18,29 @@ READ, WRITE, H2D, D2H, UPDATE, DEVICE_UPDATE = "ssd_read", "ssd_write", "h2d", "
 _LEAST_LEFT = 0.01
 """Least share of the CPU for lanes that only get what transfers leave. Without it, a step might never end."""
 
+_CORE_FLOP_PER_S = 50e9
+"""Assumed rate of a CPU core whose matrix products were not measured."""
+
+WorkOf = Callable[[str, Shape], UpdateWork]
+"""The work of the update of a parameter, by its name and shape: `Rule.work`."""
+
+
+def adamw_work(_: str, shape: Shape) -> UpdateWork:
+    """The work of AdamW with fp32 moments."""
+    return UpdateWork(prod(shape))
+
 
 class Rates:
     """One rank's share of a node. All ranks of a node work at the same time and share its CPU, RAM, SSDs and links."""
 
     def __init__(
-        self, hardware: Hardware, shared_by: Ranks = ALONE, transfer_bytes: int = LARGE_TRANSFER_BYTES
+        self,
+        hardware: Hardware,
+        shared_by: Ranks = ALONE,
+        transfer_bytes: int = LARGE_TRANSFER_BYTES,
+        work: WorkOf = adamw_work,
     ) -> None:
-        """`transfer_bytes` is the size of the SSD's transfers.
+        """`transfer_bytes` is the size of the SSD's transfers. `work` is that of the updates.
 
         Raises ConfigError if the hardware lacks a figure that its kind of machine needs, or has another number of ranks
         per node.
@@ -43,6 +62,12 @@ class Rates:
         self._device_params_per_s = (
             self._params_per_s if hardware.device is None else hardware.device.update_params_per_s.value
         )
+        cpu_flop_per_s = _CORE_FLOP_PER_S * cpu.cores if cpu.bf16 is None else cpu.bf16.reached_flop_per_s.value
+        self._flop_per_s = cpu_flop_per_s / ranks
+        self._device_flop_per_s = (
+            self._flop_per_s if hardware.device is None else hardware.device.bf16.reached_flop_per_s.value
+        )
+        self._work = cache(lambda unit: _work_per_parameter(unit, work))
         both = {}
         if link is None:
             self._bytes_per_s = {
@@ -128,14 +153,16 @@ class Rates:
     def _across(self) -> float:
         return _known(self._hardware.inter_node_bytes_per_s, self._hardware, "collectives between nodes")
 
-    def update_seconds(self, parameters: int) -> float:
-        """Seconds of the update of this many parameters while nothing else runs."""
-        return parameters / self._params_per_s
+    def update_seconds(self, unit: UnitSpec, parameters: int) -> float:
+        """Seconds of the update of this many parameters of a unit while nothing else runs."""
+        elements, flops = self._work(unit)
+        return parameters * (elements / self._params_per_s + flops / self._flop_per_s)
 
-    def device_update_seconds(self, parameters: int, blocks: int) -> float:
+    def device_update_seconds(self, unit: UnitSpec, parameters: int, blocks: int) -> float:
         """The same on the device, for states in its memory, with the time in which Python queues the blocks."""
         queued = blocks * self.task_switch_s if self.python_ahead else 0.0
-        return parameters / self._device_params_per_s + queued
+        elements, flops = self._work(unit)
+        return parameters * (elements / self._device_params_per_s + flops / self._device_flop_per_s) + queued
 
     def adding_seconds(self, touched: int) -> float:
         """Seconds in which the CPU adds or widens gradients and reads and writes `touched` bytes. One thread does that,
@@ -191,3 +218,11 @@ def _known(figure: Figure | None, hardware: Hardware, what: str) -> float:
     if figure is None:
         raise ConfigError(f"hardware {hardware.name!r} has no rate for {what}: run pagoda calibrate")
     return figure.value
+
+
+def _work_per_parameter(unit: UnitSpec, work: WorkOf) -> UpdateWork:
+    """The mean work of a unit's trained parameters."""
+    trained = [slot.param for slot in unit.slots if slot.param.trainable]
+    works = [work(param.name, param.shape) for param in trained]
+    numel = max(1, sum(param.numel for param in trained))
+    return UpdateWork(sum(each.elements for each in works) / numel, sum(each.flops for each in works) / numel)

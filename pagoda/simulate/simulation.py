@@ -26,7 +26,7 @@ from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.passes import FEW, Mark, first_passes, pass_begins, with_more_passes
-from pagoda.simulate.rates import Rates
+from pagoda.simulate.rates import Rates, WorkOf, adamw_work
 from pagoda.simulate.timeline import COMPUTE, Timeline
 
 _LEAST_STEPS, _MOST_STEPS = 3, 8
@@ -41,10 +41,11 @@ _IN_BACKWARD = 0.75
 arrives."""
 
 
-def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timeline:
+def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float], work: WorkOf = adamw_work) -> Timeline:
     """One step of `plan` in steady state, on one rank of `hardware`.
 
-    `tick_s` has the seconds of compute of each access of the plan's trace if nothing disturbs it; see `Compute`. If
+    `tick_s` has the seconds of compute of each access of the plan's trace if nothing disturbs it; see `Compute`. `work`
+    is that of the optimizer's updates. If
     many micro-batches are alike, only a few are simulated, provided those in the middle take equally long. With
     asynchronous updates, a sweep over the states may take several steps of different length. Then seconds and stalls
     are means over several sweeps, and the timeline is that of the step closest to the mean.
@@ -53,7 +54,7 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timelin
     """
     if len(tick_s) != len(plan.trace.accesses) - 1:
         raise ValueError(f"{len(tick_s)} times of compute for a trace of {len(plan.trace.accesses) - 1} accesses")
-    rates, count = Rates(hardware, plan.ranks, plan.transfer_bytes), len(pass_begins(plan.trace))
+    rates, count = Rates(hardware, plan.ranks, plan.transfer_bytes, work), len(pass_begins(plan.trace))
     few = FEW
     while plan.options.max_staleness is None and (trace := first_passes(plan.trace, tick_s, few)) is not None:
         simulation = Simulation(plan.retraced(trace), rates, tick_s[: len(trace.accesses) - 1])

@@ -121,7 +121,8 @@ class SimulatedUpdates:
         if do is Do.WRITE:
             return [move("ssd_write", "write", traffic.streamed, on_ssd)]
         on_device, count = unit in plan.placement.on_device, stop - start
-        seconds = rates.device_update_seconds(count, blocks) if on_device else rates.update_seconds(count)
+        spec = plan.units[unit]
+        seconds = rates.device_update_seconds(spec, count, blocks) if on_device else rates.update_seconds(spec, count)
         touched, lane = _part(traffic.touched, start, stop, total), "device_update" if on_device else "update"
         works = [Work(lane, f"update {name}", touched, seconds * steps, blocks)]
         if coming := traffic.passed + steps * traffic.brought:

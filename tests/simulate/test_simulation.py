@@ -6,9 +6,12 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from pairwise import each_once
+from torch.utils.flop_counter import FlopCounterMode
 
+import pagoda
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops, module_spec
@@ -166,6 +169,29 @@ def test_gradients_that_are_added_take_the_time_in_which_ram_and_threads_read_an
         assert bool(adding) == (passes > 1)
 
 
+def test_a_rule_that_does_more_for_an_element_updates_as_much_longer() -> None:
+    seconds = {}
+    for rule in (pagoda.AdamW(), pagoda.AdamW(moments="8bit"), pagoda.Adafactor()):
+        plan = make_plan(tower(4, 64), rule.states("bf16"), Budgets(LARGE), Options())
+        spans = simulate(plan, FAST, [0.0] * (len(plan.trace.accesses) - 1), rule.work).spans
+        seconds[rule.name, rule.element_work] = sum(span.end_s - span.start_s for span in spans if span.lane == UPDATE)
+    for (_, work), updating in seconds.items():
+        assert updating == pytest.approx(work * seconds["AdamW", 1.0], rel=1e-6)
+
+
+def test_muon_multiplies_matrices_and_updates_the_rest_as_adamw() -> None:
+    rule, layer = pagoda.Muon(ns_steps=5), ("layer.weight", (64, 16))
+    elements, flops = rule.work(*layer)
+    assert (elements, flops) == (rule.work("layer.weight", (16, 64)))
+    with FlopCounterMode(display=False) as counted:
+        rule.update(2, *(torch.ones(layer[1]) for _ in range(2)), {"momentum_buffer": torch.ones(layer[1])})
+    assert flops == counted.get_total_flops()
+    assert rule.work("layer.bias", (64,)) == rule.work("embed.weight", (8, 8)) == (64, 0)
+    unit = make_plan(ModuleSpec("layer", (ParamSpec(*layer),)), STATES["bf16"], Budgets(LARGE), Options()).units[0]
+    slow = replace(FAST, cpu=replace(FAST.cpu, bf16=None, cores=1, update_params_per_s=figure(1e30)))
+    assert Rates(slow, work=rule.work).update_seconds(unit, 1024) == pytest.approx(flops / 50e9)
+
+
 @given(simulated())
 def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_bytes_of_each_lane(case: Case) -> None:
     plan, machine, ticks, timeline = case
@@ -174,12 +200,13 @@ def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_byt
         budget = getattr(plan.budgets, tier)
         assert all(nbytes <= plan.peak_bytes[tier] <= budget for _, nbytes in account)
     rates = Rates(machine)
-    on_device = sum(plan.units[index].trainable_numel for index in plan.placement.on_device)
-    on_cpu = sum(unit.trainable_numel for unit in plan.units) - on_device
+    on_device = plan.placement.on_device
     least = {
         COMPUTE: sum(ticks),
-        UPDATE: rates.update_seconds(on_cpu),
-        DEVICE_UPDATE: rates.device_update_seconds(on_device, 0),
+        UPDATE: sum(rates.update_seconds(u, u.trainable_numel) for u in plan.units if u.index not in on_device),
+        DEVICE_UPDATE: sum(
+            rates.device_update_seconds(plan.units[u], plan.units[u].trainable_numel, 0) for u in on_device
+        ),
     }
     for lane, nbytes in least_bytes(plan).items():
         least[lane] = rates.seconds(lane, nbytes)
