@@ -20,7 +20,8 @@ class ExportConfig:
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to write. It must not exist, and it appears complete or not at all."""
     checkpoint: str = "last"
-    """For a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
+    """For a run: last, best (by evaluation; without evaluations, the last), or the name of a checkpoint, such as
+    step-000100."""
     dtype: Literal["bf16", "fp32"] | None = None
     """bf16, or fp32 for the master weights. By default the precision in which the model computed."""
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GiB"
@@ -38,7 +39,8 @@ class GenerateConfig:
     prompt: str
     """Text to continue, or the user's message in a chat."""
     checkpoint: str = "last"
-    """For a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
+    """For a run: last, best (by evaluation; without evaluations, the last), or the name of a checkpoint, such as
+    step-000100."""
     tokens: int = 128
     """Most tokens to generate. Fewer if the model has no more positions."""
     draw: bool = False

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagoda.errors import UsageError
+from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.memory.page import pages_for
 from pagoda.memory.region import Region
 from pagoda.parameters.unit import LiveUnit
@@ -147,20 +147,21 @@ class UpdateStream:
         self.drop_ahead()
 
     def _begin(self, update: RunningUpdate, error: BaseException | None = None) -> None:
-        """Begin an update, unless what it waited for has failed, or its gradient is not finite."""
-        unit = update.unit
-        try:
-            if (error := error or self._refusal) is not None:
-                raise error
-            for record, _ in update.pieces:
-                if (bad := record.non_finite()) is not None:
-                    raise non_finite_error(record.unit.name(bad[1]))
-            if update.guess is not None:
+        """Begin an update, unless what it waited for has failed, or its gradient is not finite.
+
+        That error is not raised. A traceback keeps all that this thread's frames refer to, such as weights in a lease,
+        and the error lives as long as the gradient.
+        """
+        error = error or self._refusal or _non_finite(update.pieces)
+        if error is None and update.guess is not None:
+            try:
                 update.guess.begin()
-        except BaseException as raised:
-            update.finish(raised)
-            return
-        self._tell(self._stream.ask, update, unit.index, self._changing(update))
+            except BaseException as raised:
+                error = raised
+        if error is None:
+            self._tell(self._stream.ask, update, update.unit.index, self._changing(update))
+        else:
+            update.finish(error)
 
     def _changing(self, update: RunningUpdate) -> Sequence[int]:
         """The blocks of a unit that an update changes."""
@@ -346,6 +347,14 @@ class Updater:
         """Update a piece of a block, with the block's gradient and states, which are flat. `work` is for fp32 copies,
         if the rule computes on them."""
         raise NotImplementedError
+
+
+def _non_finite(pieces: Pieces) -> NonFiniteGradientError | None:
+    """The error for the first gradient that is NaN or infinite, if there is one."""
+    for record, _ in pieces:
+        if (bad := record.non_finite()) is not None:
+            return non_finite_error(record.unit.name(bad[1]))
+    return None
 
 
 def _within(pieces: Pieces, first: int, last: int) -> Pieces:

@@ -298,7 +298,7 @@ class UpdateSchedule:
         self._release(update)
         self.gradient_used(update)
         if update.speculative:
-            self.times_undone += 1
+            self.times_undone += not update.withdrawn
             self._calm = 0
             self._over(update)
             return

@@ -50,8 +50,8 @@ class OptimConfig(StatesConfig):
     """Weight decay. By default 0.1 for adamw, else the optimizer's own."""
     decay: Literal["all", "matrices"] = "all"
     """Parameters with weight decay: all, or matrices, those with two or more dimensions (no biases and norms)."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up to the peak."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up to the peak. By default 3% of the run, or 10% for adapters; at most 100."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after warm-up: falls along a cosine to its minimum at the last step, or stays constant."""
     min_lr_ratio: float = 0.1
@@ -64,7 +64,7 @@ class OptimConfig(StatesConfig):
         require(self.eps is None or self.eps > 0, "optim.eps", self.eps, "above 0")
         decay = self.weight_decay
         require(decay is None or decay >= 0, "optim.weight_decay", decay, "0 or more")
-        require_count("optim.warmup_steps", self.warmup_steps, 0)
+        require_count("optim.warmup_steps", self.warmup_steps or 0, 0)
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
     def build(self, seed: int, optimizer: str = "adamw") -> "Rule":
@@ -82,11 +82,12 @@ class OptimConfig(StatesConfig):
 
     def lr_factor(self, step: int, steps: int) -> float:
         """Share of the peak learning rate at `step` (from 0) of `steps`. A pure function."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+        warmup = self.warmup_steps or 0
+        if step < warmup:
+            return (step + 1) / warmup
         if self.schedule == "constant":
             return 1.0
-        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
+        progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -138,9 +139,9 @@ class TrainConfig(Run):
     seq_len: int = 0
     """Tokens per sequence. 0: 1024 for texts, or what most conversations fit in; at most what the model has positions
     for. In a T5, of the encoder's input and of the decoder's output each."""
-    tokens_per_step: int = 16384
-    """Tokens per optimizer step. If --batch-size is left out, batch size and accumulation are chosen to give about as
-    many."""
+    tokens_per_step: int | None = None
+    """Most tokens per optimizer step, from which batch size and accumulation are chosen if --batch-size is left out.
+    By default 16384, or fewer, so that the epochs give at least 100 steps."""
     steps: int = 0
     """Optimizer steps of the whole run, those before it was resumed included. 0: as many as --epochs take."""
     epochs: float | None = None
@@ -170,8 +171,10 @@ class TrainConfig(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tokens_per_step", "trace_step", "eval_rows", "sample_tokens"):
+        for name in ("trace_step", "eval_rows", "sample_tokens"):
             require_count(name, getattr(self, name), 1)
+        if self.tokens_per_step is not None:
+            require_count("tokens_per_step", self.tokens_per_step, 1)
         for name in ("batch_size", "seq_len", "steps", "eval_every", "patience", "sample_every"):
             require_count(name, getattr(self, name), 0)
         require(self.seq_len != 1, "seq_len", self.seq_len, "at least 2 (a token and the next)")

@@ -28,6 +28,9 @@ from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 
 _SEQ_LEN, _MOST_SEQ_LEN = 1024, 4096
+_TOKENS_PER_STEP = 16384
+_STEPS = 100
+"""Fewest steps for which a step has more than one sequence, unless the user gives the tokens of a step."""
 _LEAST_SEQUENCES = 8
 """Fewest sequences of a text. With less text, sequences are shorter."""
 _EVAL_SHARE, _LEAST_TO_HOLD_OUT = 0.05, 40
@@ -38,6 +41,8 @@ _CHECKPOINTS = 10
 _LRS = {"random weights": 3e-4, "all of a pretrained model": 2e-5, "adapters": 2e-4}
 _LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2}
 """Share of these rates for each optimizer. The steps of Lion are longer."""
+_WARMUP, _WARMUP_OF_ADAPTERS, _MOST_WARMUP = 0.03, 0.1, 100
+"""Warm-up as a share of the steps, and its most steps. The learning rate of adapters is higher."""
 
 
 def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
@@ -82,17 +87,24 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
         free = int(torch.cuda.mem_get_info()[0] * _DEVICE_SHARE)
         asked = replace(asked, memory=replace(asked.memory, device=str(free)))
         reasons.append(f"--memory.device {format_bytes(free)}: {_DEVICE_SHARE:.0%} of the GPU's free memory")
-    if not asked.depends_on_data:
-        return asked, reasons
+    if asked.depends_on_data:
+        asked, why = _by_data(asked, ranks, console)
+        reasons += why
+    if asked.optim.warmup_steps is None:
+        warmup, why = _warmup(asked)
+        asked = replace(asked, optim=replace(asked.optim, warmup_steps=warmup))
+        reasons += why
+    return asked, reasons
+
+
+def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
+    """The configuration with the settings that depend on the data, and the reasons."""
+    reasons: list[str] = []
     tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
     tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console)
     if not asked.seq_len:
         seq_len, why = _sequence(asked, tokens)
         asked = replace(asked, seq_len=seq_len)
-        reasons += why
-    if not asked.batch_size:
-        batch, passes, why = _batch(asked, ranks)
-        asked = replace(asked, batch_size=batch, accumulation_steps=passes)
         reasons += why
     rows = len(Rows.of(tokens, asked.seq_len * (2 if is_encoder_decoder(asked.model) else 1)))
     if asked.eval_share is None:
@@ -100,9 +112,14 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
         if holds_out:
             reasons.append(f"--eval-share {_EVAL_SHARE}: of {rows:,} sequences, to see whether what is learned holds")
+    left = rows - round(rows * (asked.eval_share or 0))
+    usual = 3.0 if tokens.about.chats else 1.0
+    epochs = asked.epochs or usual
+    if not asked.batch_size:
+        batch, passes, why = _batch(asked, ranks, min(epochs, usual) * left)
+        asked = replace(asked, batch_size=batch, accumulation_steps=passes)
+        reasons += why
     if not asked.steps:
-        left = rows - round(rows * (asked.eval_share or 0))
-        epochs = asked.epochs or (3.0 if tokens.about.chats else 1.0)
         sequences = asked.batch_size * asked.accumulation_steps * ranks
         steps = max(1, ceil(epochs * left / sequences))
         asked = replace(asked, steps=steps, epochs=None)
@@ -126,6 +143,15 @@ def _learning_rate(config: TrainConfig) -> tuple[float, list[str]]:
     lr = _LRS["random weights"] if share is None else round(_LRS[kind] * share, 12)
     why = f"usual for {kind} with {config.optimizer}" if share else f"a guess: {config.optimizer} may need another"
     return lr, [f"--optim.lr {lr:g}: {why}"]
+
+
+def _warmup(config: TrainConfig) -> tuple[int, list[str]]:
+    """Steps of warm-up."""
+    if config.resume and config.out is not None and (run_dir := RunDir(config.out)).config.exists():
+        return run_dir.started_config().optim.warmup_steps or 0, []  # it may have begun with another number of steps
+    share = _WARMUP_OF_ADAPTERS if _kind(config) == "adapters" else _WARMUP
+    warmup = min(_MOST_WARMUP, int(share * config.steps))
+    return warmup, [f"--optim.warmup-steps {warmup}: {share:.0%} of the steps"] * bool(warmup)
 
 
 def _new_directory(asked: TrainConfig) -> Path:
@@ -153,10 +179,12 @@ def _sequence(asked: TrainConfig, tokens: Tokens) -> tuple[int, list[str]]:
     return seq_len, [f"--seq-len {seq_len}: {why}"]
 
 
-def _batch(asked: TrainConfig, ranks: int) -> tuple[int, int, list[str]]:
-    """Sequences of a forward pass, and passes of a step."""
+def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[int, int, list[str]]:
+    """Sequences of a forward pass, and passes of a step, in a run that reads that many `sequences` by default."""
     seq_len = asked.seq_len
-    target = max(1, round(asked.tokens_per_step / seq_len / ranks))
+    most = (asked.tokens_per_step or _TOKENS_PER_STEP) / seq_len
+    few = not asked.tokens_per_step and sequences < _STEPS * most
+    target = max(1, round((sequences // _STEPS if few else most) / ranks))
     described = describe_model(PlanConfig(model=asked.model, seq_len=seq_len, accumulation_steps=1), count_flops=False)
     itemsize = 4 if asked.precision == "fp32" else 2
     room, of = _room(asked)
@@ -175,8 +203,11 @@ def _batch(asked: TrainConfig, ranks: int) -> tuple[int, int, list[str]]:
         batch *= 2
     passes, why = asked.accumulation_steps, "as asked for"
     if passes == 1:
-        passes = max(1, round(target / batch))
-        why = f"about {asked.tokens_per_step:,} tokens a step (--tokens-per-step)"
+        passes = max(1, target // batch)
+        why = f"about {batch * passes * ranks * seq_len:,} tokens a step (--tokens-per-step)"
+        if few:
+            enough = f"so that the data give at least {_STEPS} steps"
+            why += f", {enough if sequences >= _STEPS * ranks else f'as the data give fewer than {_STEPS} steps'}"
     reasons = [
         f"--batch-size {batch}: activations take about {format_bytes(takes(batch))} of {format_bytes(room)} ({of})",
         f"--accumulation-steps {passes}: {why}",

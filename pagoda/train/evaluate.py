@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.mesh.mesh import Mesh
-from pagoda.train.data import IGNORED, Batches
+from pagoda.train.data import Batches
 from pagoda.train.metrics import EVALUATION_FORM, Entry, read_metrics
 from pagoda.train.ranks import from_all
 from pagoda.train.session import Session
@@ -42,11 +42,10 @@ class Evaluator:
 
     def __init__(self, batches: Batches, mesh: Mesh) -> None:
         self._batches, self._mesh = batches, mesh
-        count, at_once = len(batches.rows), batches.batch_size * batches.ranks
-        # All ranks must call the model equally often. So some ranks repeat a row, which does not count.
-        padded = np.full(-(-count // at_once) * at_once, -1, dtype=np.int64)
-        padded[:count] = np.arange(count)
-        self._mine = padded.reshape(-1, batches.ranks, batches.batch_size)[:, batches.rank]
+        count = len(batches.rows)
+        # All ranks must call the model equally often, so a rank with fewer rows has batches without any.
+        calls = -(-count // (batches.batch_size * batches.ranks))
+        self._mine = np.array_split(np.arange(batches.rank, count, batches.ranks), calls)
 
     def measure(self, session: Session, step: int) -> Evaluation:
         """The loss after `step` steps, the same on every rank."""
@@ -54,11 +53,10 @@ class Evaluator:
         total = 0.0
         counted = 0
         for chosen in self._mine:
-            batch = self._batches.of_rows(np.maximum(chosen, 0))
-            batch["labels"][chosen < 0] = IGNORED
+            batch = self._batches.of_rows(chosen if len(chosen) else np.zeros(1, np.int64))
             count = self._batches.targets(batch["labels"])
             loss = session.loss(batch)
-            if (chosen >= 0).any():
+            if len(chosen):
                 total += loss * count
                 counted += count
         found = from_all(self._mesh, "an evaluation", (total, counted))[:: self._mesh.ranks.tensor_parallel]

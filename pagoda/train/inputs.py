@@ -21,6 +21,8 @@ from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 
+_SHOWN = 256
+"""Most tokens of the document that is shown before the first step."""
 _PROBED = 8
 """Tokens of each of the two documents with which `_crosses` tests a model."""
 _ROUNDING, _ROUNDING_16 = 2e-6, 2e-4
@@ -87,6 +89,19 @@ def batches_of(
     of = f"{len(kept):,} of {len(evaluated):,} sequences{' held out' if config.eval_share else ''}"
     say(console, f"Evaluation: {of}, every {config.evaluates_every:,} steps")
     return batches, replace(batches, rows=kept)
+
+
+def example(rows: Rows, tokenizer: Tokenizer) -> list[str]:
+    """Messages with the beginning of the first document, in which « and » are around what the loss counts."""
+    start = int(rows.starts[0])
+    ends = rows.tokens.ends
+    stop = min(int(rows.stops[0]), int(ends[np.searchsorted(ends, start, "right")]), start + _SHOWN)
+    ids = rows.tokens.ids[start:stop].astype(np.int64)
+    counted = ids >= 0
+    counted[0] = False  # nothing precedes it, so it is not predicted
+    more = " ..." if stop == start + _SHOWN else ""
+    text = tokenizer.marked(np.where(ids < 0, ~ids, ids), counted)
+    return ["Example, with what the loss counts between « and »:", *f"{text}{more}".rstrip("\n").split("\n")]
 
 
 def keep_apart(session: Session, evaluated: Batches | None, mesh: Mesh, console: Console) -> Batches | None:

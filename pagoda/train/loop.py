@@ -25,8 +25,8 @@ from pagoda.prepare.deferred_logits import chunked_loss
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
-from pagoda.train.inputs import batches_of, keep_apart, opened_tokens
-from pagoda.train.progress import lasting, say
+from pagoda.train.inputs import batches_of, example, keep_apart, opened_tokens
+from pagoda.train.progress import expected, lasting, say
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session, seed_all
@@ -111,6 +111,10 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
             session.restore(checkpoint)
             say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")
         evaluated = keep_apart(session, evaluated, mesh, console)
+        if checkpoint is None:
+            say(console, *example(batches.rows, tokenizer))
+        step_s = predicted["step_s"] if predicted else None
+        say(console, *expected(session.batches, config.steps, beginning.done, step_s))
         return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()

@@ -11,16 +11,39 @@ from typing import IO, Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
+from pagoda.train.data import Batches
 from pagoda.train.metrics import StepMetrics
 
 _PLAIN_LINES = 10
 _PLAIN_EVERY = 10
+_FEW_STEPS = 50
+"""With fewer steps, a model learns little."""
 
 
 def say(console: Console, *lines: str) -> None:
     """Print lines without wrapping them."""
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def expected(batches: Batches, steps: int, done: int, step_s: float | None) -> list[str]:
+    """Messages about what a run of `steps` steps is going to do after the first `done`, and whether that is little.
+
+    `step_s`: seconds that a forecast expects of a step, or None.
+    """
+    samples = batches.samples_per_step
+    epochs = steps * samples / len(batches.rows)
+    takes = "step 1 shows the time that is left"
+    if step_s is not None:
+        takes = f"about {timedelta(seconds=round((steps - done) * step_s))}"
+    of = f"{samples:,} sequence{'s' * (samples != 1)} ({batches.tokens_per_step:,} tokens)"
+    lines = [f"Run: {steps - done:,} steps of {of}, {epochs:.3g} epoch{'s' * (epochs != 1)}; {takes}"]
+    if steps < _FEW_STEPS:
+        fewer = ", or fewer --tokens-per-step" if samples > batches.ranks else ""
+        lines.append(
+            f"Few steps: in fewer than {_FEW_STEPS}, a model learns little. Give more data, or more --epochs{fewer}"
+        )
+    return lines
 
 
 class Lasting:

@@ -1,18 +1,21 @@
 """Files of records. A record is a text or a conversation.
 
 A record is a JSON object, or a row of CSV, Parquet or Arrow. Its columns show which it is: a text, or a conversation
-(`messages`, ShareGPT's `conversations`, or Alpaca's `instruction`, `input`, `output` and `history`). In JSON, a list of
-messages is a conversation too. Records that cannot be read are refused with file, line and reason.
+(`messages`, ShareGPT's `conversations`, or a question with its answer, as Alpaca's `instruction`, `input`, `output` and
+`history`). In JSON, a list of messages is a conversation too. In tables, lists may be JSON. Records that cannot be read
+are refused with file, line and reason, or left out if the user asks for that.
 """
 
 import bz2
+import codecs
 import csv
+import errno
 import gzip
 import io
 import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +30,8 @@ _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4"})
 _MOST_LISTED = 12
 _TEXTS = ("text", "content")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
-_ALPACA = frozenset({"instruction", "output"})
+_PAIRS = {"instruction": "output", "prompt": "completion", "question": "answer"}
+"""Columns with a question -> with its answer."""
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"},
@@ -53,36 +57,58 @@ class Document:
     begins: bool = True
     """Whether a text begins here. False for later pieces of a long text."""
     ends: bool = True
+    columns: tuple[str, ...] = ()
+    """The columns that were read, of a record."""
+    unread: tuple[str, ...] = ()
+    """Its other columns."""
 
 
-def read_records(path: Path, column: str | None, read: Callable[[int], None]) -> Iterator[Document]:
+def read_records(
+    path: Path, column: str | None, read: Callable[[int], None], leave_out: Callable[[ConfigError], None] | None = None
+) -> Iterator[Document]:
     """The documents of a file of records. `column` has the text or the conversation; by default it is the first column
     with a known name. `read` is called with the number of bytes read since its last call.
 
-    Raises ConfigError for a line or row that cannot be read, with the reason.
+    Raises ConfigError for a line or row that cannot be read, with the reason. With `leave_out`, calls that instead, and
+    goes on with the next row.
     """
     kind, size, done = (RECORDS | TABLES)[suffix(path)], path.stat().st_size, 0
     rows = _json_rows(path) if kind == "json" else _csv_rows(path) if kind == "csv" else _columnar_rows(path, kind)
     for where, row, position in rows:
-        if isinstance(row, list) and row and all(map(_is_message, row)):
-            row = {"messages": row}
-        if not isinstance(row, Mapping):
-            raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
-        document = _document(row, where, column)
-        _check_unicode(document)
-        yield document
+        try:
+            document = _document_of(row, where, column)
+        except ConfigError as error:
+            if leave_out is None:
+                raise
+            leave_out(error)
+        else:
+            yield document
         if done < position <= size:
             read(position - done)
             done = position
     read(size - done)
 
 
+def _document_of(row: Any, where: str, column: str | None) -> Document:
+    """The document of a row, which may be the error of reading it."""
+    if isinstance(row, ConfigError):
+        raise row
+    if isinstance(row, list) and row and all(map(_is_message, row)):
+        row = {"messages": row}
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
+    document = _document(row, where, column)
+    _check_unicode(document)
+    unread = (str(name) for name, value in row.items() if name not in document.columns and value not in (None, ""))
+    return replace(document, unread=tuple(unread))
+
+
 def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
-    """Each row with its place and the bytes read so far. The file has lines of JSON, or one array, which is read whole.
-    An array of messages is one row."""
+    """Each row, or the error of reading it, with its place and the bytes read so far. The file has lines of JSON, or
+    one array, which is read whole. An array of messages is one row."""
     with opened(path) as file:
         lines = (line for line in file if line.strip())
-        first, second = next(lines, b"").strip(), next(lines, None)
+        first, second = next(lines, b"").removeprefix(codecs.BOM_UTF8).strip(), next(lines, None)
     # Lines may be arrays, too. The first line of an array over several lines does not end it.
     if first[:1] == b"[" and (second is None or not _is_json(first)):
         try:
@@ -106,7 +132,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: not JSON: {error}. Each line must be one record") from error
+                row = ConfigError(f"{where}: not JSON: {error}. Each line must be one record")
             yield where, row, position
 
 
@@ -133,11 +159,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
         try:
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
-                if None in row or None in row.values():
-                    raise ConfigError(
-                        f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header"
-                    )
-                yield where, row, 0
+                few = None in row or None in row.values()
+                fields = f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header"
+                yield where, ConfigError(fields) if few else row, 0
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
 
@@ -157,12 +181,12 @@ def _document(row: Mapping[str, Any], where: str, column: str | None) -> Documen
     """The document in a row. Raises ConfigError if no column is known, or if a column has neither text nor messages."""
     if column is not None and column not in row:
         raise ConfigError(f"{where}: no column {column!r}; it has {_names(row)}. Correct --column")
-    conversations = [name for name in _CONVERSATIONS if isinstance(row.get(name), list | tuple)]
+    conversations = [name for name in _CONVERSATIONS if _listed(row.get(name)) is not None]
     known = [*([] if column is None else [column]), *conversations, *(name for name in _TEXTS if name in row)]
     if known:
         name, value = known[0], row[known[0]]
         if name in _CONVERSATIONS or (name == column and isinstance(value, list | tuple)):
-            return _conversation(row, name, where)
+            return _conversation(row, name, _messages(value, name, where), where)
         if column is None and "role" in row:
             raise ConfigError(
                 f"{where}: a single message, where a record or a list of messages should be: put the messages of a "
@@ -170,35 +194,48 @@ def _document(row: Mapping[str, Any], where: str, column: str | None) -> Documen
             )
         if not isinstance(value, str | None):
             raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not text. Name another with --column")
-        return Document(where, value or "")
-    if row.keys() >= _ALPACA:
-        return _alpaca(row, where)
+        return Document(where, value or "", columns=(name,))
+    for asked, answered in _PAIRS.items():
+        if asked in row and answered in row:
+            return _pair(row, asked, answered, where)
+    pairs = (f"{asked} and {answered}" for asked, answered in _PAIRS.items())
     raise ConfigError(
         f"{where}: none of its columns ({_names(row)}) is known to hold text ({', '.join(_TEXTS)}) or a conversation "
-        f"({', '.join(_CONVERSATIONS)}; instruction and output). Name the column with --column"
+        f"({'; '.join([', '.join(_CONVERSATIONS), *pairs])}). Name the column with --column"
     )
 
 
-def _conversation(row: Mapping[str, Any], column: str, where: str) -> Document:
-    turns = row[column]
-    if not isinstance(turns, list | tuple):
+def _conversation(row: Mapping[str, Any], column: str, messages: list[Message], where: str, *more: str) -> Document:
+    """A conversation, with the system prompt and the tools that its row may have. `more`: other columns of it."""
+    system, tools = row.get("system") or "", row.get("tools") or ()
+    if not isinstance(system, str):
+        raise ConfigError(f"{where}: system is a {type(system).__name__}, not text")
+    if system and messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0]["content"] != system:
+            raise ConfigError(f"{where}: has a system message and another one in the column system: leave out one")
+    elif system and messages:
+        messages = [{"role": "system", "content": system}, *messages]
+    listed = _listed(tools)
+    if listed is None:
+        what = "not JSON" if isinstance(tools, str) else f"a {type(tools).__name__}"
+        raise ConfigError(f"{where}: tools is {what}, not a list of tools")
+    columns = column, *more, "system", "tools"
+    return Document(where, messages=tuple(messages), tools=tuple(listed), columns=columns)
+
+
+def _messages(turns: Any, column: str, where: str) -> list[Message]:
+    """The messages in a column."""
+    listed = _listed(turns)
+    if listed is None:
         raise ConfigError(f"{where}: {column} is a {type(turns).__name__}, not a list of messages")
-    messages = [_message(turn, f"{where}: {column}[{number}]") for number, turn in enumerate(turns)]
-    if isinstance(row.get("system"), str) and row["system"] and messages and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    return Document(where, messages=tuple(messages), tools=_tools(row.get("tools"), where))
+    return [_message(turn, f"{where}: {column}[{number}]") for number, turn in enumerate(listed)]
 
 
-def _tools(tools: Any, where: str) -> tuple[Any, ...]:
-    """The tools that a conversation may call. Tables have them as JSON."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "[]")
-        except ValueError as error:
-            raise ConfigError(f"{where}: tools is not JSON: {error}") from error
-    if not isinstance(tools, list | tuple | None):
-        raise ConfigError(f"{where}: tools is a {type(tools).__name__}, not a list of tools")
-    return tuple(tools or ())
+def _listed(value: Any) -> list[Any] | None:
+    """A list, which may be JSON, as in tables. None for anything else."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.lstrip()[:1] == "[" and _is_json(value.encode()) else None
+    return list(value) if isinstance(value, list | tuple) else None
 
 
 def _message(turn: Any, where: str) -> Message:
@@ -264,30 +301,42 @@ def _trained(message: Message, where: str) -> bool:
     return trained
 
 
-def _alpaca(row: Mapping[str, Any], where: str) -> Document:
-    history = row.get("history") or ()
-    if isinstance(history, str):  # tables have it as JSON
-        history = json.loads(history) if _is_json(history.encode()) else None
-    if not isinstance(history, list | tuple) or any(
-        not isinstance(turn, list | tuple) or len(turn) != 2 for turn in history
-    ):
+def _pair(row: Mapping[str, Any], asked: str, answered: str, where: str) -> Document:
+    """A question with its answer: each a text, or for TRL's prompt and completion, a list of messages. Of what was said
+    before the answer, nothing is trained."""
+    question, answer, more = row[asked], row[answered], row.get("input") or ""
+    if asked == "prompt" and (_listed(question) is not None or _listed(answer) is not None):
+        before = _messages(question, asked, where)
+        before = [{**said, "train": False} if said["role"] == "assistant" else said for said in before]
+        return _conversation(row, asked, [*before, *_messages(answer, answered, where)], where, answered)
+    alpaca = asked == "instruction"
+    history = _listed(row.get("history") or ()) if alpaca else []
+    if history is None or any(not isinstance(turn, list | tuple) or len(turn) != 2 for turn in history):
         raise ConfigError(f"{where}: history must be a list of pairs, each of an instruction and an output")
-    parts = [row.get("instruction"), row.get("input") or "", row["output"]]
-    if not all(isinstance(part, str) for part in (*parts, *chain(*history))):
-        raise ConfigError(f"{where}: instruction, input, output and history must be text")
-    instruction, more, output = parts
-    asked = f"{instruction}\n\n{more}" if more else instruction
-    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for question, answer in (*history, (asked, output)):
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return Document(where, messages=tuple(messages))
+    parts = [question, answer, *(more if alpaca else "",), *chain(*history)]
+    if not all(isinstance(part, str) for part in parts):
+        raise ConfigError(f"{where}: {asked}, {answered}{', input and history' * alpaca} must be text")
+    if alpaca and more:
+        question = f"{question}\n\n{more}"
+    messages: list[Message] = []
+    for said, answered_so in (*history, (question, answer)):
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered_so}]
+    return _conversation(row, asked, messages, where, answered, *("input", "history") * alpaca)
 
 
 def opened(path: Path) -> Any:
     """Open a file to read bytes. Decompresses it if its name says that it is compressed.
 
-    Reading raises OSError if the file is damaged or cut short.
+    Raises OSError for text in UTF-16. Reading raises it if the file is damaged or cut short.
     """
+    file = _unpacked(path)
+    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        file.close()
+        raise OSError(errno.EILSEQ, "it is UTF-16: convert it, as with iconv -f UTF-16 -t UTF-8")
+    return file
+
+
+def _unpacked(path: Path) -> io.BufferedReader:
     kind = path.suffix.lower()
     if kind not in _COMPRESSED:
         return path.open("rb")

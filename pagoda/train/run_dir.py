@@ -135,7 +135,8 @@ class RunDir:
         return complete[-1]
 
     def named(self, name: str) -> RunCheckpoint:
-        """The checkpoint with this name. `last` and `best` (by evaluation) stand for a name.
+        """The checkpoint with this name. `last` and `best` (by evaluation) stand for a name. In a run without
+        evaluations, the last one is the best.
 
         Raises CheckpointError if there is no such checkpoint.
         """
@@ -145,6 +146,8 @@ class RunDir:
         if name == "best":
             losses = {line["step"]: line["loss"] for line in read_metrics(self.evals, EVALUATION_FORM)}
             known = [c for c in found if losses.get(c.step) is not None]
+            if not losses:
+                return self.latest()
             if not known:
                 raise CheckpointError(f"{self.path} has no checkpoint with an evaluation: give --checkpoint last")
             return min(known, key=lambda checkpoint: losses[checkpoint.step])

@@ -139,6 +139,7 @@ def _pieces(path: Path) -> Iterator[Document]:
                 reason = "binary (holds NUL bytes)" if bad[0] == "\0" else "not UTF-8"
                 raise _NotTextError(path, line + piece.count("\n", 0, bad.start()), reason)
             line += piece.count("\n")
+            piece = piece.removeprefix("\ufeff" * begins)
             after = reader.read(_PIECE) + reader.readline(_PIECE)
             yield Document(str(path), piece, begins=begins, ends=not after)
             begins = False

@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
 
+    @abstractmethod
+    def written(self, ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens."""
+
+    def marked(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> str:
+        """The text of ids [N], with special tokens and with « and » around what the loss counts."""
+        edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), len(ids)]
+        until = [self.written(ids[:edge].tolist()) for edge in edges]
+        parts = (after[len(before) :] for before, after in pairwise(until))
+        return "".join(f"«{part}»" if counted[at] else part for at, part in zip(edges, parts, strict=False))
+
 
 class ByteTokenizer(Tokenizer):
     """Each byte of UTF-8 is a token, and a line feed comes between texts."""
@@ -107,6 +119,9 @@ class ByteTokenizer(Tokenizer):
         if chat:
             raise ConfigError("the tokenizer is bytes, which has no chat template: give the prompt as it is")
         return list(text.encode())
+
+    def written(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(id_ for id_ in ids if id_ < VOCABULARY).decode(errors="replace")
@@ -165,6 +180,10 @@ class ModelTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def written(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
 
     def _texts(self, documents: Sequence[Document]) -> list[Encoded]:

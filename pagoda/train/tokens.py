@@ -28,7 +28,7 @@ from pagoda.train.records import Document
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 2
+_FORMAT = 3
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _HASH = "hash"
 """Key in about.json: the hash of everything else in it."""

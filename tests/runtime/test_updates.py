@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,19 @@ def test_an_update_during_backward_that_is_refused_counts_as_no_step_and_others_
     backward()
     optimizer.step()
     assert dict(steps_of(optimizer)) == {name: 3 - (name in refused) for name, _ in steps_of(optimizer)}
+
+
+@pytest.mark.inline
+def test_a_refused_update_keeps_nothing_that_the_thread_that_began_it_has_in_use(wrap: Wrap) -> None:
+    """Such as weights in a lease, whose frames are then free at another time on each rank."""
+    model, _ = wrap(Layers(2), pagoda.Memory(host="64MiB", page_size=PAGE), accumulation_steps=1)
+
+    def backward() -> weakref.ref[torch.Tensor]:
+        in_use = torch.ones(1)
+        (loss_of(model) * torch.nan).backward()
+        return weakref.ref(in_use)
+
+    assert backward()() is None
 
 
 def test_states_that_are_read_across_a_step_are_refused_and_the_step_is_whole(wrap: Wrap, tmp_path: Path) -> None:

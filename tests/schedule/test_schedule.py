@@ -134,6 +134,17 @@ def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
     assert scheduler.updates.drained
 
 
+def test_an_update_that_is_called_off_and_then_refused_counts_once_as_undone() -> None:
+    scheduler = Scheduler(plan(frames=4, speculated=True))
+    scheduler.gradient(0, complete=True, last=True)
+    end_all(scheduler, updates=False)
+    update = scheduler.weights(0).update
+    scheduler.drop_gradients()
+    assert update is not None
+    scheduler.refused(Operation(Kind.UPDATE, 0, about=update))
+    assert scheduler.usage.undone == 1
+
+
 def begun_checkpoint() -> tuple[Scheduler, list[Operation], Operation]:
     """Of four units that are updated during backward; the reserve has room for one. Two SAVEs are under way, and an
     UPDATE of another unit, which has begun to keep its old states there."""

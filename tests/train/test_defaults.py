@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "random")
     (folder / "text.txt").write_text(TEXT)
     write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats(120)])
-    write_lines(folder / "few.jsonl", [{"messages": chat} for chat in chats(80)])
+    write_lines(folder / "two.jsonl", [{"messages": chat} for chat in chats(2)])
     return folder
 
 
@@ -42,17 +42,48 @@ def run_of(folder: Path, **given: Any) -> tuple[Any, str]:
     return RunDir(result.out).started_config(), shown.getvalue()
 
 
-def test_a_model_and_data_are_enough(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_and_data_are_enough(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also two conversations, of which none is held out: the last checkpoint is then the best."""
     monkeypatch.chdir(tmp_path)
-    Path("runs/model-few").mkdir(parents=True)
-    args = ["train", "--model", str(folder / "model"), "--data", str(folder / "few.jsonl")]
+    Path("runs/model-two").mkdir(parents=True)
+    args = ["train", "--model", str(folder / "model"), "--data", str(folder / "two.jsonl")]
     assert main([*args, "--memory.host", "64MiB", "--plan", "usual"]) == 0
-    config = RunDir(Path("runs/model-few-2")).started_config()
+    shown = capsys.readouterr().out
+    run_dir = RunDir(Path("runs/model-two-2"))
+    config = run_dir.started_config()
     assert config.optim.lr == 2e-5
-    assert config.seq_len == 256
-    assert config.batch_size * config.accumulation_steps * config.seq_len == 16384
-    assert config.eval_share == 0.05
-    assert len(read_metrics(Path("runs/model-few-2/metrics.jsonl"))) == config.steps == 2
+    assert (config.seq_len, config.batch_size, config.accumulation_steps, config.eval_share) == (128, 1, 1, 0.0)
+    assert len(read_metrics(run_dir.metrics)) == config.steps == 6
+    assert "about 128 tokens a step (--tokens-per-step), as the data give fewer than 100 steps" in shown
+    assert "Run: 6 steps of 1 sequence (128 tokens), 3 epochs; step 1 shows" in shown
+    assert "Few steps: in fewer than 50, a model learns little. Give more data, or more --epochs" in shown
+    assert main(["generate", str(run_dir.path), "--prompt", "Hi", "--tokens", "2", "--checkpoint", "best"]) == 0
+
+
+def test_tokens_of_a_step_go_by_the_size_of_the_data_and_warm_up_by_what_is_trained(
+    folder: Path, tmp_path: Path
+) -> None:
+    console = Console(file=io.StringIO(), width=300)
+
+    def chosen(**given: Any) -> TrainConfig:
+        settings = {"model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "memory": Memory(host="64MiB")}
+        return completed(TrainConfig(**{**settings, "out": tmp_path / "run", **given}), open_mesh(), console)
+
+    def of_step(config: TrainConfig) -> int:
+        return config.batch_size * config.accumulation_steps * config.seq_len
+
+    usual = chosen(seq_len=128)
+    assert usual.eval_share == 0.05
+    assert (of_step(usual), usual.steps, usual.optim.warmup_steps) == (256, 171, 5)
+    assert chosen(seq_len=128, lora=LoraConfig(rank=2)).optim.warmup_steps == 17
+    longer = chosen(seq_len=128, epochs=30.0)
+    assert (of_step(longer), longer.steps) == (256, 1710)
+    assert of_step(chosen(seq_len=128, tokens_per_step=2048)) == 2048
+    text = chosen(data=str(folder / "text.txt"), seq_len=16)
+    assert 100 <= text.steps < 200
+    assert of_step(chosen(data=str(folder / "text.txt"), seq_len=16, steps=3)) == of_step(text)
 
 
 def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restarts_keep_it(

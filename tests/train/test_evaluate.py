@@ -1,8 +1,47 @@
-"""Which evaluation is the best one."""
+"""What an evaluation measures, and which is the best one."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
-from pagoda.train.evaluate import best_step, since_best
+import numpy as np
+import pytest
+import torch
+
+from pagoda.mesh.mesh import open_mesh
+from pagoda.train.data import Batches, Rows
+from pagoda.train.evaluate import Evaluator, best_step, since_best
+from tests.train.test_data import tokens_of
+
+
+@pytest.mark.parametrize(("count", "ranks", "sizes"), [(3, 1, [[3]]), (5, 2, [[3], [2]]), (6, 4, [[2], [2], [1], [1]])])
+def test_an_evaluation_reads_every_sequence_once_and_pads_no_batch(
+    count: int, ranks: int, sizes: list[list[int]]
+) -> None:
+    rows = Rows.of(tokens_of(np.arange(4 * count)), 4)
+    seen: list[list[int]] = []
+    found: list[int] = []
+
+    def loss(batch: dict[str, torch.Tensor]) -> float:
+        seen[-1].append(len(batch["input_ids"]))
+        found.extend(batch["input_ids"][:, 0].tolist())
+        return 1.0
+
+    session: Any = SimpleNamespace(loss=loss)
+    for rank in range(ranks):
+        seen.append([])
+        Evaluator(Batches(rows=rows, batch_size=64, rank=rank, ranks=ranks), open_mesh()).measure(session, 1)
+    assert seen == sizes
+    assert sorted(found) == rows.tokens.ids[::4].tolist()
+
+
+def test_a_rank_without_a_sequence_calls_the_model_as_often_as_others() -> None:
+    one = Evaluator(Batches(rows=Rows.of(tokens_of(np.arange(4)), 4), batch_size=2, rank=1, ranks=2), open_mesh())
+    shapes: list[int] = []
+    session: Any = SimpleNamespace(loss=lambda batch: shapes.append(len(batch["labels"])) or math.nan)
+    with pytest.raises(ZeroDivisionError):  # this rank alone has counted nothing
+        one.measure(session, 1)
+    assert shapes == [1]
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best_and_patience_counts_from_the_best() -> None:

@@ -1,6 +1,7 @@
 """A run says whether a model keeps the documents of a sequence apart, and is right."""
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagoda.mesh.mesh import open_mesh
 from pagoda.train.data import Batches, Rows
-from pagoda.train.inputs import keep_apart
+from pagoda.train.inputs import example, keep_apart
+from pagoda.train.tokenizer import ModelTokenizer
+from pagoda.train.tokens import open_tokens
+from tests.text_files import CHATML, chats, tokenizer, write_lines
 from tests.train.test_data import tokens_of
+
+
+def test_an_example_shows_what_the_loss_counts_in_the_first_document_alone(tmp_path: Path) -> None:
+    tokenizer(CHATML).save_pretrained(tmp_path)
+    own = ModelTokenizer(tmp_path)
+    data = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats(3)[1:]])
+    rows = Rows.of(open_tokens(str(data), own, tmp_path / "cache"), 512)
+    first, *shown = example(rows, own)
+    assert "between « and »" in first
+    assert shown[-3:] == ["<|im_start|>assistant", "«It is 2, as anyone can count.<|im_end|>", "»"]
+    assert "\n".join(shown).count("«") == 2
+
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
 EXPERTS = {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -143,6 +143,11 @@ def test_texts_and_conversations_are_the_same_in_every_format_and_convention(
     assert found[0].about.fingerprint == found[1].about.fingerprint
 
 
+def quoted(text: str) -> str:
+    """A field of CSV."""
+    return '"' + text.replace('"', '""') + '"'
+
+
 YES = {"role": "assistant", "content": "yes"}
 TALK = [{"role": "user", "content": "hi"}, YES]
 ASKED = {"instruction": "hi", "output": "yes"}
@@ -156,6 +161,22 @@ CONVERSATIONS: dict[str, tuple[str, Any, list[Any]]] = {
     "other names of roles": ("a.json", [[{"role": r, "content": "yes"} for r in ("Assistant", "model")]], [[YES, YES]]),
     "not to be trained": ("a.json", [[{**YES, "train": False}]], [[{**YES, "train": False}]]),
     "to be trained": ("a.json", [[{**YES, "weight": 1.0, "training": True, "name": "x"}]], [[{**YES, "name": "x"}]]),
+    "TRL's prompt and completion": ("a.json", [{"prompt": TALK[:1], "completion": [YES]}], [TALK]),
+    "what was said before the completion": (
+        "a.json",
+        [{"prompt": TALK, "completion": [YES]}],
+        [[TALK[0], {**YES, "train": False}, YES]],
+    ),
+    "prompt and completion as texts": ("a.json", [{"prompt": "hi", "completion": "yes"}], [TALK]),
+    "question and answer": ("a.csv", "question,answer\nhi,yes\n", [TALK]),
+    "messages as JSON in a table": ("a.csv", "messages\n" + quoted(json.dumps(TALK)) + "\n", [TALK]),
+    "a byte-order mark before an array": ("a.json", "\ufeff" + json.dumps([{"messages": TALK}]), [TALK]),
+    "a byte-order mark before lines": ("a.jsonl", "\ufeff" + json.dumps({"messages": TALK}) + "\n", [TALK]),
+    "a system prompt for a question": (
+        "a.json",
+        [{**ASKED, "system": "Be brief."}],
+        [[{"role": "system", "content": "Be brief."}, *TALK]],
+    ),
     "Alpaca's history": ("a.json", [{**ASKED, "history": [["hi", "yes"]]}, ASKED], [[*TALK, *TALK], TALK]),
 }
 
@@ -217,6 +238,15 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "no role": ("a.jsonl", b'{"messages": [{"content": "a"}]}\n', r"line 1: messages\[0\] has no role"),
     "no message": ("a.jsonl", b'{"messages": ["a"]}\n', r"line 1: messages\[0\] is a str"),
     "half a character": ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', "line 2: not Unicode text"),
+    "UTF-16": ("a.txt", "one".encode("utf-16"), "is UTF-16: convert it, as with iconv"),
+    "records in UTF-16": ("a.csv", "text\none".encode("utf-16"), "is UTF-16: convert it, as with iconv"),
+    "two system prompts": (
+        "a.jsonl",
+        b'{"messages": [{"role": "system", "content": "a"}], "system": "b"}\n',
+        "another one in the column",
+    ),
+    "no system prompt": ("a.jsonl", b'{"messages": [], "system": ["b"]}\n', "system is a list, not text"),
+    "messages that are text": ("a.csv", b"messages,id\nhi,1\n", "none of its columns"),
     "no tools": ("a.jsonl", b'{"messages": [], "tools": 3}\n', "line 1: tools is a int, not a list of tools"),
     "broken tools": ("a.jsonl", b'{"messages": [], "tools": "search"}\n', "line 1: tools is not JSON"),
     "broken array": ("a.json", b'[{"text": "a"},', "not JSON"),
