@@ -145,7 +145,7 @@ class Stepper:
     def _await_buffers(self, record: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `record` is named if there is no room."""
         lane = self._executor.driver.ask(partial(lane_of_buffers, self._accesses.plan, self._scheduler))
-        self._accesses.wait(lambda: not self._scheduler.held_back, lane, lambda: self._refuse(record))
+        self._accesses.wait(lambda: self._scheduler.held_back is None, lane, lambda: self._refuse(record))
 
     def _refuse(self, record: UnitGradient) -> None:
         """Raise the error for a gradient without a buffer."""

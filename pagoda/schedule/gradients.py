@@ -123,14 +123,11 @@ class Gradients:
         return not (record.lacks_buffer or record.transferring)
 
     @property
-    def held_back(self) -> bool:
-        """Whether compute must wait before it makes more gradients, because a gradient has no buffer yet."""
-        return any(record.made for record in self._waiting)
-
-    @property
-    def awaited(self) -> tuple[Kind, int]:
-        """The operation that will probably free the next buffer: a SPILL, the first UPDATE, or any OFFLOAD; and its
-        unit."""
+    def held_back(self) -> tuple[Kind, int] | None:
+        """The operation that will probably free the next buffer, and its unit: a SPILL, the first UPDATE, or an OFFLOAD
+        of any unit. None if no gradient that autograd has made lacks a buffer."""
+        if not any(record.made for record in self._waiting):
+            return None
         for kind, records in ((Kind.SPILL, self._spilled), (Kind.UPDATE, self._read)):
             for record in records:
                 return kind, record.unit

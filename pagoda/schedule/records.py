@@ -151,3 +151,8 @@ class Weights:
     def version(self) -> int:
         """The version that accesses read."""
         return self.due - self.lag
+
+    @property
+    def await_update(self) -> bool:
+        """Whether the version that accesses read waits for an update, an UNDO, or other ranks' parts."""
+        return self.guess is not None or self.newest < self.version or bool(self.sharing)

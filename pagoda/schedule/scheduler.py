@@ -53,9 +53,6 @@ class Scheduler:
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
         self.turns = Turns(plan, self.versions, self.leases, self.updates, self._issue)
-        self.found: bool | None = None
-        """What the latest access found: True if the weights were there, False if their update or fetch had not ended,
-        None if neither was under way (a fault)."""
         self.steps = 0
         """The number of steps that were taken, skipped or dropped."""
 
@@ -65,7 +62,6 @@ class Scheduler:
         """Compute begins to use a unit, and must wait until it is `ready`. `recorded`: the access belongs to a training
         step, and so to the step's trace. Accesses of an evaluation do not."""
         unit = access.unit
-        self.found = self.leases.found(unit)
         announced = self.order.access(access, recorded)
         self.updates.undo(unit)
         self.leases.access(unit)
@@ -286,25 +282,16 @@ class Scheduler:
         """Whether compute can read the weights of a unit that it has accessed."""
         return not self.leases.waits(unit)
 
-    def awaits_update(self, unit: int) -> bool:
-        """Whether a unit's weights wait for an update."""
-        return self.versions.readable(unit) is None
-
     @property
     def idle(self) -> bool:
         """Whether nothing is under way. If compute waits now, it waits forever, because there is too little memory."""
         return self._under_way == 0
 
     @property
-    def held_back(self) -> bool:
-        """Whether compute must wait before it makes more gradients, because a gradient has no buffer yet."""
+    def held_back(self) -> tuple[Kind, int] | None:
+        """What holds compute back before it makes more gradients, because a gradient has no buffer yet: the operation
+        that will probably free one, and its unit. None if compute can go on."""
         return self.gradients.held_back
-
-    @property
-    def frees_buffer(self) -> tuple[Kind, int]:
-        """The operation that will probably free the next gradient buffer, and its unit: a SPILL, an UPDATE, or an
-        OFFLOAD of any unit."""
-        return self.gradients.awaited
 
     @property
     def drained(self) -> bool:
