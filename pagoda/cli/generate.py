@@ -1,5 +1,6 @@
 """`pagoda generate`: continues a prompt with a trained model."""
 
+from itertools import cycle
 from pathlib import Path
 
 from rich.console import Console
@@ -7,6 +8,7 @@ from rich.console import Console
 from pagoda.config.commands import GenerateConfig
 from pagoda.errors import ConfigError
 from pagoda.train.progress import say
+from pagoda.train.records import Message
 
 
 def run(config: GenerateConfig, console: Console) -> int:
@@ -24,11 +26,21 @@ def run(config: GenerateConfig, console: Console) -> int:
     try:
         chat = tokenizer.chats if config.chat is None else config.chat
         seed = config.seed if config.draw else None
-        text = continued(model, tokenizer, config.prompt, chat=chat, tokens=config.tokens, seed=seed)
+        prompt = _messages(config) if chat else config.prompt[0]
+        if not chat and (config.system is not None or len(config.prompt) > 1):
+            raise ConfigError("--system and several turns are for a chat, and this is none: give one --prompt")
+        text = continued(model, tokenizer, prompt, chat=chat, tokens=config.tokens, seed=seed)
     finally:
         optimizer.close()
-    say(console, text if chat else config.prompt + text)
+    say(console, text if chat else config.prompt[0] + text)
     return 0
+
+
+def _messages(config: GenerateConfig) -> list[Message]:
+    """The conversation that an assistant continues."""
+    system = [] if config.system is None else [("system", config.system)]
+    said = zip(cycle(("user", "assistant")), config.prompt, strict=False)
+    return [{"role": role, "content": content} for role, content in (*system, *said)]
 
 
 def _places(config: GenerateConfig) -> tuple[Path, Path]:

@@ -37,8 +37,10 @@ class GenerateConfig:
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|MODEL_DIR")]
     """Directory of a run, or a Hugging Face directory, such as `pagoda export` writes, or ORG/NAME, its name in the
     local Hugging Face cache."""
-    prompt: str
-    """Text to continue, or the user's message in a chat."""
+    prompt: tuple[str, ...]
+    """Text to continue. In a chat: what the user says, or what user and assistant have said in turn, each in quotes."""
+    system: str | None = None
+    """System prompt of a chat."""
     checkpoint: str = "last"
     """For a run: last, best (by evaluation; without evaluations, the last), or the name of a checkpoint, such as
     step-000100."""
@@ -56,6 +58,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         require_count("tokens", self.tokens, 1)
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
+        require(len(self.prompt) % 2 == 1, "prompt", self.prompt, "what user and assistant say, ending with the user")
 
 
 @dataclass(frozen=True, kw_only=True)

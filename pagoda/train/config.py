@@ -139,6 +139,8 @@ class TrainConfig(Run):
     seq_len: int = 0
     """Tokens per sequence. 0: 1024 for texts, or what most conversations fit in; at most what the model has positions
     for. In a T5, of the encoder's input and of the decoder's output each."""
+    packing: Literal["on", "off"] = "on"
+    """Whether a sequence has as many whole conversations as fit, which do not see each other, or only one."""
     tokens_per_step: int | None = None
     """Most tokens per optimizer step, from which batch size and accumulation are chosen if --batch-size is left out.
     By default 16384, or fewer, so that the epochs give at least 100 steps."""
@@ -190,6 +192,11 @@ class TrainConfig(Run):
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         if self.lora.rank is not None:
             self._check_adapters()
+
+    @property
+    def packs(self) -> bool:
+        """Whether a sequence may have several conversations."""
+        return self.packing == "on"
 
     @property
     def depends_on_data(self) -> bool:

@@ -46,9 +46,14 @@ class Rows:
     tokens. Of a conversation, these may all be after the cut."""
 
     @staticmethod
-    def of(tokens: Tokens, length: int) -> "Rows":
-        """All rows of the tokens in which the loss counts a token. Raises ConfigError if there are none."""
-        rows = _whole_documents(tokens, length) if tokens.about.chats else _windows(tokens, length)
+    def of(tokens: Tokens, length: int, packs: bool = True) -> "Rows":
+        """All rows of the tokens in which the loss counts a token. Without `packs`, each conversation has its own.
+
+        Raises ConfigError if there are none, and for texts that are not to be packed.
+        """
+        if not packs and not tokens.about.chats:
+            raise ConfigError(f"--packing off is for conversations, and data {tokens.about.source!r} has texts")
+        rows = _whole_documents(tokens, length, packs) if tokens.about.chats else _windows(tokens, length)
         if not len(rows):
             about, unit = tokens.about, "tokens" if tokens.about.separates else "bytes"
             if about.chats:
@@ -121,8 +126,8 @@ def _windows(tokens: Tokens, length: int) -> Rows:
     return Rows(tokens, length, kept, kept + length, dropped=len(starts) - len(kept))
 
 
-def _whole_documents(tokens: Tokens, length: int) -> Rows:
-    """Rows of whole documents, as many in each as fit. A longer document has a row of its own and is cut."""
+def _whole_documents(tokens: Tokens, length: int, packs: bool) -> Rows:
+    """Rows of whole documents: one, or with `packs` as many as fit. A longer one has a row of its own and is cut."""
     starts: list[int] = []
     stops: list[int] = []
     cut = longest = dropped = begin = 0
@@ -136,7 +141,7 @@ def _whole_documents(tokens: Tokens, length: int) -> Rows:
         if not (tokens.ids[begin + 1 : stop] >= 0).any():
             dropped, begin = dropped + 1, end
             continue
-        if starts and stops[-1] == begin and stop - starts[-1] <= length:
+        if packs and starts and stops[-1] == begin and stop - starts[-1] <= length:
             stops[-1] = stop
         else:
             starts.append(begin)

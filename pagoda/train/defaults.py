@@ -106,7 +106,7 @@ def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainCon
         seq_len, why = _sequence(asked, tokens)
         asked = replace(asked, seq_len=seq_len)
         reasons += why
-    rows = len(Rows.of(tokens, asked.seq_len * (2 if is_encoder_decoder(asked.model) else 1)))
+    rows = len(Rows.of(tokens, asked.seq_len * (2 if is_encoder_decoder(asked.model) else 1), asked.packs))
     if asked.eval_share is None:
         holds_out = asked.eval_data is None and _kind(asked) != "random weights" and rows >= _LEAST_TO_HOLD_OUT
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)

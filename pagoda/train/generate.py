@@ -7,17 +7,25 @@ import torch
 from torch import nn
 
 from pagoda.errors import ConfigError
+from pagoda.train.records import Message
 from pagoda.train.tokenizer import Tokenizer
 
 
 def continued(
-    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, chat: bool, tokens: int, seed: int | None = None
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str | list[Message],
+    *,
+    chat: bool,
+    tokens: int,
+    seed: int | None = None,
 ) -> str:
     """Continue a prompt with the most likely tokens, or with sampled ones if there is a seed.
 
-    `model` is a language model of transformers, wrapped or not. With `chat`, the prompt is a user's message, which the
-    tokenizer's chat template formats. `tokens` is the most tokens to generate. Generation ends at the model's last
-    position. The sampling temperature is 0.8, and sampling does not change the random numbers of training.
+    `model` is a language model of transformers, wrapped or not. With `chat`, the prompt is a user's message, or
+    messages, which the tokenizer's chat template formats. `tokens` is the most tokens to generate. Generation ends at
+    the model's last position. The sampling temperature is 0.8, and sampling does not change the random numbers of
+    training.
 
     Raises ConfigError like `prompt_ids`.
     """
@@ -51,7 +59,7 @@ def continued(
     return tokenizer.decode(found[0, start:].tolist())
 
 
-def prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
+def prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str | list[Message], chat: bool) -> list[int]:
     """The ids of a prompt that the model can continue.
 
     Raises ConfigError if it is not Unicode text, has no tokens or leaves no position, and for a chat if the tokenizer

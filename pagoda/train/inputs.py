@@ -57,14 +57,14 @@ def batches_of(
     """
     _check_vocabulary(config, model, tokens)
     continued = is_encoder_decoder(config.model)
-    rows = Rows.of(tokens, config.seq_len * (2 if continued else 1))
+    rows = Rows.of(tokens, config.seq_len * (2 if continued else 1), config.packs)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     say(console, *_sequences(rows))
     evaluated: Rows | None = None
     if config.eval_data is not None:
         other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
         _check_vocabulary(config, model, other)
-        evaluated = Rows.of(other, rows.length)
+        evaluated = Rows.of(other, rows.length, config.packs)
     elif config.eval_share:
         count = max(1, round(config.eval_share * len(rows)))
         if count == len(rows):

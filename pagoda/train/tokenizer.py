@@ -15,7 +15,7 @@ from pagoda.checkpoint.pretrained import weight_files
 from pagoda.errors import ConfigError
 from pagoda.models.build import import_transformers, vocabulary_of
 from pagoda.train.chat import ChatTemplate, trl_version
-from pagoda.train.records import Document
+from pagoda.train.records import Document, Message
 
 BYTES = "bytes"
 VOCABULARY = 256
@@ -75,9 +75,11 @@ class Tokenizer(ABC):
         return []
 
     @abstractmethod
-    def prompt(self, text: str, chat: bool) -> list[int]:
-        """The ids of a text to continue, or of a user's message with `chat`. Raises ConfigError if there is no chat
-        template."""
+    def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
+        """The ids of a text to continue, or with `chat` of a user's message or of messages.
+
+        Raises ConfigError if there is no chat template.
+        """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -115,9 +117,10 @@ class ByteTokenizer(Tokenizer):
             encoded.append(np.frombuffer(text.encode(), np.uint8).astype(np.int32))
         return encoded
 
-    def prompt(self, text: str, chat: bool) -> list[int]:
+    def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
         if chat:
             raise ConfigError("the tokenizer is bytes, which has no chat template: give the prompt as it is")
+        assert isinstance(text, str), "messages are a chat"
         return list(text.encode())
 
     def written(self, ids: Sequence[int]) -> str:
@@ -173,9 +176,9 @@ class ModelTokenizer(Tokenizer):
         self._chat.remarks.clear()
         return found
 
-    def prompt(self, text: str, chat: bool) -> list[int]:
+    def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
         if chat:
-            return self._chat.prompt([{"role": "user", "content": text}])
+            return self._chat.prompt([{"role": "user", "content": text}] if isinstance(text, str) else text)
         return [*self._before, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:

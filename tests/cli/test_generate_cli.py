@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, T5Config
 
 from pagoda.cli.main import main
+from pagoda.config.commands import GenerateConfig
+from pagoda.errors import ConfigError
+from pagoda.train.chat import ChatTemplate
 from pagoda.train.generate import continued
 from pagoda.train.tokenizer import ByteTokenizer
 from tests.cli.workspace import Workspace
@@ -85,6 +89,22 @@ def test_a_run_with_adapters_writes_too_and_its_adapter_has_the_tokenizer(
     assert main(["export", str(work.root / "adapted"), str(tmp_path / "adapter")]) == 0
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names >= {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"}
+
+
+def test_a_chat_has_a_system_prompt_and_several_turns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(ChatTemplate, "prompt", lambda _, messages: seen.append(messages) or [5])
+    args = [str(folder / "run"), "--prompt", "Hi", "Hello", "Who?", "--system", "Be brief."]
+    generated(capsys, *args)
+    (messages,) = seen
+    assert [(m["role"], m["content"]) for m in messages] == [
+        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Who?")
+    ]  # fmt: skip
+    assert "several turns are for a chat" in refused(capsys, *args, "--chat", "False")
+    with pytest.raises(ConfigError, match="ending with the user"):
+        GenerateConfig(source=folder / "run", prompt=("Hi", "Hello"))
 
 
 def test_a_checkpoint_that_is_missing_is_named_with_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

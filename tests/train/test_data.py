@@ -128,6 +128,14 @@ def test_conversations_are_in_rows_whole_and_once(lengths: list[int], seq_len: i
         assert all(after in (0, before + 1) for before, after in pairwise(row))
 
 
+def test_without_packing_every_conversation_has_a_sequence_of_its_own_and_texts_are_refused() -> None:
+    tokens = conversations([4, 3, 12, 2], seq_len=10).tokens
+    rows = Rows.of(tokens, 10, packs=False)
+    assert (rows.stops - rows.starts).tolist() == [4, 3, 10, 2]
+    with pytest.raises(ConfigError, match="--packing off is for conversations"):
+        Rows.of(text_of(40), 4, packs=False)
+
+
 def test_a_conversation_that_is_too_long_is_cut_or_left_out_if_nothing_is_learned_from_the_rest() -> None:
     rows = conversations([4, 12, 30, 6], seq_len=10)
     assert (rows.cut, rows.longest, rows.dropped) == (2, 30, 1)
