@@ -143,6 +143,10 @@ class Facts(Observer):
         self.made[unit, self.step] += 1
         self.open.add((unit, self.step))
 
+    def reduce(self, unit: int, here: bool, *_: Any) -> None:
+        if not here:
+            self.gradient(unit)
+
     def end_step(self, clipped: bool = False, skipped: bool = False, changed: Any = (), unused: Any = ()) -> None:
         dropped = {key for key in self.open if skipped or key[0] in unused}
         self.useless |= dropped
@@ -675,20 +679,13 @@ class Agreement(Observer):
     ALONE: ClassVar = frozenset(
         (
             *("issued", "ended", "failed", "refused", "old_states_kept", "gradient_used", "weights_written"),
-            *("others_read", "others_have_read"),
+            *("reduce", "others_read", "others_have_read"),
         )
     )
     """Events that a rank has by itself."""
 
-    def start(self) -> None:
-        self.here = True
-        """Whether the latest gradient is one of this rank's backward."""
-
-    def gradient(self, unit: int, complete: bool, last: bool, here: bool = True, *_: Any) -> None:
-        self.here = here
-
     def on_fetch(self, op: Operation) -> None:
-        alone = self.scheduler.event in self.ALONE or (self.scheduler.event == "gradient" and not self.here)
+        alone = self.scheduler.event in self.ALONE
         if self.plan.ranks_fetch_alike:
             self.require(not alone, f"{self.scheduler.event} starts a fetch, which other ranks have elsewhere")
             self._compare((op.unit, op.run, op.version))
