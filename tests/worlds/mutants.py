@@ -1,17 +1,29 @@
 """Mutants of what carries out a step: each breaks one line of the runtime, the stream of updates or the ranks.
 
 A wait is left out, a slot is given back too early, an error is lost: random worlds must notice each. The scheduler's
-own mutants are in `tests/schedule/mutants.py`.
+own mutants are in `mutants_of_schedule.py`.
 """
 
+from dataclasses import dataclass
 from types import ModuleType
 
 from pagoda.autograd import stepper
 from pagoda.ranks import gathering, reducing
 from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, speculation, store, updaters, updates
 from pagoda.schedule import stream
-from tests.schedule import mutants as of_scheduler
-from tests.schedule.mutants import Mutant
+
+from . import mutants_of_schedule
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of the source."""
+
+    module: ModuleType
+    breaks: str
+    old: str
+    new: str
+
 
 _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     driver: {
@@ -249,12 +261,12 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     reducing: {
         "a gradient is reduced before it is copied": (
-            "after = (*filling.copies, room)",
-            "after = (room,)",
+            "(*filling.copies, announced), nbytes",
+            "(announced,), nbytes",
         ),
         "a gradient is reduced before it has a buffer": (
-            "after = (*filling.copies, room)",
-            "after = (*filling.copies,)",
+            "            self._await_buffer(record, opened)\n",
+            "",
         ),
         "a buffer is filled while it is reduced": (
             "            self._gradients.meter.wait_for(use)\n",
@@ -271,29 +283,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
 }
 """Module -> what a mutant breaks -> the text that it changes, and what that becomes."""
-_OF_RANKS = frozenset(
-    [
-        "a block's work ends with its last part",
-        "a buffer is filled while it is reduced",
-        "a copy to the device does not wait for the read",
-        "a gradient is reduced before it has a buffer",
-        "a gradient is reduced before it is copied",
-        "a lease is gathered before this rank's slice is there",
-        "a slice is shared before it is updated",
-        "another rank's gradient goes to no buffer",
-        "frames are refilled while they are being filled",
-        "frozen weights are not gathered",
-        "the last event comes first",
-        "the parts of a gradient's update that others make are not waited for",
-        "weights are lent for ever",
-        "what lies around on a page is not read",
-        "what others add replaces what is there",
-        "work begins before what it waits for",
-    ]
-)
 MUTANTS = tuple(
-    Mutant(module, breaks, *text, ranks=breaks in _OF_RANKS)
-    for module, of in _CHANGES.items()
+    Mutant(module, breaks, *text)
+    for module, of in (*mutants_of_schedule.CHANGES.items(), *_CHANGES.items())
     for breaks, text in of.items()
 )
-EVERY = (*of_scheduler.MUTANTS, *MUTANTS)

@@ -20,10 +20,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from tests.schedule.mutants import Mutant
-
 from . import world
-from .mutants import EVERY
+from .mutants import MUTANTS, Mutant
 
 WORLD_S = 30
 """A world takes a tenth of a second: one that takes this long runs for ever."""
@@ -70,7 +68,7 @@ def _functions(value: Any) -> list[FunctionType]:
 
 
 def noticed(mutant: Mutant, seeds: Iterable[int]) -> tuple[int, str] | None:
-    """The first of these worlds that notices a mutant, and what it says."""
+    """The first of these worlds that notices a mutant, and what it says. Call it inside `world.alone()`."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -99,13 +97,12 @@ def noticed(mutant: Mutant, seeds: Iterable[int]) -> tuple[int, str] | None:
 
 def _run_worlds(mutant: Mutant, seeds: Iterable[int], told: Any) -> None:
     put_in(mutant)
-    with world.alone():
-        for seed in seeds:
-            pickle.dump((seed, None), told)
-            wrong = world.run(seed, ranks=mutant.ranks)
-            if wrong is not None:
-                pickle.dump((seed, (seed, wrong.partition(": ")[2])), told)
-                return
+    for seed in seeds:
+        pickle.dump((seed, None), told)
+        wrong = world.run(seed)
+        if wrong is not None:
+            pickle.dump((seed, (seed, wrong.partition(": ")[2])), told)
+            return
 
 
 def main() -> None:
@@ -113,23 +110,23 @@ def main() -> None:
     words = [each for each in sys.argv[1:] if not each.startswith("--")]
     wanted, limit = words[0] if words else "", int(words[1]) if len(words) > 1 else 3_000
     kept = kept_worlds()
+    survivors = count = 0
     with world.alone():
         assert world.run(0) is None  # imports and compiles what worlds need
-    survivors = count = 0
-    for mutant in EVERY:
-        if wanted not in mutant.module.__name__ and wanted not in mutant.breaks:
-            continue
-        started = time.perf_counter()
-        found = noticed(mutant, range(limit))
-        survivors += found is None
-        count += 1
-        seed, said = found or (limit, "SURVIVED")
-        if found is not None:
-            kept[mutant.breaks] = seed
-        print(f"{mutant.breaks:80} {seed:5} {time.perf_counter() - started:5.1f} s  {said[:150]}", flush=True)
+        for mutant in MUTANTS:
+            if wanted not in mutant.module.__name__ and wanted not in mutant.breaks:
+                continue
+            started = time.perf_counter()
+            found = noticed(mutant, range(limit))
+            survivors += found is None
+            count += 1
+            seed, said = found or (limit, "SURVIVED")
+            if found is not None:
+                kept[mutant.breaks] = seed
+            print(f"{mutant.breaks:80} {seed:5} {time.perf_counter() - started:5.1f} s  {said[:150]}", flush=True)
     print(f"{count} mutants, {survivors} survived")
     if "--keep" in sys.argv:
-        names = {mutant.breaks for mutant in EVERY}
+        names = {mutant.breaks for mutant in MUTANTS}
         lines = (f"{json.dumps(breaks)}: {seed}" for breaks, seed in sorted(kept.items()) if breaks in names)
         KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -5,9 +5,8 @@ All of the package runs as for users. What lies below it is make-believe: thread
 (`program.py`) know by `truth.py` what they must read. `observers.py` sees each event and operation of the scheduler,
 and knows what must never be. `mutants.py` breaks a line of the package; `noticing.py` says which world notices.
 
-    python -m tests.worlds.world 1000          # worlds with seeds 0 to 999
-    python -m tests.worlds.world 1 4711        # that one, with what its program does printed
-    python -m tests.worlds.world 1000 --ranks  # some of them with two ranks
+    python -m tests.worlds.world 1000    # worlds with seeds 0 to 999
+    python -m tests.worlds.world 1 4711  # that one, with what its program does printed
 """
 
 import gc
@@ -22,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -72,13 +70,10 @@ class AtOnce:
 class World:
     """One run."""
 
-    def __init__(self, seed: int, log: bool = False, haste: int = 0, ranks: bool = False) -> None:
-        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns. `ranks`:
-        some worlds have two ranks."""
+    def __init__(self, seed: int, log: bool = False, haste: int = 0) -> None:
+        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns."""
         self.seed = seed
         self.rules = Rules.draw(Random(seed))
-        if not ranks:
-            self.rules = replace(self.rules, ranks=1)
         self.haste = Random(7 * seed + haste + 1)
         """Decides everything but what programs do."""
         self.log: list[str] | None = [] if log else None
@@ -198,10 +193,10 @@ def alone() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def run(seed: int, log: bool = False, ranks: bool = False) -> str | None:
+def run(seed: int, log: bool = False) -> str | None:
     """Run a world; what went wrong in it, if anything."""
     gc.freeze()  # a collection looks at this world's objects alone
-    world = World(seed, log, ranks=ranks)
+    world = World(seed, log)
     wrong = None
     try:
         world.run()
@@ -218,13 +213,13 @@ def run(seed: int, log: bool = False, ranks: bool = False) -> str | None:
 
 def main() -> None:
     os.environ["PAGODA_POISON"] = "1"
-    numbers, ranks = [int(each) for each in sys.argv[1:] if each.isdigit()], "--ranks" in sys.argv
+    numbers = [int(each) for each in sys.argv[1:]]
     with alone():
         if len(numbers) > 1:
-            print(run(numbers[1], log=True, ranks=ranks))
+            print(run(numbers[1], log=True))
             return
         started = time.perf_counter()
-        wrong = [found[:300] for seed in range(numbers[0]) if (found := run(seed, ranks=ranks))]
+        wrong = [found[:300] for seed in range(numbers[0]) if (found := run(seed))]
         print(*wrong[:20], f"{numbers[0]} worlds, {len(wrong)} wrong, {time.perf_counter() - started:.1f} s", sep="\n")
 
 
