@@ -15,6 +15,7 @@ the next message takes its place, or at the end of the conversation the end-of-s
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import ConfigError
-from pagoda.train.records import Document, Message
+from pagoda.train.records import Document, Message, is_empty
 
 _ASSISTANT = "assistant"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -82,11 +83,14 @@ class ChatTemplate:
         """The template of conversations, once it is chosen."""
         self._marked = False
         """Whether the template has generation markers."""
-        self._ways: dict[Any, Callable[[Message], Message]] = {}
-        """Form of a conversation -> the function that prepares its messages for the template."""
+        self._ways: dict[Any, tuple[Callable[[Message], Message], list[str]]] = {}
+        """Form of a conversation -> the function that prepares its messages for the template, and their keys that the
+        template does not use."""
         self._added = tokenizer.added_tokens_decoder
         self._ends = {*tokenizer.all_special_ids, *(id_ for id_, token in self._added.items() if token.special)}
         """Ids of the tokens that end a turn."""
+        self.ignored: Counter[str] = Counter()
+        """Keys of messages that the template does not use -> number of conversations."""
         self.remarks: Counter[str] = Counter()
         """What a user should know about the conversations, each with how often it applies, to be put in as `count`."""
 
@@ -182,25 +186,41 @@ class ChatTemplate:
         """
         messages = [{name: part for name, part in m.items() if name != "train"} for m in document.messages]
         tools = list(document.tools) or None
-        form = bool(tools), *((m["role"], *(n for n in m if m[n]), len(m.get("tool_calls", ()))) for m in messages)
-        if form in self._ways:
-            return _Chat(document.where, [self._ways[form](m) for m in messages], tools)
+        given = [(message["role"], *((name, bool(message[name])) for name in message)) for message in messages]
+        form = bool(tools), *given, *(len(message.get("tool_calls", ())) for message in messages)
+        if form not in self._ways:
+            self._ways[form] = self._way(_Chat(document.where, messages, tools))
+        way, ignored = self._ways[form]
+        self.ignored.update(ignored)
+        return _Chat(document.where, [way(message) for message in messages], tools)
+
+    def _way(self, chat: _Chat) -> tuple[Callable[[Message], Message], list[str]]:
+        """How to prepare the messages, and their keys that the template does not use. Raises as `_as_written`."""
         problems: list[tuple[int, ConfigError]] = []
         for way in (_with_objects, _as_read, _with_parts):
             try:
-                left_out = self._left_out(_Chat(document.where, messages, tools), way)
+                left_out = self._left_out(chat, way)
             except ConfigError as error:
-                problems.append((len(messages), error))
+                problems.append((len(chat.messages), error))
                 continue
             if not left_out:
-                self._ways[form] = way
-                return _Chat(document.where, [way(message) for message in messages], tools)
+                return way, [f"messages[].{key}" for key in self._unused(chat, way)]
             problem = ConfigError(
-                f"{document.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, "
+                f"{chat.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, "
                 "or put a chat_template.jinja that writes it next to the tokenizer"
             )
             problems.append((len(left_out), problem))
         raise min(problems, key=lambda problem: problem[0])[1]
+
+    def _unused(self, chat: _Chat, way: Callable[[Message], Message]) -> Iterator[str]:
+        """Keys of messages without which the template writes the same."""
+        text, _ = self._render(chat, [way(message) for message in chat.messages])
+        given = {key for message in chat.messages for key in message if not is_empty(message[key])}
+        for key in sorted(given - {"role", "content"}):
+            without = [way({name: m[name] for name in m if name != key}) for m in chat.messages]
+            with suppress(ConfigError):  # the template needs the key
+                if self._render(chat, without)[0] == text:
+                    yield key
 
     def _left_out(self, chat: _Chat, way: Callable[[Message], Message]) -> list[str]:
         """The parts of a conversation that the template does not write."""

@@ -108,6 +108,8 @@ class TrainConfig(Run):
     (messages, conversations; instruction and output). Of a conversation, the loss counts what assistants write."""
     column: str | None = None
     """Column of the records with the text or the messages. By default the first one with a known name."""
+    skip_bad: bool = False
+    """Leave out records that cannot be read, and list them with their reasons, instead of refusing the data."""
     tokenizer: str | None = None
     """Directory of the tokenizer, or bytes: each byte is a token. By default the tokenizer in the model's directory,
     or bytes if it has none. Pretrained weights need a tokenizer, unless their vocabulary is that of bytes."""

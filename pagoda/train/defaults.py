@@ -101,7 +101,7 @@ def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainCon
     """The configuration with the settings that depend on the data, and the reasons."""
     reasons: list[str] = []
     tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
-    tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console)
+    tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console, asked.skip_bad)
     if not asked.seq_len:
         seq_len, why = _sequence(asked, tokens)
         asked = replace(asked, seq_len=seq_len)
