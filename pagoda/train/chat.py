@@ -15,7 +15,6 @@ the next message takes its place, or at the end of the conversation the end-of-s
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -83,9 +82,10 @@ class ChatTemplate:
         """The template of conversations, once it is chosen."""
         self._marked = False
         """Whether the template has generation markers."""
-        self._ways: dict[Any, tuple[Callable[[Message], Message], list[str]]] = {}
-        """Form of a conversation -> the function that prepares its messages for the template, and their keys that the
-        template does not use."""
+        self._ways: dict[Any, Callable[[Message], Message]] = {}
+        """Form of a conversation -> the function that prepares its messages for the template."""
+        self._uses: dict[tuple[str, str], bool] = {}
+        """Role and key of messages -> whether the template uses it."""
         self._added = tokenizer.added_tokens_decoder
         self._ends = {*tokenizer.all_special_ids, *(id_ for id_, token in self._added.items() if token.special)}
         """Ids of the tokens that end a turn."""
@@ -186,16 +186,16 @@ class ChatTemplate:
         """
         messages = [{name: part for name, part in m.items() if name != "train"} for m in document.messages]
         tools = list(document.tools) or None
-        given = [(message["role"], *((name, bool(message[name])) for name in message)) for message in messages]
-        form = bool(tools), *given, *(len(message.get("tool_calls", ())) for message in messages)
+        form = bool(tools), *((m["role"], *(n for n in m if m[n]), len(m.get("tool_calls", ()))) for m in messages)
+        chat = _Chat(document.where, messages, tools)
         if form not in self._ways:
-            self._ways[form] = self._way(_Chat(document.where, messages, tools))
-        way, ignored = self._ways[form]
-        self.ignored.update(ignored)
-        return _Chat(document.where, [way(message) for message in messages], tools)
+            self._ways[form] = self._way(chat)
+        written = _Chat(document.where, [self._ways[form](message) for message in messages], tools)
+        self.ignored.update(sorted(self._unused(written)))
+        return written
 
-    def _way(self, chat: _Chat) -> tuple[Callable[[Message], Message], list[str]]:
-        """How to prepare the messages, and their keys that the template does not use. Raises as `_as_written`."""
+    def _way(self, chat: _Chat) -> Callable[[Message], Message]:
+        """How to prepare the messages of a conversation. Raises as `_as_written`."""
         problems: list[tuple[int, ConfigError]] = []
         for way in (_with_objects, _as_read, _with_parts):
             try:
@@ -204,7 +204,7 @@ class ChatTemplate:
                 problems.append((len(chat.messages), error))
                 continue
             if not left_out:
-                return way, [f"messages[].{key}" for key in self._unused(chat, way)]
+                return way
             problem = ConfigError(
                 f"{chat.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, "
                 "or put a chat_template.jinja that writes it next to the tokenizer"
@@ -212,15 +212,18 @@ class ChatTemplate:
             problems.append((len(left_out), problem))
         raise min(problems, key=lambda problem: problem[0])[1]
 
-    def _unused(self, chat: _Chat, way: Callable[[Message], Message]) -> Iterator[str]:
-        """Keys of messages without which the template writes the same."""
-        text, _ = self._render(chat, [way(message) for message in chat.messages])
-        given = {key for message in chat.messages for key in message if not is_empty(message[key])}
-        for key in sorted(given - {"role", "content"}):
-            without = [way({name: m[name] for name in m if name != key}) for m in chat.messages]
-            with suppress(ConfigError):  # the template needs the key
-                if self._render(chat, without)[0] == text:
-                    yield key
+    def _unused(self, chat: _Chat) -> set[str]:
+        """Keys of messages without which the template writes the same. The first conversation with messages of this
+        role and key shows it for all."""
+        always = ("role", "content")
+        pairs = {(m["role"], k) for m in chat.messages for k in m if k not in always and not is_empty(m[k])}
+        for role, key in pairs - self._uses.keys():
+            without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in chat.messages]
+            try:
+                self._uses[role, key] = self._render(chat, without) != self._render(chat, chat.messages)
+            except ConfigError:
+                self._uses[role, key] = True
+        return {f"messages[].{key} (of role {role})" for role, key in pairs if not self._uses[role, key]}
 
     def _left_out(self, chat: _Chat, way: Callable[[Message], Message]) -> list[str]:
         """The parts of a conversation that the template does not write."""

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from pagoda.config.reading import Reading
 from pagoda.errors import ConfigError
 from pagoda.mesh.mesh import Mesh
 from pagoda.models.build import is_encoder_decoder
@@ -30,9 +31,9 @@ _ROUNDING, _ROUNDING_16 = 2e-6, 2e-4
 causes at most 2e-7 in fp32. A model that reads the first document changes by 1e-4 or more."""
 
 
-def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
-    """The tokens of --data or --eval-data. The first rank tokenises them if they are not in the cache; the other ranks
-    find them there.
+def opened_tokens(config: Reading, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
+    """The tokens of --data or --eval-data. Prints what was read, and what was ignored or left out. The first rank
+    tokenises them if they are not in the cache; the other ranks find them there.
 
     Raises ConfigError if data or tokenizer cannot be used, and StorageError if there is no room for the tokens.
     """
@@ -48,6 +49,14 @@ def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Me
     return tokens
 
 
+def rows_of(config: Reading, tokens: Tokens) -> Rows:
+    """The sequences of --seq-len tokens. A model with an encoder and a decoder has twice as many in each.
+
+    Raises ConfigError if there are none.
+    """
+    return Rows.of(tokens, config.seq_len * (2 if is_encoder_decoder(config.model) else 1), config.packs)
+
+
 def batches_of(
     config: TrainConfig, tokens: Tokens, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, console: Console
 ) -> tuple[Batches, Batches | None]:
@@ -57,7 +66,7 @@ def batches_of(
     """
     _check_vocabulary(config, model, tokens)
     continued = is_encoder_decoder(config.model)
-    rows = Rows.of(tokens, config.seq_len * (2 if continued else 1), config.packs)
+    rows = rows_of(config, tokens)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     say(console, *sequences(rows))
     evaluated: Rows | None = None

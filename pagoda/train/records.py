@@ -91,7 +91,7 @@ def read_records(
             document = _document(row, where, column, seen)
         except ConfigError as error:
             if not skip_bad:
-                raise
+                raise ConfigError(f"{error}. Or leave out what cannot be read, with --skip-bad") from error
             seen.leave_out(error, where)
         else:
             if document is not None:

@@ -89,7 +89,8 @@ def test_every_key_that_nothing_reads_is_reported(tmp_path: Path) -> None:
     ]
     tokens = open_tokens(str(write_lines(tmp_path / "a.jsonl", rows)), ModelTokenizer(tmp_path), tmp_path / "cache")
     ignored = {
-        "id": 2, "text": 1, "messages[].name": 1, "messages[].end": 2, "messages[].content[].cache": 1, "input": 1,
+        "id": 2, "text": 1, "messages[].name (of role user)": 1, "messages[].end (of role assistant)": 2,
+        "messages[].content[].cache": 1, "input": 1,
         "content": 1, "instruction": 1, "loss": 1,
     }  # fmt: skip
     assert tokens.about.seen.ignored == ignored
