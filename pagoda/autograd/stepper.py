@@ -105,7 +105,7 @@ class Stepper:
         before = self._gradients.get(unit)
         if before is not None and any(made.slot == slot for made in before.made):
             self._offload(before, last=False)
-        gradient = self._arrivals.add(unit, self._scheduler.steps, slot, grad, accumulate)
+        gradient = self._arrivals.add(unit, slot, grad, accumulate)
         if announced is not None and gradient.arrivals[slot] > announced:
             raise UsageError(
                 f"{unit.name(slot)!r} received {gradient.arrivals[slot]} gradients since the last optimizer.step(), "

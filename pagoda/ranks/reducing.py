@@ -90,11 +90,11 @@ class Reducer:
         """What last reduced each of the two buffers."""
         collectives.take_part[CollectiveKind.REDUCE] = self._take_part
 
-    def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
         if self._filling is not None and (self._filling.gradient.unit is not unit or slot in self._filling.arrived):
             self.flush(last=False)
-        filling = self._filling = self._filling or self._open(unit, step)
+        filling = self._filling = self._filling or self._open(unit)
         gradient = filling.gradient
         if gradient.arrivals[slot] and not accumulate:
             filling.dropped.add(slot)
@@ -157,8 +157,8 @@ class Reducer:
             for copy in filling.copies:
                 copy.wait()
 
-    def _open(self, unit: LiveUnit, step: int) -> _Filling:
-        gradient = self._gradients.open(unit, step)
+    def _open(self, unit: LiveUnit) -> _Filling:
+        gradient = self._gradients.open(unit)
         use = self._uses[self._next]
         if use is not None and not use.done:
             self._gradients.meter.wait_for(use)
@@ -186,7 +186,7 @@ class Reducer:
                 "already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
-        self._receive(self._gradients.open(unit, self._driver.scheduler.steps), False, None, nothing)
+        self._receive(self._gradients.open(unit), False, None, nothing)
 
     def _receive(self, gradient: UnitGradient, here: bool, mine: torch.Tensor | None, flags: Flags) -> None:
         """On the collective lane: reduce a gradient into its buffer. `here`: the gradient was announced.

@@ -48,10 +48,9 @@ class _Made(NamedTuple):
 class UnitGradient:
     """The gradient of one unit in one step, from its first arrival to its update."""
 
-    def __init__(self, unit: LiveUnit, step: int, shared: bool) -> None:
+    def __init__(self, unit: LiveUnit, shared: bool) -> None:
         """`shared`: ranks gather the updated weights after the update."""
         self.unit = unit
-        self.step = step
         self.place: Callable[[], torch.Tensor] | None = None
         """Returns the buffer. None until there is one."""
         self.made: list[_Made] = []
@@ -207,18 +206,18 @@ class GradientBuffers:
         found = ((at[0], unit, at[1]) for unit, gradient in self.of_step().items() if (at := gradient.non_finite()))
         return min(found, default=None)
 
-    def open(self, unit: LiveUnit, step: int) -> UnitGradient:
+    def open(self, unit: LiveUnit) -> UnitGradient:
         """The unit's gradient of this step. It is created if necessary."""
         with self._opening:
             gradient = self.get(unit)
             if gradient is None:
                 shared = self._store.plan.layout.gathers_after_update(unit.spec)
-                gradient = self._of_step[unit.index] = UnitGradient(unit, step, shared)
+                gradient = self._of_step[unit.index] = UnitGradient(unit, shared)
             return gradient
 
-    def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient, to be stored in its buffer or added to it."""
-        gradient = self.open(unit, step)
+        gradient = self.open(unit)
         self.count(gradient, slot, accumulate)
         grad = grad.to(self.arriving).contiguous().view(-1)
         self._device.computing()
