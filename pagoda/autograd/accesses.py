@@ -171,10 +171,10 @@ class Accesses:
         self.end_read()
         if self._rank_group is not None:
             self._rank_group.collectives.begin_access(recorded)
-        self.tell(self._scheduler.access, access, recorded)
         if access != self._last:
             self._last = access
-            self.meter.accesses[self._found(unit)] += 1
+            self.meter.accesses[self._finds(unit)] += 1
+        self.tell(self._scheduler.access, access, recorded)
         try:
             if not self._scheduler.ready(unit.index):
                 self._wait(unit)
@@ -265,8 +265,9 @@ class Accesses:
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
+        weights = scheduler.weights(index)
         updates = self.plan.placement.update_lane(index, self.plan.layout.states)
-        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, updates)
+        self.wait(lambda: not weights.await_update or index in failures, updates)
         lane = updates if self._leases.in_place(unit) else self._lane_of_fetch(unit)
         self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
         if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
@@ -278,15 +279,16 @@ class Accesses:
             return lease.ready.lane
         return "h2d" if self.plan.budgets.device is not None else "ssd_read"
 
-    def _found(self, unit: LiveUnit) -> Found:
-        """Where the latest access found the weights of a unit."""
+    def _finds(self, unit: LiveUnit) -> Found:
+        """Where an access finds the weights of a unit now."""
         if self._leases.in_place(unit):
             return Found.IN_PLACE
-        if self._scheduler.found is None:
-            return Found.FAULT
+        if self._scheduler.weights(unit.index).await_update:
+            return Found.LATE
         lease = self._leases.of(unit)
-        arrived = self._scheduler.found and lease is not None and lease.ready is not None and lease.ready.done
-        return Found.ARRIVED if arrived else Found.LATE
+        if lease is None or lease.ready is None:
+            return Found.FAULT
+        return Found.ARRIVED if lease.ready.done else Found.LATE
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:

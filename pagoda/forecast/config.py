@@ -46,6 +46,8 @@ class PlanConfig(Run):
     step keeps its sequences: ranks that share a batch have more --accumulation-steps."""
     batch_size: int = 1
     seq_len: int = 1024
+    steps: int = 1000
+    """Steps of the run, for its time and what it writes to the SSD."""
     json: bool = False
     """Print JSON only, with the keys that docs/plan.md describes: fits, params, bytes, step_s, tokens_per_s,
     tflops_per_gpu, binding_lane, lanes, ssd_bytes_written_per_step, advice, and some more."""
@@ -54,7 +56,7 @@ class PlanConfig(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "nodes", "pipeline_parallel"):
+        for name in ("batch_size", "nodes", "pipeline_parallel", "steps"):
             require_count(name, getattr(self, name), 1)
         require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 (a token and the next)")
         if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):

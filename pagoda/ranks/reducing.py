@@ -2,8 +2,10 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,18 +19,21 @@ from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.mean import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction
-from pagoda.ranks.order import CollectiveKind
+from pagoda.ranks.order import Call, CollectiveKind
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient
+from pagoda.runtime.gradients import GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
+
+_LOOK_S = 0.2
+"""Seconds after which a reduction without a buffer looks whether there will be one."""
 
 
 @dataclass
 class _Filling:
     """A buffer that one unit's gradients of one backward are going into."""
 
-    record: UnitGradient
+    gradient: UnitGradient
     buffer: torch.Tensor
     """All of it, uint8."""
     parts: Sequence[tuple[Span, torch.Tensor]]
@@ -37,10 +42,12 @@ class _Filling:
     dropped: set[int] = field(default_factory=set)
     copies: list[Handle] = field(default_factory=list)
     filled: Event = PAST
+    received: bool = False
+    """Whether ranks have come to its reduction."""
 
     def of_slot(self, slot: int) -> list[tuple[int, torch.Tensor]]:
         """Where a parameter's gradient goes: (its first element of those, elements)."""
-        placed = self.record.unit.spec.slots[slot]
+        placed = self.gradient.unit.spec.slots[slot]
         found = []
         for span, values in self.parts:
             part = span.within(placed.offset, placed.offset + placed.param.numel)
@@ -69,8 +76,10 @@ class Reducer:
     """The buffer to fill next."""
 
     def __post_init__(self) -> None:
-        self.bring: Callable[[UnitGradient, bool, Delivery], None]
-        """Has a gradient brought to its record's buffer; set by the stepper."""
+        self.announce: Callable[[UnitGradient, bool], None]
+        """Tells the scheduler that a gradient will be reduced. The stepper sets this and `refuse`."""
+        self.refuse: Callable[[UnitGradient], None]
+        """Raises the error for a gradient without a buffer."""
         collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
         self._early = self._driver.scheduler.plan.during_backward
         """Whether units are updated during backward."""
@@ -81,15 +90,15 @@ class Reducer:
         """What last reduced each of the two buffers."""
         collectives.take_part[CollectiveKind.REDUCE] = self._take_part
 
-    def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
-        if self._filling is not None and (self._filling.record.unit is not unit or slot in self._filling.arrived):
+        if self._filling is not None and (self._filling.gradient.unit is not unit or slot in self._filling.arrived):
             self.flush(last=False)
-        filling = self._filling = self._filling or self._open(unit, step)
-        record = filling.record
-        if record.arrivals[slot] and not accumulate:
+        filling = self._filling = self._filling or self._open(unit)
+        gradient = filling.gradient
+        if gradient.arrivals[slot] and not accumulate:
             filling.dropped.add(slot)
-        self._gradients.count(record, slot, accumulate)
+        self._gradients.count(gradient, slot, accumulate)
         filling.arrived.add(slot)
         grad = grad.to(self._dtype).contiguous().view(-1)
         copies = [(into, grad[first : first + into.numel()]) for first, into in filling.of_slot(slot)]
@@ -104,37 +113,37 @@ class Reducer:
                     copy_bytes(into, values)
 
             filling.copies.append(self._copies.submit(copy, (), grad.nbytes, f"offload {unit.spec.name}"))
-        return record
+        return gradient
 
     def flush(self, last: bool) -> None:
-        """Reduce what has arrived since the last time, once its record has a buffer; `last` as the scheduler has it."""
+        """Reduce what has arrived since the last time; `last` as the scheduler has it."""
         filling, self._filling = self._filling, None
         if filling is None:
             return
-        record = filling.record
-        spec = record.unit.spec
+        gradient = filling.gradient
+        unit = gradient.unit
 
         def work(_: bool) -> None:
             filling.filled.synchronize()
-            self._reduce(spec, filling.buffer, self._flags(filling), record)
+            filling.received = True
+            try:
+                self._receive(gradient, True, filling.buffer, self._flags(filling))
+            except BudgetError:
+                self._collectives.order.fail(Call(CollectiveKind.REDUCE, unit.index), None, alike=True)
+                raise
 
-        room = Handle(COLLECTIVE)
-        """Ends when the record has a buffer. When that is depends on what else goes on here, but the turn does not."""
-        after = (*filling.copies, room)
-        nbytes = spec.trainable_numel * self._dtype.itemsize
-        handle = self._collectives.submit(CollectiveKind.REDUCE, record.unit, work, after, nbytes)
+        announced = Handle(COLLECTIVE)
+        nbytes = unit.spec.trainable_numel * self._dtype.itemsize
+        handle = self._collectives.submit(CollectiveKind.REDUCE, unit, work, (*filling.copies, announced), nbytes)
+        gradient.pending.append(handle)
         self._uses[self._next ^ 1] = handle
-
-        def deliver() -> Handle:
-            room.finish()
-            return handle
-
         try:
-            self.bring(record, last, deliver)
+            self.announce(gradient, last)  # after it has its turn, since what follows may share the updated weights
         except BaseException as error:
-            if not room.done:
-                room.finish(error)
+            announced.finish(error)
             raise
+        announced.finish()
+        handle.then(partial(self._give_up, filling, handle))
 
     @property
     def is_empty(self) -> bool:
@@ -148,8 +157,8 @@ class Reducer:
             for copy in filling.copies:
                 copy.wait()
 
-    def _open(self, unit: LiveUnit, step: int) -> _Filling:
-        record = self._gradients.open(unit, step)
+    def _open(self, unit: LiveUnit) -> _Filling:
+        gradient = self._gradients.open(unit)
         use = self._uses[self._next]
         if use is not None and not use.done:
             self._gradients.meter.wait_for(use)
@@ -159,7 +168,7 @@ class Reducer:
         for each in self._reduction.all_to_alls(unit.spec):
             messages = each.messages(buffer)
             parts += [(span, each.values(place, messages, self._dtype)) for place, span in enumerate(each.spans)]
-        return _Filling(record, buffer, parts)
+        return _Filling(gradient, buffer, parts)
 
     def _take_part(self, unit: LiveUnit, version: int | None) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""
@@ -177,53 +186,70 @@ class Reducer:
                 "already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
-        record = self._gradients.open(unit, self._driver.scheduler.steps)
-        ended = Handle(COLLECTIVE)
-        opened = threading.Event()
+        self._receive(self._gradients.open(unit), False, None, nothing)
+
+    def _receive(self, gradient: UnitGradient, here: bool, mine: torch.Tensor | None, flags: Flags) -> None:
+        """On the collective lane: reduce a gradient into its buffer. `here`: the gradient was announced.
+
+        The buffer is asked for only now, so what frees a buffer is never behind what waits for one. Raises BudgetError
+        if there is no room, or none within the time after which ranks give each other up.
+        """
+        unit, ended, opened = gradient.unit, Handle(COLLECTIVE), threading.Event()
 
         def deliver() -> Handle:
             opened.set()
             return ended
 
-        event = self._driver.scheduler.gradient
-        self._driver.tell(event, unit.index, record.complete, False, False, record, deliver)
-        # It may wait for what is being read or written, but what frees a buffer may be this lane's to do.
-        if not opened.wait(rank_timeout_s()):
-            raise BudgetError(self._gradients.exhausted(unit))
         try:
-            self._reduce(unit.spec, None, nothing, record)
-        finally:
-            ended.finish()
+            self._driver.tell(self._driver.scheduler.reduce, unit.index, here, gradient, deliver)
+            self._await_buffer(gradient, opened)
+            self._reduce(unit.spec, mine, flags, gradient)
+        except BaseException as error:
+            ended.finish(error)
+            raise
+        ended.finish()
 
-    def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, record: UnitGradient | None) -> None:
-        """On the collective lane: the mean of every rank's gradient, to the record if there is one. `mine` is this
+    def _give_up(self, filling: _Filling, handle: Handle, error: BaseException | None) -> None:
+        """Ranks have not come to a reduction: its gradient is lost."""
+        if error is not None and not filling.received:
+            gradient = filling.gradient
+            self._driver.tell(self._driver.scheduler.reduce, gradient.unit.index, True, gradient, lambda: handle)
+
+    def _await_buffer(self, gradient: UnitGradient, opened: threading.Event) -> None:
+        deadline = time.monotonic() + rank_timeout_s()
+        while not opened.wait(_LOOK_S):
+            if time.monotonic() > deadline or self._driver.ask(lambda: self._driver.scheduler.buffers_exhausted):
+                self.refuse(gradient)
+
+    def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, gradient: UnitGradient | None) -> None:
+        """On the collective lane: the mean of every rank's gradient, to `gradient` if there is one. `mine` is this
         rank's buffer, if it has a gradient, and `flags` say of what."""
         everyone, means = self._reduction.reduce(spec, mine, flags)
         given = np.flatnonzero(everyone & GIVEN).tolist()
         sums: dict[int, list[float]] = {slot: [] for slot in given}
         for span, values, is_mine in means:
-            for slot in given if record is not None else ():
+            for slot in given if gradient is not None else ():
                 placed = spec.slots[slot]
                 part = span.within(placed.offset, placed.offset + placed.param.numel)
                 if part is None:
                     continue
-                assert record is not None
-                accumulate = slot in record.present and not everyone[slot] & DROPPED
+                assert gradient is not None
+                accumulate = slot in gradient.present and not everyone[slot] & DROPPED
                 elements = values[part.start - span.start : part.stop - span.start]
-                square_sum = self._gradients.deliver(record, part.start, elements, accumulate)
+                square_sum = self._gradients.deliver(gradient, part.start, elements, accumulate)
                 if is_mine:
                     sums[slot].append(square_sum)
         bad = self._bad_of_parts(min(np.flatnonzero(everyone & NOT_FINITE).tolist(), default=None))
-        if record is not None:
+        if gradient is not None:
             for slot in given:
-                record.square_sums[slot] = math.fsum(sums[slot])
-                record.present.add(slot)
-            record.bad_elsewhere = bad
+                gradient.square_sums[slot] = math.fsum(sums[slot])
+                gradient.present.add(slot)
+            gradient.bad_elsewhere = bad
 
     def _flags(self, filling: _Filling) -> Flags:
         """What this rank has of a unit's gradient. Whether that is finite is of use where its update may begin before
         `step()`: what other ranks have of it lies in their slices only."""
-        flags = np.zeros(len(filling.record.unit.spec.slots), dtype=np.uint8)
+        flags = np.zeros(len(filling.gradient.unit.spec.slots), dtype=np.uint8)
         for slot in filling.arrived:
             flags[slot] = GIVEN | (DROPPED if slot in filling.dropped else 0)
             if self._early:

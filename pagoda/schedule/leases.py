@@ -234,14 +234,6 @@ class Leases:
         read = any(version <= overwritten for version in self._fetching[unit])
         return self.uses(unit) or read or (self._others_read[unit] > 0 and not asynchronous)
 
-    def found(self, unit: int) -> bool | None:
-        """What an access finds: True if compute can read the weights, False if their update or fetch must come first or
-        is under way, None if neither has been started."""
-        if self._versions.readable(unit) is None:
-            return False
-        ready = self._has_weights(unit)
-        return ready if ready or unit in self._leases else None
-
     def holders(self) -> list[int]:
         """Units whose frames cannot be taken now."""
         return sorted({lease.unit for lease in self._owner.values() if not self._may_end(lease)})

@@ -53,9 +53,6 @@ class Scheduler:
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
         self.turns = Turns(plan, self.versions, self.leases, self.updates, self._issue)
-        self.found: bool | None = None
-        """What the latest access found: True if the weights were there, False if their update or fetch had not ended,
-        None if neither was under way (a fault)."""
         self.steps = 0
         """The number of steps that were taken, skipped or dropped."""
 
@@ -65,7 +62,6 @@ class Scheduler:
         """Compute begins to use a unit, and must wait until it is `ready`. `recorded`: the access belongs to a training
         step, and so to the step's trace. Accesses of an evaluation do not."""
         unit = access.unit
-        self.found = self.leases.found(unit)
         announced = self.order.access(access, recorded)
         self.updates.undo(unit)
         self.leases.access(unit)
@@ -88,20 +84,22 @@ class Scheduler:
         self._pump()
 
     def gradient(
-        self, unit: int, complete: bool, last: bool, here: bool = True, payload: Any = None, delivery: Any = None
+        self, unit: int, complete: bool, last: bool, payload: Any = None, delivery: Any = None, reduced: bool = False
     ) -> None:
         """Autograd has made a gradient of a unit.
 
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
-        `step()`. `here`: False if only another rank's autograd has made it. `payload`: what the executor knows of the
-        unit's gradient of this step. `delivery`: what it knows of this part of it. Compute must wait while
-        `held_back`.
+        `step()`. `payload`: what the executor knows of the unit's gradient of this step. `delivery`: what it knows of
+        this part of it. Compute must wait while `held_back`. `reduced`: ranks add it up first, so `reduce` follows.
         """
         self.updates.undo(unit)
-        record = self.gradients.add(unit, self.steps, complete, payload, delivery)
+        if reduced:
+            record = self.gradients.expect(unit, self.steps, complete, payload)
+        else:
+            record = self.gradients.add(unit, self.steps, complete, payload, delivery)
         if complete and last:
             self.updates.ask_early(record)
-        self._pump(ranks_agree=here)
+        self._pump()
 
     def end_step(
         self,
@@ -182,6 +180,14 @@ class Scheduler:
         self.checkpoint.under_way = False
 
     # --- events of other ranks ---
+
+    def reduce(self, unit: int, here: bool, payload: Any = None, delivery: Any = None) -> None:
+        """Ranks add up gradients of a unit now, and the mean needs its buffer. `here`: autograd has made one of them
+        here, of which `gradient` has told. `payload` and `delivery`: as for `gradient`."""
+        if not here:
+            self.updates.undo(unit)
+        self.gradients.reduce(unit, self.steps, here, payload, delivery)
+        self._pump(ranks_agree=False)
 
     def others_read(self, unit: int) -> None:
         """Another rank will read a unit's weights in their home, once the unit's speculative update is undone. No
@@ -286,25 +292,21 @@ class Scheduler:
         """Whether compute can read the weights of a unit that it has accessed."""
         return not self.leases.waits(unit)
 
-    def awaits_update(self, unit: int) -> bool:
-        """Whether a unit's weights wait for an update."""
-        return self.versions.readable(unit) is None
-
     @property
     def idle(self) -> bool:
         """Whether nothing is under way. If compute waits now, it waits forever, because there is too little memory."""
         return self._under_way == 0
 
     @property
-    def held_back(self) -> bool:
-        """Whether compute must wait before it makes more gradients, because a gradient has no buffer yet."""
+    def held_back(self) -> tuple[Kind, int] | None:
+        """What holds compute back before it makes more gradients, because a gradient has no buffer yet: the operation
+        that will probably free one, and its unit. None if compute can go on."""
         return self.gradients.held_back
 
     @property
-    def frees_buffer(self) -> tuple[Kind, int]:
-        """The operation that will probably free the next gradient buffer, and its unit: a SPILL, an UPDATE, or an
-        OFFLOAD of any unit."""
-        return self.gradients.awaited
+    def buffers_exhausted(self) -> bool:
+        """Whether a gradient has no buffer, and neither a transfer nor an update will free one."""
+        return self.gradients.exhausted and not self.updates.may_begin
 
     @property
     def drained(self) -> bool:

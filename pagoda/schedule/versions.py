@@ -25,9 +25,7 @@ class Versions:
     def readable(self, unit: int) -> int | None:
         """The version of a unit's weights that can be read now. None if an operation must end first."""
         weights = self.of[unit]
-        if self.failed or weights.guess is not None or weights.newest < weights.version:
-            return None
-        return None if weights.sharing else weights.version
+        return None if self.failed or weights.await_update else weights.version
 
     def fetchable(self, unit: int) -> int | None:
         """The version of a unit's weights for which a FETCH can be issued. If ranks must agree on fetches, it does not

@@ -43,7 +43,7 @@ class InFlight(Generic[AnyTransfer]):
 
 def lane_of_buffers(plan: Plan, scheduler: Scheduler) -> str:
     """The lane for which compute waits when it waits for a gradient buffer."""
-    kind, unit = scheduler.frees_buffer
+    kind, unit = scheduler.held_back or (Kind.OFFLOAD, -1)
     if kind is Kind.UPDATE:
         return plan.placement.update_lane(unit, plan.layout.states)
     return "ssd_write" if kind is Kind.SPILL else "d2h"

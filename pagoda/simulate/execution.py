@@ -61,7 +61,7 @@ class Execution:
 
     def lane_waited_for(self, unit: int) -> str:
         """The lane for which compute waits when it waits for a unit's weights."""
-        if self._scheduler.awaits_update(unit):
+        if self._scheduler.weights(unit).await_update:
             return self._update_lanes[unit]
         if unit in self._fetches:
             return self._fetches[unit].work.lane

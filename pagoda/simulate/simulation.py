@@ -207,7 +207,7 @@ class Simulation:
         scheduler, execution = self._scheduler, self._execution
         scheduler.gradient(gradient.unit, complete=True, last=gradient.last)
         execution.pump()
-        self._wait(lambda: not scheduler.held_back, lambda: lane_of_buffers(self._plan, scheduler))
+        self._wait(lambda: scheduler.held_back is None, lambda: lane_of_buffers(self._plan, scheduler))
         self._let_offloads_end(self._in_flight_bytes)
 
     def _let_offloads_end(self, most: int) -> None:

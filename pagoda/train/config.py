@@ -146,7 +146,7 @@ class TrainConfig(Reading, Run):
     """File with settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
     resume: bool = False
     """Continue the run in --out from its last whole checkpoint, or from the beginning if it has none yet. Settings that
-    are not given keep their values."""
+    are not given keep their values. If --out has no run yet and --model is given, begin it."""
     checkpoint: str = "last"
     """With --resume: the checkpoint to continue from: last, best (by evaluation), or its name, such as step-000100.
     Later ones are kept under other names."""

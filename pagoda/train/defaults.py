@@ -24,7 +24,7 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.inputs import rows_of
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
-from pagoda.train.run_dir import RunDir, unused
+from pagoda.train.run_dir import LAST, RunDir, unused
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 
@@ -57,12 +57,15 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
         raise ConfigError("torchrun --max-restarts continues a run: name its directory with --out")
 
     def choices() -> tuple[TrainConfig, list[str]]:
-        if config.out is not None and not config.resume and config.depends_on_data:
-            run_dir = RunDir(config.out)
+        asked, run_dir = config, None if config.out is None else RunDir(config.out)
+        if run_dir is not None and not run_dir.config.exists() and asked.resume and asked.checkpoint == LAST:
+            asked = replace(asked, resume=False)
+            say(console, f"{run_dir.path} has no run yet: it begins with its first step")
+        if run_dir is not None and not asked.resume and asked.depends_on_data:
             if was_restarted() and run_dir.config.exists():  # these processes continue what others began
-                return replace(run_dir.started_config(), out=config.out), []
+                return replace(run_dir.started_config(), out=run_dir.path), []
             run_dir.check_free()
-        chosen, reasons = _chosen(config, mesh.ranks.data_parallel, console)
+        chosen, reasons = _chosen(asked, mesh.ranks.data_parallel, console)
         if chosen.staleness and chosen.saves_by_time:
             every = ceil(chosen.steps / _CHECKPOINTS)
             chosen = replace(chosen, checkpoint_every=every)

@@ -1,5 +1,6 @@
 """What a forecast says, on a small machine that is not this one."""
 
+import io
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
@@ -19,14 +21,15 @@ from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
 from pagoda.forecast.model_description import describe_model
-from pagoda.forecast.report import as_json
+from pagoda.forecast.report import as_json, show
+from pagoda.forecast.wear import wear
 from pagoda.models.papers import PAPER_SHAPES, gpt_of_step
 from pagoda.optim import AdamW
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.traffic import exchanges_at
-from pagoda.simulate.hardware import MatmulRate
+from pagoda.simulate.hardware import Figure, MatmulRate
 from pagoda.simulate.machines import find_machine
 
 from .machines import GIB, MIB, SMALL, figure
@@ -61,6 +64,14 @@ def test_what_lies_on_ssd_is_written_every_step_and_wears_the_drive() -> None:
     assert one.ssd_bytes_written_per_step == pytest.approx(moments, rel=0.25)
     assert one.steps_until_worn == pytest.approx(1e15 / one.ssd_bytes_written_per_step)
     assert one.timeline.step_s > made().timeline.step_s
+    shown = io.StringIO()
+    show(one, (), Console(file=shown, width=300))
+    said = wear(one.ssd_bytes_written_per_step, 1000, figure(1e15))
+    assert said in shown.getvalue()
+    assert wear(1 << 30, 2000, Figure(1.2e15, "datasheet")) == (
+        "1.00 GiB written a step, 1.95 TiB in 2,000 steps: 0.179% of the 1,200 TB that the drives are rated for "
+        "(datasheet)"
+    )
 
 
 def test_asynchronous_updates_are_forecast_as_they_run() -> None:

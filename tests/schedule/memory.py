@@ -366,7 +366,8 @@ class Memory:
         require(truth.asked <= home.newest and not begun, f"READ_AHEAD of unit {unit}, whose update is queued")
         guess = self.scheduler.weights(unit).guess
         require(
-            guess is None or guess.state is UpdateState.ASKING, f"READ_AHEAD of unit {unit}, whose update may be undone"
+            guess is None or guess.state.name == UpdateState.ASKING.name,
+            f"READ_AHEAD of unit {unit}, whose update may be undone",
         )
         self.ahead[self.plan.units[unit].updater] = unit, home.states, home.edition
 

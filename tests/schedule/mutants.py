@@ -10,13 +10,14 @@ import time
 from dataclasses import dataclass
 from types import ModuleType
 
-from pagoda.schedule import checkpoints, gradients, leases, order, scheduler, turns, updates, versions
+from pagoda.schedule import checkpoints, gradients, leases, order, records, scheduler, turns, updates, versions
 
 from . import worlds
 
 WORLD_S = 20
 """A world takes a few milliseconds: one that takes this long runs for ever."""
 MODULES = (
+    "records",
     "experts",
     "order",
     "frames",
@@ -93,6 +94,17 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        if lease.over and self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
         ),
     },
+    records: {
+        "weights are read while their update is due": (
+            "self.guess is not None or self.newest < self.version or",
+            "self.guess is not None or",
+        ),
+        "speculative weights are read": ("return self.guess is not None or", "return"),
+        "weights are read before all ranks' parts are there": (
+            "self.newest < self.version or bool(self.sharing)",
+            "self.newest < self.version",
+        ),
+    },
     versions: {
         "a fetch ahead of its update names none": (
             "if not self._plan.ranks_fetch_alike or missing <= 0",
@@ -105,15 +117,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "ranks fetch when their own update has ended": (
             "self.of[unit].version if self._plan.ranks_fetch_alike else",
             "self.of[unit].version if False else",
-        ),
-        "weights are read while their update is due": (
-            "weights.guess is not None or weights.newest < weights.version:",
-            "weights.guess is not None:",
-        ),
-        "speculative weights are read": ("if self.failed or weights.guess is not None or", "if self.failed or"),
-        "weights are read before all ranks' parts are there": (
-            "return None if weights.sharing else weights.version",
-            "return weights.version",
         ),
         "a fetch does not wait for other ranks' parts": (
             "if missing == 0 and weights.sharing:",
@@ -157,7 +160,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            if True:\n                self._free(record)",
         ),
         "a buffer is never spilled to make room": (
-            "if self._idle and (self._others_first or not self._busy) and",
+            "if self._idle and not self._busy and",
             "if False and",
         ),
         "gradients are spilled where they cannot be": ("is not None and self._plan.spills", "is not None"),
@@ -319,8 +322,14 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        self.updates.undo(unit)\n        self.leases.others_read",
             "        self.leases.others_read",
         ),
-        "another rank's gradient is taken for one of backward": ("self._pump(ranks_agree=here)", "self._pump()"),
-        "a gradient does not undo": ("        self.updates.undo(unit)\n        record", "        record"),
+        "another rank's gradient is taken for one of backward": (
+            "here, payload, delivery)\n        self._pump(ranks_agree=False)",
+            "here, payload, delivery)\n        self._pump()",
+        ),
+        "a gradient does not undo": (
+            "        self.updates.undo(unit)\n        if reduced",
+            "        if reduced",
+        ),
         "old leases outlive what has been restored": (
             "        for unit in range(len(self.plan.units)):\n            self.leases.changed(unit)\n",
             "",

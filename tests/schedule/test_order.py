@@ -90,7 +90,7 @@ def test_the_update_that_compute_waits_for_comes_next() -> None:
         make(of, unit)
     first, _ = step(of)
     of.access(Access(4, Phase.FORWARD))
-    assert of.awaits_update(4)
+    assert of.weights(4).await_update
     end(of, first)
     assert units_of(Kind.UPDATE, of.take()) == [4]
 

@@ -14,6 +14,7 @@ from pagoda.checkpoint import snapshot
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
 from pagoda.train import TrainConfig, saving
+from pagoda.train.evaluate import Evaluator
 from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session
@@ -69,6 +70,19 @@ def test_by_default_a_checkpoint_is_saved_after_half_an_hour_of_training(
     other = replace(config, checkpoint_minutes=0.0, out=config.out.with_name("other"))
     trained(other)
     assert checkpoints(other) == []
+
+
+def test_the_best_checkpoint_is_one_of_the_last_or_one_more(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([9.0, 8.0, 7.0, 6.0, 7.0, 8.0, 9.0])
+    measure = Evaluator.measure
+    monkeypatch.setattr(Evaluator, "measure", lambda *args: replace(measure(*args), loss=next(losses)))
+    config = replace(config, eval_share=0.2, eval_every=1, steps=3)
+    trained(config)
+    assert checkpoints(config) == [2, 3]
+    trained(replace(config, resume=True, steps=6))
+    assert checkpoints(config) == [3, 5, 6]
 
 
 def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: TrainConfig, tmp_path: Path) -> None:
