@@ -65,7 +65,7 @@ class Stepper:
         self._arrivals = self._gradients if self._rank_group is None else self._rank_group.arrivals
         """Receives gradients from autograd."""
         if self._rank_group is not None:
-            self._rank_group.when_flushed(self._request_buffer)
+            self._rank_group.when_flushed(self._announce, self._refuse)
         self.group_of: Callable[[LiveUnit, int], Group]
         """Returns the param group of a parameter. The optimizer sets this and `groups`."""
         self.groups: Callable[[], Sequence[Group]]
@@ -139,8 +139,13 @@ class Stepper:
         """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
         comes before `step()`."""
         event = self._scheduler.gradient
-        self._accesses.tell(event, record.unit.index, record.complete, last, True, record, delivery)
+        self._accesses.tell(event, record.unit.index, record.complete, last, record, delivery)
         self._await_buffers(record)
+
+    def _announce(self, record: UnitGradient, last: bool) -> None:
+        """Tell the scheduler about a gradient that ranks will add up. Only then does it need a buffer."""
+        event = self._scheduler.gradient
+        self._accesses.tell(event, record.unit.index, record.complete, last, record, None, True)
 
     def _await_buffers(self, record: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `record` is named if there is no room."""

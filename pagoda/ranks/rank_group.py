@@ -22,7 +22,7 @@ from pagoda.ranks.reducing import Reducer
 from pagoda.ranks.transport import Transport
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient
+from pagoda.runtime.gradients import GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.store import Store
 
@@ -82,10 +82,13 @@ class RankGroup:
         """The receiver of autograd's gradients."""
         return self._reducer or self._gradients
 
-    def when_flushed(self, bring: Callable[[UnitGradient, bool, Delivery], None]) -> None:
-        """Call `bring` with each gradient that waits for a buffer for its reduced values."""
+    def when_flushed(
+        self, announce: Callable[[UnitGradient, bool], None], refuse: Callable[[UnitGradient], None]
+    ) -> None:
+        """Call `announce` with each gradient that ranks will add up, and `refuse`, which raises, with one for whose
+        mean there is no room."""
         if self._reducer is not None:
-            self._reducer.bring = bring
+            self._reducer.announce, self._reducer.refuse = announce, refuse
 
     def flush(self, last: bool = False) -> None:
         """Reduce what has arrived since the last time."""

@@ -2,8 +2,10 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,11 +19,14 @@ from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.mean import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction
-from pagoda.ranks.order import CollectiveKind
+from pagoda.ranks.order import Call, CollectiveKind
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient
+from pagoda.runtime.gradients import GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
+
+_LOOK_S = 0.2
+"""Seconds after which a reduction without a buffer looks whether there will be one."""
 
 
 @dataclass
@@ -37,6 +42,8 @@ class _Filling:
     dropped: set[int] = field(default_factory=set)
     copies: list[Handle] = field(default_factory=list)
     filled: Event = PAST
+    received: bool = False
+    """Whether ranks have come to its reduction."""
 
     def of_slot(self, slot: int) -> list[tuple[int, torch.Tensor]]:
         """Where a parameter's gradient goes: (its first element of those, elements)."""
@@ -69,8 +76,10 @@ class Reducer:
     """The buffer to fill next."""
 
     def __post_init__(self) -> None:
-        self.bring: Callable[[UnitGradient, bool, Delivery], None]
-        """Has a gradient brought to its record's buffer; set by the stepper."""
+        self.announce: Callable[[UnitGradient, bool], None]
+        """Tells the scheduler that a gradient will be reduced. The stepper sets this and `refuse`."""
+        self.refuse: Callable[[UnitGradient], None]
+        """Raises the error for a gradient without a buffer."""
         collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
         self._early = self._driver.scheduler.plan.during_backward
         """Whether units are updated during backward."""
@@ -107,34 +116,34 @@ class Reducer:
         return record
 
     def flush(self, last: bool) -> None:
-        """Reduce what has arrived since the last time, once its record has a buffer; `last` as the scheduler has it."""
+        """Reduce what has arrived since the last time; `last` as the scheduler has it."""
         filling, self._filling = self._filling, None
         if filling is None:
             return
         record = filling.record
-        spec = record.unit.spec
+        unit = record.unit
 
         def work(_: bool) -> None:
             filling.filled.synchronize()
-            self._reduce(spec, filling.buffer, self._flags(filling), record)
+            filling.received = True
+            try:
+                self._receive(record, True, filling.buffer, self._flags(filling))
+            except BudgetError:
+                self._collectives.order.fail(Call(CollectiveKind.REDUCE, unit.index), None, alike=True)
+                raise
 
-        room = Handle(COLLECTIVE)
-        """Ends when the record has a buffer. When that is depends on what else goes on here, but the turn does not."""
-        after = (*filling.copies, room)
-        nbytes = spec.trainable_numel * self._dtype.itemsize
-        handle = self._collectives.submit(CollectiveKind.REDUCE, record.unit, work, after, nbytes)
+        announced = Handle(COLLECTIVE)
+        nbytes = unit.spec.trainable_numel * self._dtype.itemsize
+        handle = self._collectives.submit(CollectiveKind.REDUCE, unit, work, (*filling.copies, announced), nbytes)
+        record.pending.append(handle)
         self._uses[self._next ^ 1] = handle
-
-        def deliver() -> Handle:
-            room.finish()
-            return handle
-
         try:
-            self.bring(record, last, deliver)
+            self.announce(record, last)  # after it has its turn, since what follows may share the updated weights
         except BaseException as error:
-            if not room.done:
-                room.finish(error)
+            announced.finish(error)
             raise
+        announced.finish()
+        handle.then(partial(self._give_up, filling, handle))
 
     @property
     def is_empty(self) -> bool:
@@ -177,23 +186,40 @@ class Reducer:
                 "already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
-        record = self._gradients.open(unit, self._driver.scheduler.steps)
-        ended = Handle(COLLECTIVE)
-        opened = threading.Event()
+        self._receive(self._gradients.open(unit, self._driver.scheduler.steps), False, None, nothing)
+
+    def _receive(self, record: UnitGradient, here: bool, mine: torch.Tensor | None, flags: Flags) -> None:
+        """On the collective lane: reduce a gradient into its record's buffer. `here`: the gradient was announced.
+
+        The buffer is asked for only now, so what frees a buffer is never behind what waits for one. Raises BudgetError
+        if there is no room, or none within the time after which ranks give each other up.
+        """
+        unit, ended, opened = record.unit, Handle(COLLECTIVE), threading.Event()
 
         def deliver() -> Handle:
             opened.set()
             return ended
 
-        event = self._driver.scheduler.gradient
-        self._driver.tell(event, unit.index, record.complete, False, False, record, deliver)
-        # It may wait for what is being read or written, but what frees a buffer may be this lane's to do.
-        if not opened.wait(rank_timeout_s()):
-            raise BudgetError(self._gradients.exhausted(unit))
         try:
-            self._reduce(unit.spec, None, nothing, record)
-        finally:
-            ended.finish()
+            self._driver.tell(self._driver.scheduler.reduce, unit.index, here, record, deliver)
+            self._await_buffer(record, opened)
+            self._reduce(unit.spec, mine, flags, record)
+        except BaseException as error:
+            ended.finish(error)
+            raise
+        ended.finish()
+
+    def _give_up(self, filling: _Filling, handle: Handle, error: BaseException | None) -> None:
+        """Ranks have not come to a reduction: its gradient is lost."""
+        if error is not None and not filling.received:
+            record = filling.record
+            self._driver.tell(self._driver.scheduler.reduce, record.unit.index, True, record, lambda: handle)
+
+    def _await_buffer(self, record: UnitGradient, opened: threading.Event) -> None:
+        deadline = time.monotonic() + rank_timeout_s()
+        while not opened.wait(_LOOK_S):
+            if time.monotonic() > deadline or self._driver.ask(lambda: self._driver.scheduler.buffers_exhausted):
+                self.refuse(record)
 
     def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, record: UnitGradient | None) -> None:
         """On the collective lane: the mean of every rank's gradient, to the record if there is one. `mine` is this

@@ -29,13 +29,12 @@ class Gradients:
         self._issue = issue
         slab = plan.buffer_slab or max(unit.buffer_pages for unit in plan.units)
         self.pages = Frames(plan.buffer_pool, slab)
-        self._others_first = plan.ranks_fetch_alike and any(unit.routed for unit in plan.units)
-        """Whether operations that keep buffers busy may wait for other ranks, while those ranks wait for a buffer
-        here."""
         self._homes = [[*range(plan.gradient_homes)] for _ in plan.units]
         """By unit, the homes that no record uses."""
         self._records: dict[int, GradientRecord] = {}
         """unit -> the record of this step."""
+        self._to_reduce: list[list[GradientRecord]] = [[] for _ in plan.units]
+        """By unit, the records of the parts that ranks have yet to add up, in the order in which they will."""
         self._idle: dict[GradientRecord, None] = {}
         """Records whose shared buffer nothing moves or reads. The one that has been idle longest is first."""
         self._busy: dict[GradientRecord, None] = {}
@@ -56,14 +55,28 @@ class Gradients:
 
     def add(self, unit: int, step: int, complete: bool, payload: Any, delivery: Any) -> GradientRecord:
         """Autograd has made a gradient of a unit. `complete`: backward has finished with the unit."""
-        record = self._records.get(unit)
-        if record is None:
-            record = self._records[unit] = GradientRecord(unit, step, payload=payload)
-        self._spilling_fails = False
-        record.made.append(delivery)
+        record = self._open(unit, step, payload)
         record.complete = complete
-        self._wait(record)
+        self._deliver(record, delivery)
         return record
+
+    def expect(self, unit: int, step: int, complete: bool, payload: Any) -> GradientRecord:
+        """As `add`, but ranks add up the gradient first. It needs no buffer until `reduce`: what frees buffers here may
+        be what other ranks add up before it."""
+        record = self._open(unit, step, payload)
+        record.complete = complete
+        record.to_reduce += 1
+        self._to_reduce[unit].append(record)
+        return record
+
+    def reduce(self, unit: int, step: int, here: bool, payload: Any, delivery: Any) -> None:
+        """Ranks add up gradients of a unit now. `here`: one of them is the oldest that was announced by `expect`."""
+        if here:
+            record = self._to_reduce[unit].pop(0)
+            record.to_reduce -= 1
+        else:
+            record = self._open(unit, step, payload)
+        self._deliver(record, delivery)
 
     def moved(self, kind: Kind, record: GradientRecord, failed: bool) -> None:
         """An OFFLOAD, SPILL or RELOAD has ended. A failed SPILL loses nothing, because the buffer still has the
@@ -121,6 +134,11 @@ class Gradients:
             record.wanted = True
             self._wait(record)
         return not (record.lacks_buffer or record.transferring)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a gradient has no buffer, and nothing that is under way will free one."""
+        return self.held_back is not None and not self._busy
 
     @property
     def held_back(self) -> tuple[Kind, int] | None:
@@ -184,7 +202,7 @@ class Gradients:
             if record.clean:
                 self._free(record)
                 return True
-        if self._idle and (self._others_first or not self._busy) and not self._spilling_fails:
+        if self._idle and not self._busy and not self._spilling_fails:
             self._spill(next(iter(self._idle)))
         return False
 
@@ -199,6 +217,19 @@ class Gradients:
             self._spilled[record] = None
         self._changed(record)
         self._begin(kind, record)
+
+    def _open(self, unit: int, step: int, payload: Any) -> GradientRecord:
+        """The record of this step."""
+        record = self._records.get(unit)
+        if record is None:
+            record = self._records[unit] = GradientRecord(unit, step, payload=payload)
+        return record
+
+    def _deliver(self, record: GradientRecord, delivery: Any) -> None:
+        """Something is there for a record's buffer."""
+        self._spilling_fails = False
+        record.made.append(delivery)
+        self._wait(record)
 
     def _wait(self, record: GradientRecord) -> None:
         self._waiting[record] = None

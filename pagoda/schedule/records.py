@@ -39,6 +39,8 @@ class GradientRecord:
     """Which of the unit's homes the record has, if the unit has homes."""
     made: list[Any] = field(default_factory=list)
     """What autograd has made and what waits for the buffer. Each is given to an OFFLOAD of its own."""
+    to_reduce: int = 0
+    """The number of parts that autograd has made, and that ranks have not begun to add up. They need no buffer yet."""
     arriving: int = 0
     """The number of OFFLOAD operations under way."""
     transferring: bool = False
@@ -66,7 +68,7 @@ class GradientRecord:
     @property
     def arrived(self) -> bool:
         """Whether everything that autograd has made so far has arrived."""
-        return not (self.made or self.arriving)
+        return not (self.to_reduce or self.made or self.arriving)
 
     @property
     def lacks_buffer(self) -> bool:

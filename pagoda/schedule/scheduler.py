@@ -84,20 +84,22 @@ class Scheduler:
         self._pump()
 
     def gradient(
-        self, unit: int, complete: bool, last: bool, here: bool = True, payload: Any = None, delivery: Any = None
+        self, unit: int, complete: bool, last: bool, payload: Any = None, delivery: Any = None, reduced: bool = False
     ) -> None:
         """Autograd has made a gradient of a unit.
 
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
-        `step()`. `here`: False if only another rank's autograd has made it. `payload`: what the executor knows of the
-        unit's gradient of this step. `delivery`: what it knows of this part of it. Compute must wait while
-        `held_back`.
+        `step()`. `payload`: what the executor knows of the unit's gradient of this step. `delivery`: what it knows of
+        this part of it. Compute must wait while `held_back`. `reduced`: ranks add it up first, so `reduce` follows.
         """
         self.updates.undo(unit)
-        record = self.gradients.add(unit, self.steps, complete, payload, delivery)
+        if reduced:
+            record = self.gradients.expect(unit, self.steps, complete, payload)
+        else:
+            record = self.gradients.add(unit, self.steps, complete, payload, delivery)
         if complete and last:
             self.updates.ask_early(record)
-        self._pump(ranks_agree=here)
+        self._pump()
 
     def end_step(
         self,
@@ -178,6 +180,14 @@ class Scheduler:
         self.checkpoint.under_way = False
 
     # --- events of other ranks ---
+
+    def reduce(self, unit: int, here: bool, payload: Any = None, delivery: Any = None) -> None:
+        """Ranks add up gradients of a unit now, and the mean needs its buffer. `here`: autograd has made one of them
+        here, of which `gradient` has told. `payload` and `delivery`: as for `gradient`."""
+        if not here:
+            self.updates.undo(unit)
+        self.gradients.reduce(unit, self.steps, here, payload, delivery)
+        self._pump(ranks_agree=False)
 
     def others_read(self, unit: int) -> None:
         """Another rank will read a unit's weights in their home, once the unit's speculative update is undone. No
@@ -292,6 +302,11 @@ class Scheduler:
         """What holds compute back before it makes more gradients, because a gradient has no buffer yet: the operation
         that will probably free one, and its unit. None if compute can go on."""
         return self.gradients.held_back
+
+    @property
+    def buffers_exhausted(self) -> bool:
+        """Whether a gradient has no buffer, and neither a transfer nor an update will free one."""
+        return self.gradients.exhausted and not self.updates.may_begin
 
     @property
     def drained(self) -> bool:

@@ -314,6 +314,11 @@ class UpdateSchedule:
         return self._pending == 0
 
     @property
+    def may_begin(self) -> bool:
+        """Whether an update is queued or under way, or will be once nothing refers to the weights."""
+        return self._pending > 0 or any(weights.asking is not None for weights in self._versions.of)
+
+    @property
     def prepared(self) -> bool:
         """Whether a checkpoint can begin: the previous checkpoint has read everything, and no update is speculative."""
         return not self._checkpoint.left and all(weights.guess is None for weights in self._versions.of)

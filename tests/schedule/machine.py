@@ -259,10 +259,10 @@ class Machine(Memory):
         unit = self.theirs.pop(self.haste.randrange(len(self.theirs)))
         passes = self.truths[unit].passes
         self.note("  another rank's gradient of unit", unit)
-        complete, fetched = self.steps in passes, len(self.fetched)
+        fetched = len(self.fetched)
         passes.setdefault(self.steps, Counter())[OTHERS] += 1
         self.queued.setdefault((unit, self.steps), deque()).append(OTHERS)
-        self.scheduler.gradient(unit, complete, last=False, here=False)
+        self.scheduler.reduce(unit, here=False)
         self.collect()
         require(len(self.fetched) == fetched, f"another rank's gradient of unit {unit} starts a fetch")
         return True

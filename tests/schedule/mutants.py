@@ -160,7 +160,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            if True:\n                self._free(record)",
         ),
         "a buffer is never spilled to make room": (
-            "if self._idle and (self._others_first or not self._busy) and",
+            "if self._idle and not self._busy and",
             "if False and",
         ),
         "gradients are spilled where they cannot be": ("is not None and self._plan.spills", "is not None"),
@@ -322,8 +322,14 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        self.updates.undo(unit)\n        self.leases.others_read",
             "        self.leases.others_read",
         ),
-        "another rank's gradient is taken for one of backward": ("self._pump(ranks_agree=here)", "self._pump()"),
-        "a gradient does not undo": ("        self.updates.undo(unit)\n        record", "        record"),
+        "another rank's gradient is taken for one of backward": (
+            "here, payload, delivery)\n        self._pump(ranks_agree=False)",
+            "here, payload, delivery)\n        self._pump()",
+        ),
+        "a gradient does not undo": (
+            "        self.updates.undo(unit)\n        if reduced",
+            "        if reduced",
+        ),
         "old leases outlive what has been restored": (
             "        for unit in range(len(self.plan.units)):\n            self.leases.changed(unit)\n",
             "",

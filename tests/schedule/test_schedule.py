@@ -91,8 +91,23 @@ def test_a_prefetch_that_fails_is_not_tried_until_compute_waits_for_it() -> None
 
 def test_no_fetch_starts_when_another_rank_has_a_gradient_since_each_rank_hears_of_it_at_another_point() -> None:
     scheduler = Scheduler(replace(plan(frames=4), ranks_fetch_alike=True))
-    scheduler.gradient(0, complete=False, last=False, here=False)
+    scheduler.reduce(0, here=False)
     assert [op.kind for op in scheduler.take()] == [Kind.OFFLOAD]
+
+
+def test_gradients_that_ranks_have_yet_to_add_up_leave_room_for_those_of_other_ranks_that_come_before() -> None:
+    units = [UnitPlan(buffer_pages=1) for _ in range(4)]
+    scheduler = Scheduler(SchedulePlan(units, plan(frames=0).trace, buffer_pool=2, ranks_fetch_alike=True))
+    scheduler.gradient(3, complete=True, last=True, reduced=True)
+    scheduler.gradient(2, complete=True, last=True, reduced=True)
+    offloaded = []
+    for unit, here in ((1, False), (0, False), (3, True), (2, True)):
+        scheduler.reduce(unit, here)
+        assert not scheduler.buffers_exhausted
+        offloaded += units_of(Kind.OFFLOAD, end_all(scheduler))
+    assert offloaded == [1, 0, 3, 2]
+    scheduler.end_step()
+    assert units_of(Kind.UPDATE, end_all(scheduler)) == [0, 1, 2, 3]
 
 
 def run_first(scheduler: Scheduler) -> list[Operation]:
@@ -227,7 +242,7 @@ def test_an_update_does_not_write_over_what_other_ranks_still_collect() -> None:
 
     def request_update() -> list[Operation]:
         """With a gradient that only other ranks have made."""
-        scheduler.gradient(0, complete=True, last=False, here=False)
+        scheduler.reduce(0, here=False)
         (offload,) = scheduler.take()
         scheduler.ended(offload)
         scheduler.end_step()
