@@ -177,8 +177,9 @@ class TrainConfig(Reading, Run):
         if self.patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
-        if self.lora.rank is not None:
-            self._check_adapters()
+        self.lora.check_with(self)
+        if self.lora.rank is not None and self.plan == "search":
+            raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
 
     @property
     def depends_on_data(self) -> bool:
@@ -204,15 +205,6 @@ class TrainConfig(Reading, Run):
             "eval_every": self.evaluates_every if self.evaluates else 0,
             "sample_every": self.sample_every,
         }
-
-    def _check_adapters(self) -> None:
-        """Raises ConfigError for settings that do not work with adapters."""
-        if self.plan == "search":
-            raise ConfigError("--plan search plans the training of all weights: leave it out with --lora.rank")
-        if self.tile_limit is not None:
-            raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
-        if self.tensor_parallel > 1:
-            raise ConfigError("--lora.rank adapts whole layers: leave out --tensor-parallel")
 
     def settings(self) -> dict[str, Any]:
         """All settings in JSON's types. `from_settings` reads them into an equal configuration."""
