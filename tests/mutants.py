@@ -262,7 +262,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_optimizer.py runtime/test_updates.py",
         ),
         "hyperparameters of speculative updates are not compared": (
-            "            if clipped or segments != record.segments:\n                changed.append(unit.index)",
+            "            if clipped or segments != gradient.segments:\n                changed.append(unit.index)",
             "            if clipped:\n                changed.append(unit.index)",
             "runtime/test_speculation.py",
         ),
