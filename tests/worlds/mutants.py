@@ -119,7 +119,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            pass\n",
         ),
         "a gradient of the step before stays": (
-            "                del self._of_step[record.unit.index]",
+            "                del self._of_step[gradient.unit.index]",
             "                pass",
         ),
         "norms are read before gradients have arrived": (
@@ -127,7 +127,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        pass",
         ),
         "two gradients of a step are opened for one unit": (
-            "            if record is None:\n                shared",
+            "            if gradient is None:\n                shared",
             "            if True:\n                shared",
         ),
     },
@@ -233,11 +233,11 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     stepper: {
         "a step does not wait until gradients have arrived": (
-            "            record.settle()\n",
+            "            gradient.settle()\n",
             "            pass\n",
         ),
         "a step leaves gradients with autograd": (
-            "            if record.made:\n                self._offload(record, last=False)",
+            "            if gradient.made:\n                self._offload(gradient, last=False)",
             "            pass",
         ),
     },
@@ -265,7 +265,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "(announced,), nbytes",
         ),
         "a gradient is reduced before it has a buffer": (
-            "            self._await_buffer(record, opened)\n",
+            "            self._await_buffer(gradient, opened)\n",
             "",
         ),
         "a buffer is filled while it is reduced": (
@@ -273,7 +273,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            pass\n",
         ),
         "what others add replaces what is there": (
-            "accumulate = slot in record.present and not everyone[slot] & DROPPED",
+            "accumulate = slot in gradient.present and not everyone[slot] & DROPPED",
             "accumulate = False",
         ),
         "another rank's gradient goes to no buffer": (
