@@ -8,7 +8,7 @@ def end(scheduler: Scheduler, op: Operation) -> None:
     """One operation ends; what a RECLAIM asks for is free."""
     if op.kind is Kind.RECLAIM:
         scheduler.reclaimed(op, freed=True)
-    elif op.kind is not Kind.READ_AHEAD:  # which is not reported
+    elif op.kind not in (Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD):  # which are not reported
         if op.kind is Kind.UPDATE:
             scheduler.gradient_used(op)
             scheduler.weights_written(op)

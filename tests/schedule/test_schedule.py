@@ -286,6 +286,14 @@ def test_no_gradient_is_written_to_ssd_where_that_has_no_room() -> None:
     assert scheduler.buffers_exhausted
 
 
+def test_a_gradient_keeps_its_buffer_when_it_could_not_be_written_to_ssd() -> None:
+    scheduler = with_buffers(1)
+    scheduler.gradient(0, complete=True, last=False)
+    (spill,) = end_all(scheduler, but=Kind.SPILL)[1:]
+    scheduler.failed(spill)
+    assert made(scheduler, 1) == [(Kind.SPILL, 0), (Kind.OFFLOAD, 1), (Kind.SPILL, 1)]
+
+
 def test_a_gradient_does_not_arrive_in_a_buffer_that_an_update_reads() -> None:
     scheduler = with_buffers(2)
     scheduler.gradient(0, complete=True, last=True)
@@ -340,6 +348,64 @@ def test_a_clipped_step_undoes_a_speculative_update_and_makes_it_again() -> None
 def test_a_further_gradient_undoes_a_speculative_update() -> None:
     scheduler, _ = speculated(ended=True)
     assert (Kind.UNDO, 0) in made(scheduler, 0)
+
+
+def test_an_access_undoes_a_speculative_update() -> None:
+    scheduler, _ = speculated(ended=True)
+    scheduler.access(Access(0, Phase.BACKWARD))
+    assert units_of(Kind.UNDO, end_all(scheduler)) == [0]
+
+
+def test_a_speculative_update_that_fails_is_undone() -> None:
+    scheduler, update = speculated(ended=False)
+    scheduler.failed(update)
+    assert units_of(Kind.UNDO, scheduler.take()) == [0]
+
+
+def test_after_updates_have_failed_and_states_are_loaded_others_begin() -> None:
+    scheduler = Scheduler(plan(frames=0))
+
+    def request_all() -> list[Operation]:
+        for unit in range(4):
+            made(scheduler, unit)
+        scheduler.end_step()
+        return [op for op in scheduler.take() if op.kind is Kind.UPDATE]
+
+    for update in request_all():
+        scheduler.failed(update)
+    assert scheduler.broken
+    scheduler.restored()
+    assert len(request_all()) == 2
+
+
+def asynchronous_step(scheduler: Scheduler) -> list[Operation]:
+    """A step with a gradient of unit 0, in which all ends but FETCHes."""
+    made(scheduler, 0)
+    scheduler.end_step()
+    return end_all(scheduler, but=Kind.FETCH)
+
+
+def test_an_asynchronous_update_does_not_write_what_is_still_fetched() -> None:
+    scheduler = Scheduler(replace(plan(frames=4), max_staleness=1))
+    fetch, *_ = run_first(scheduler)
+    scheduler.release(0)
+    scheduler.gradient(0, complete=True, last=False)
+    (offload,) = (op for op in scheduler.take() if op.kind is Kind.OFFLOAD)
+    scheduler.ended(offload)
+    scheduler.end_step()
+    assert units_of(Kind.UPDATE, end_all(scheduler, but=Kind.FETCH)) == [0]
+    assert Kind.UPDATE not in {op.kind for op in asynchronous_step(scheduler)}
+    scheduler.ended(fetch)
+    assert units_of(Kind.UPDATE, scheduler.take()) == [0]
+
+
+def test_units_take_their_turns_anew_after_a_drain() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), max_staleness=2))
+    asynchronous_step(scheduler)
+    scheduler.drain(True)
+    assert units_of(Kind.UPDATE, end_all(scheduler)) == [0]
+    scheduler.drain(False)
+    assert [units_of(Kind.UPDATE, asynchronous_step(scheduler)) for _ in range(2)] == [[], [0]]
 
 
 def test_a_drain_begins_asynchronous_updates() -> None:

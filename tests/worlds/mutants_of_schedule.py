@@ -18,10 +18,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        if lease is not None:\n            self._end(lease)",
             "        return",
         ),
-        "an asynchronous update does not wait for a fetch of the extent that it writes": (
-            ".newest - asynchronous",
-            ".newest - 9 * asynchronous",
-        ),
         "what compute waits for is not fetched first": (
             "for unit in [*self._waiting]:\n            if self._may",
             "for unit in ():\n            if self._may",
@@ -108,10 +104,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "record.clean = record.clean and not record.made",
             "pass",
         ),
-        "a spill that failed counts": (
-            "record.clean = record.clean and not failed",
-            "pass",
-        ),
         "an update does not wait for its gradient to be read back": (
             "return not (record.lacks_buffer or record.transferring)",
             "return True",
@@ -149,10 +141,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "units do not take turns": (
             "(self._turn + unit) % most",
             "self._turn % most",
-        ),
-        "a drain does not begin the turns anew": (
-            "        self._turn = 0\n        show",
-            "        show",
         ),
         "a drain in the middle of a step shows what it applies": (
             "show = self._publish if self.step_begun else self._show",
@@ -216,10 +204,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "self._gradients.used(record, last=not update.speculative)",
             "self._gradients.used(record, last=True)",
         ),
-        "a speculative update that failed is not undone": (
-            "update.withdrawn, self._calm = True, 0",
-            "self._calm = 0",
-        ),
         "a failed update that stands is undone": (
             "if not update.speculative:\n            self._versions.failed = True\n            return",
             "pass",
@@ -231,10 +215,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "a failed update keeps its gradients for ever": (
             "self._gradients.used(record, last=True)",
             "self._gradients.drop(record)",
-        ),
-        "updates that had been admitted stay so": (
-            "self._admitted, self._pending, self._ahead = [0, 0], 0, -1\n",
-            "self._pending, self._ahead = 0, -1\n",
         ),
         "a unit whose update is queued is read ahead": (
             "weights.update is None and weights.guess is None:\n            self._ahead",
@@ -281,10 +261,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "a drain starts no asynchronous update": (
             "            self.turns.drain()\n",
             "            pass\n",
-        ),
-        "an access does not undo": (
-            "        self.updates.undo(unit)\n        self.leases.access(unit)",
-            "        self.leases.access(unit)",
         ),
         "old leases outlive what has been overwritten": (
             "        self.versions.of[unit].edition += 1\n        self.leases.changed(unit)",
