@@ -344,7 +344,12 @@ class Store:
         except StorageError:
             if not self._replacing:
                 raise
-            torch.frombuffer(window, dtype=torch.uint8).zero_()
+            size = self.plan.page_bytes
+            for at in range(0, window.nbytes, size):  # some of them may have been written a moment ago
+                try:
+                    self.load(unit, state, offset + at, window[at : at + size])
+                except StorageError:
+                    torch.frombuffer(window[at : at + size], dtype=torch.uint8).zero_()
             return False
         return True
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from files import flip
+from torch import nn
 from zoo import PAGE, RESIDENT
 
 import pagoda
@@ -99,6 +100,30 @@ def test_an_update_that_fails_leaves_a_state_that_only_a_checkpoint_replaces(
         with pytest.raises(StorageError, match="Load a checkpoint"):
             load()
     run.load(tmp_path / "good").goes_on()
+
+
+def test_a_checkpoint_replaces_a_moment_of_which_no_page_can_be_read(tmp_path: Path) -> None:
+    """Parameters share pages, and each is written by itself: what one has written, the next one must not lose."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 30)) for _ in range(6)))
+    settings = {"ssd": str(tmp_path), "unit_limit": "16KiB", "page_size": PAGE, "ssd_checkpoints": 0}
+    with pytest.raises(pagoda.BudgetError) as refused:
+        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host=PAGE, **settings), precision="fp32")
+    memory = pagoda.Memory(host=refused.value.needed_bytes, **settings)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32")
+    model(torch.ones(2, 30)).square().mean().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.save_checkpoint(tmp_path / "good")
+    store = optimizer._engine.store
+    for unit in range(len(store.plan.units)):
+        moment = store.run(unit, "exp_avg")
+        assert moment.count > 2
+        store.ssd._table._live.part(moment).hashes[:] ^= 1
+    optimizer.load_checkpoint(tmp_path / "good")
+    assert all(
+        torch.equal(each["exp_avg"], before[at]["exp_avg"]) for at, each in optimizer.state_dict()["state"].items()
+    )
+    optimizer.close()
 
 
 def test_an_update_that_fails_ends_a_checkpoint_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ class Program:
             settings["accumulation_steps"] = rules.accumulation
         rule = WholeSGD() if rules.whole else rules.rule
         sizes, split = self._first_sizes()
-        for tries in range(20):
+        for tries in range(40):
             memory = self._memory(sizes, split if tries < 10 else None)
             try:
                 self.model, self.optimizer = pagoda.wrap(
