@@ -359,6 +359,8 @@ class Scheduler:
         else:
             (record,) = operation.gradients
             self.gradients.moved(operation.kind, record, failed)
+            if record.lost:
+                self.updates.lose(record)
         self.updates.retry(operation.unit)
 
     def _fetch(self, leases: Iterable[Lease]) -> None:

@@ -177,7 +177,7 @@ class UpdateSchedule:
         if weights.asking is not update or update.query is not asked:
             return
         update.query = None
-        if not free or self._leases.uses(asked.unit):
+        if not free or self._leases.uses(asked.unit) or any(record.lost for record in update.records):
             return
         if update.speculative:
             weights.asking = None
@@ -228,6 +228,13 @@ class UpdateSchedule:
         if update.has_written:
             weights.newest -= len(update.records)
         self._over(update)
+
+    def lose(self, record: GradientRecord) -> None:
+        """A gradient was lost. If its update is final, no state can be used until all are restored."""
+        weights = self._versions.of[record.unit]
+        for update in filter(None, (weights.update, *weights.later)):
+            if record in update.records and not update.speculative:
+                self._versions.failed = True
 
     def _may_speculate(self, unit: int) -> bool:
         """Whether an update may begin before `step()`: there is room to undo it, no checkpoint needs that room, and
@@ -422,8 +429,7 @@ class UpdateSchedule:
         if self._versions.failed:
             return
         if any(record.lost for record in update.records):
-            self._versions.failed = not update.speculative
-            self.undo(update.unit)
+            self.undo(update.unit)  # it is speculative, else everything has failed with the gradient
             return
         if False in [self._gradients.usable(record) for record in update.records]:
             return

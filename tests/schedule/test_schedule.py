@@ -436,6 +436,28 @@ def test_a_skipped_step_updates_nothing() -> None:
     assert scheduler.take() == []
 
 
+def test_a_gradient_that_is_lost_with_a_final_update_breaks_the_state_at_once() -> None:
+    """Also if its update waits for others, so that whoever hears of the failure hears of what it has broken."""
+    scheduler = Scheduler(replace(plan(frames=0), during_backward=True))
+    for unit in (3, 2):
+        updated(scheduler, unit)
+    scheduler.gradient(1, complete=True, last=True)
+    (offload,) = (op for op in end_all(scheduler, but=Kind.OFFLOAD) if op.kind is Kind.OFFLOAD)
+    scheduler.failed(offload)
+    assert scheduler.broken
+
+
+def test_a_gradient_that_is_lost_before_its_update_is_final_breaks_nothing() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), during_backward=True))
+    scheduler.gradient(1, complete=True, last=True)
+    question, offload = sorted(scheduler.take(), key=lambda op: op.kind is Kind.OFFLOAD)
+    scheduler.failed(offload)
+    scheduler.reclaimed(question, freed=True)
+    assert scheduler.take() == []
+    scheduler.drop_gradients()
+    assert not scheduler.broken
+
+
 def test_updates_that_were_refused_make_room_for_others() -> None:
     scheduler = Scheduler(replace(plan(frames=0), during_backward=True))
     for unit in (3, 2):
