@@ -48,7 +48,7 @@ class Call:
     version: int = 0
     """The unit's number of updates. In a list, the number since the part of the program began."""
     position: int = field(default=0, compare=False)
-    """Compute's position in the trace when the rank wanted it. An entry of a list waits until compute is there."""
+    """Compute's position in the trace when the rank wanted it. A GATHER of a list waits until compute is there."""
     lists: tuple[int, ...] = ()
     """For BEGIN: a hash of each list that the rank can follow. 0 for none."""
 
@@ -82,10 +82,10 @@ class CollectiveOrder:
     *With a list.* When a part of the program begins, each rank announces hashes of two lists of collectives: the list
     that it wanted the last time, and the last list that all ranks had in common. If all ranks share one of them, they
     follow it, and announce nothing before its collectives. A rank that reaches an entry has taken part in all earlier
-    entries, including those that it does not want. It reaches an entry only once compute has reached the entry's place
-    in the trace, and it never skips an entry that needs all ranks. A collective that is not in the list, or not due
-    yet, does not advance the list. A rank requests such weights directly from the other ranks. Before any other such
-    collective, it skips the rest of the list.
+    entries, including those that it does not want. It reaches an entry for weights only once compute has reached the
+    entry's place in the trace, and it never skips an entry that needs all ranks. A collective that is not in the list,
+    or not due yet, does not advance the list. A rank requests such weights directly from the other ranks. Before any
+    other such collective, it skips the rest of the list.
 
     *Without a list.* Before each collective, every rank announces what it wants. Ranks that want weights are answered
     first: together if all want the same weights, otherwise each separately. BEGIN comes next, and then a collective in
@@ -215,7 +215,7 @@ class CollectiveOrder:
         self._wanted.append(entry)
         for place in range(self._next, len(self._list)):
             found = self._list[place]
-            if found == entry and found.position <= entry.position:
+            if found == entry and (found.position <= entry.position or entry.kind in _SERVED):
                 self._pass_over(place)
                 self._next = place + 1
                 return True

@@ -226,6 +226,18 @@ def test_what_is_not_due_yet_is_not_come_to() -> None:
     assert order.served == 2  # the first on the way, the last at the end
 
 
+def test_gradients_and_updates_are_those_of_the_list_wherever_compute_counts_itself_in_the_trace() -> None:
+    """In a step whose first pass looks like the second one of the trace, a second pass comes at an earlier place."""
+
+    def reductions(first: int, second: int) -> list[Call]:
+        of_unit_1 = [Call(CollectiveKind.REDUCE, 1, position=position) for position in (first, second)]
+        return [*of_unit_1, Call(CollectiveKind.SHARE, 1, version=1, position=second)]
+
+    order = followed(*reductions(6, 14))
+    step_of(order, *reductions(14, 6))
+    assert order.served == 0
+
+
 def test_weights_after_an_update_are_not_those_before() -> None:
     order = followed(weights(1))
     assert step_of(order, weights(1, version=6), weights(1, version=5), version=5) == [False, True]

@@ -146,6 +146,7 @@ class Program:
                 for tier in sizes if least is None else (str(error.tier),):
                     sizes[tier] = int(max(sizes[tier], least or 0) * (1.0 + 0.2 * self.rng.random())) + 1
             except ConfigError as error:
+                sizes["host"] = int(sizes["host"] * (1.2 if split is None else 1.0))
                 refusal, split = error, None
         else:
             raise ViolationError(f"no memory is enough: {refusal}")
