@@ -91,8 +91,8 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
             "is 3, which",
         ),
         (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
-        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
-        (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "tile_limit is '1'"),
+        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "--batch-size is 99999999999"),
+        (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "--tile-limit is '1'"),
     ],
 )
 def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str, ...], complaint: str) -> None:
