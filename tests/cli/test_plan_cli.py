@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.cli.main import main
 from pagoda.models.shapes import is_built_in
+from pagoda.plan.placement import MEANING
 from tests.forecast.machines import SMALL
 
 KEYS = {
@@ -54,6 +55,10 @@ def test_it_prints_the_plan_the_figures_and_what_would_help(plan: Command, machi
     for said in ("Fits.", "exp_avg_sq", "budget", "tokens/s", "of peak", "binding lane", "drive wear", "compute waits"):
         assert said in done.stdout
     assert "What would help" in done.stdout
+    said = " ".join(done.stdout.split())
+    for line in re.findall(r"│ (\w+) +│", done.stdout):
+        if line in MEANING:
+            assert f"{line} = {MEANING[line]}" in said
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     step_us = json.loads(trace.read_text())["otherData"]["step_s"] * 1e6
     assert {"compute", "d2h", "ssd_read", "ssd_write", "update"} == {span["cat"] for span in spans}
