@@ -67,6 +67,8 @@ class GenerateConfig:
     """Format the prompt with the tokenizer's chat template. By default it is used if there is one."""
     memory: Memory = field(default_factory=Memory)
     """Where the weights may live."""
+    tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are fetched in tiles."""
 
     def __post_init__(self) -> None:
         require_count("tokens", self.tokens, 1)
