@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 RUNNABLE = [ROOT / "README.md", *sorted((DOCS / "tutorials").glob("*.md"))]
-FOREIGN_FLAGS = {"--nproc-per-node", "--max-restarts"}
-"""torchrun's."""
+FOREIGN_FLAGS = {"--nproc-per-node", "--max-restarts", "--local-dir"}
+"""Those of torchrun and hf."""
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -59,6 +59,11 @@ def flags_of(config: type) -> set[str]:
     return set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", shown.getvalue()))
 
 
+def losses_in(text: str) -> list[float]:
+    """The losses of the steps that a text shows."""
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", text, re.MULTILINE)]
+
+
 @pytest.fixture(scope="module")
 def flags() -> dict[str, set[str]]:
     """Subcommand -> its flags."""
@@ -74,8 +79,10 @@ def test_the_code_of_a_page_runs(
     script.write_text("\n".join(blocks(page, "python")))
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(script), run_name="__main__")
-    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
+    losses, shown = map(losses_in, (capsys.readouterr().out, "\n".join(blocks(page, "text"))))
     assert not losses or losses[-1] < 0.9 * losses[0], "the model of the page learns"
+    if "manual_seed" in script.read_text():
+        assert losses == pytest.approx(shown or losses, rel=0.02), "the page shows what it prints"
 
 
 @every_page

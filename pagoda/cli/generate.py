@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pagoda.config.commands import GenerateConfig
+from pagoda.config.training import Tiles
 from pagoda.errors import ConfigError
 from pagoda.train.progress import say
 from pagoda.train.records import Message
@@ -22,7 +23,7 @@ def run(config: GenerateConfig, console: Console) -> int:
     has_tokenizer = directory.is_dir() and tokenizer_files(directory)
     tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
     model = load(weights).requires_grad_(False)
-    model, optimizer = wrap(model, AdamW(), memory=config.memory)
+    model, optimizer = wrap(model, AdamW(), memory=config.memory, tiles=Tiles(tile_limit=config.tile_limit))
     try:
         chat = tokenizer.chats if config.chat is None else config.chat
         seed = config.seed if config.draw else None

@@ -29,10 +29,10 @@ def run(config: TrainConfig, console: Console) -> int:
 
 def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     """The configuration that provides the values of flags that are not given: that of the run in --out with --resume,
-    or that of the file with --config.
+    or that of the file with --config. None: the defaults.
 
-    Raises ConfigError if an argument is not UTF-8 text, if both flags are given, if --resume has no --out or no run
-    is there, or if the file cannot be used.
+    Raises ConfigError if an argument is not UTF-8 text, if both flags are given, if --resume has no --out, or if
+    neither a run is there nor --model says which to begin, or if the file cannot be used.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None
@@ -45,7 +45,10 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
             raise ConfigError("--resume continues a run: name its directory with --out")
         if given:
             raise ConfigError("--config starts another run, and --resume continues one: leave one of them out")
-        started = RunDir(Path(out)).started_config()
+        run_dir = RunDir(Path(out))
+        if _value(args, "--model") is not None and not run_dir.config.exists():
+            return None  # the run was killed before the end of its first step, or never began: the flags describe it
+        started = run_dir.started_config()
         return replace(started, out=Path(out), resume=True, checkpoint=LAST, trace=None)
     return read_settings(Path(given)) if given else None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,8 +37,8 @@ class ModelDescription:
     """Width inside a layer's MLP, added up over the experts that a token is sent to."""
     vocab: int
     measurable: bool
-    """Whether its compute can be measured. A paper's shape is never built, and the time of a mixture of experts depends
-    on routing."""
+    """Whether its compute can be measured. A paper's shape is never built, the time of a mixture of experts depends on
+    routing, and layers are measured without adapters."""
     top_k: int = 0
     """Number of experts that each token is sent to. 0 without experts."""
     exchanged: Mapping[str, int] = field(default_factory=dict)
@@ -58,6 +59,20 @@ class ModelDescription:
     handed_on: tuple[Exchange, ...] = ()
     """What a pipeline stage exchanges with its neighbours."""
 
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The modules whose own parameters, or those of others that they use, are all frozen."""
+        trained = {param.name for param in self.root.walk() if param.trainable}
+        used = (
+            (module.name, {*module.tied, *(param.name for param in module.params)}) for module in self.root.modules()
+        )
+        return frozenset(name for name, params in used if params and trained.isdisjoint(params))
+
+    @cached_property
+    def step_flops(self) -> float:
+        """FLOPs of a forward and a backward, without recomputation."""
+        return sum(flops * (2 if module in self.frozen else 3) for module, flops in self.forward_flops.items())
+
 
 def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescription:
     """Describe the model that a configuration names: a paper's shape, or one that `pagoda.models.build_model` builds.
@@ -72,6 +87,8 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
     assert name is not None
     shape = PAPER_SHAPES.get(name)
     if shape is not None:
+        if config.lora.rank is not None:
+            raise ConfigError(f"--lora.rank is for models of transformers, and {name!r} is a paper's shape")
         if ranks > 1:
             _check_experts(shape, ranks)
         root = module_spec(shape, ranks)
@@ -95,7 +112,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         hidden=hidden,
         ffn=ffn,
         vocab=vocab,
-        measurable=shape is None and not top_k,
+        measurable=shape is None and not top_k and config.lora.rank is None,
         top_k=top_k,
         exchanged=exchanged_elements(root, config.tokens * top_k * hidden, ranks),
         heads=heads,
@@ -119,6 +136,7 @@ def _tree_of_transformers(
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
     from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
+    from pagoda.models.lora import add_adapters
     from pagoda.prepare.construct import describe
     from pagoda.prepare.operator_tiles import Tiling
 
@@ -130,6 +148,8 @@ def _tree_of_transformers(
         alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
         with counting.weightless():
             model: Any = build_model(name, seq_len=config.seq_len, layers=_DESCRIBED if alike else None)
+            if config.lora.rank is not None:
+                model = add_adapters(model, config.lora)
             Tiling(model, most_elements, cuts_stacks=cuts_stacks, in_blocks=in_blocks, exchange=first)
             counted = counting.forward_flops(model, config.batch_size, config.seq_len) if count_flops else {}
             root = describe(model)

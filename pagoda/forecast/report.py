@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from math import isfinite
 from typing import Any
 
@@ -12,13 +13,16 @@ from rich.text import Text
 from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.pipeline import PipelineForecast
 from pagoda.forecast.record import plan_record, timeline_record
+from pagoda.forecast.wear import wear
 from pagoda.memory.sizes import format_bytes
+from pagoda.plan.placement import MEANING
 from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """A table with a row per state and a column per tier, with sums and budgets, followed by the automatic choices."""
+    """A table with a row per state and a column per tier, with sums and budgets; then what lines mean, and the
+    automatic choices."""
     tiers = [tier for tier, lines in plan.bytes.items() if lines]
     states = list(dict.fromkeys(state for tier in tiers for state in plan.bytes[tier]))
     title = Text(
@@ -33,7 +37,9 @@ def plan_table(plan: Plan) -> RenderableType:
     table.add_row("in all", *(format_bytes(sum(plan.bytes[tier].values())) for tier in tiers), style="bold")
     budgets = (getattr(plan.budgets, tier) for tier in tiers)
     table.add_row("budget", *("-" if budget is None else format_bytes(budget) for budget in budgets))
-    return Group(title, table, *(Text(f"- {reason}") for reason in plan.reasons))
+    lines = [f"{line} = {MEANING[line]}" for line in states if line in MEANING]
+    explained = [Text(f"Here, {'; '.join(lines)}.")] if lines else []
+    return Group(title, table, *explained, *(Text(f"- {reason}") for reason in plan.reasons))
 
 
 def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
@@ -121,21 +127,19 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
 
 
 def _figures(forecast: Forecast) -> RenderableType:
-    written = forecast.ssd_bytes_written_per_step
+    written, steps = forecast.ssd_bytes_written_per_step, forecast.config.steps
     table = Table.grid(padding=(0, 2))
-    table.add_row("step", format_seconds(forecast.timeline.step_s))
+    takes = timedelta(seconds=round(steps * forecast.timeline.step_s))
+    table.add_row("step", f"{format_seconds(forecast.timeline.step_s)}; {steps:,} steps take {takes}")
     table.add_row("tokens/s", f"{forecast.tokens_per_s:,.1f}")
     table.add_row(
         "TFLOP/s per " + ("GPU" if forecast.machine.hardware.device else "process"),
         f"{forecast.flop_per_s / 1e12:.3g}, {forecast.share_of_peak:.1%} of peak "
-        "(3 x forward: 6 FLOPs per parameter and token, and attention; recomputing not counted)",
+        "(6 FLOPs per parameter and token, 4 if it is frozen, and attention; recomputing not counted)",
     )
     table.add_row("binding lane", forecast.timeline.binding_lane)
-    if written:
-        table.add_row(
-            "drive wear",
-            f"{format_bytes(written)} written per step; rated for {forecast.steps_until_worn:,.0f} such steps",
-        )
+    if written and (drive := forecast.machine.hardware.ssd) is not None:
+        table.add_row("drive wear", wear(written, steps, drive.endurance_bytes))
     return table
 
 

@@ -21,22 +21,33 @@ UPDATE_BYTES = 28
 """Memory traffic of AdamW on the bf16 split master, per parameter: 14 bytes read, 12 written, and 2 to clear the
 gradient for the next step."""
 
+_REACHED_SHARE = 0.6
 _CPU_UPDATE_SHARE = 0.6
 _GPU_UPDATE_SHARE = 0.9
 _FP32_SHARE = 0.8
 _BOTH_SHARE = 0.8
 _COLLECTIVE_SHARE = 0.7
 _NETWORK_SHARE = 0.8
-_DRIVE_WRITES = 5 * 365
+_DRIVE_WRITES = 600
 
 
-def _device(name: str, gib: float, memory: float, bf16: float, reached: tuple[float, str], fp32: float) -> DeviceSpeeds:
-    """A GPU by its datasheet: memory in GiB, bandwidth in bytes/s, rates in TFLOP/s."""
+_REACHED = (
+    f"assumed: {_REACHED_SHARE} of peak; Megatron-LM reaches 0.57 on A100s, collectives included, arXiv 2205.05198, "
+    "table 5"
+)
+
+
+def _device(
+    name: str, gib: float, memory: float, bf16: float, fp32: float, reached: tuple[float, str] | None = None
+) -> DeviceSpeeds:
+    """A GPU by its datasheet: memory in GiB, bandwidth in bytes/s, rates in TFLOP/s. `reached`: the bf16 rate of a
+    transformer, and its source."""
+    flops, why = reached or (round(_REACHED_SHARE * bf16), _REACHED)
     sheet = f"{name} datasheet"
     return DeviceSpeeds(
         memory_bytes=Figure(gib * _GIB, sheet),
         memory_bytes_per_s=Figure(memory, sheet),
-        bf16=MatmulRate(Figure(bf16 * _TFLOP, f"{sheet}, dense"), Figure(reached[0] * _TFLOP, reached[1])),
+        bf16=MatmulRate(Figure(bf16 * _TFLOP, f"{sheet}, dense"), Figure(flops * _TFLOP, why)),
         fp32=MatmulRate(
             Figure(fp32 * _TFLOP, f"{sheet}, without TF32"),
             Figure(fp32 * _TFLOP * _FP32_SHARE, f"assumed: {_FP32_SHARE} of peak"),
@@ -75,8 +86,8 @@ def rated_endurance(capacity_bytes: float) -> Figure:
     """Total bytes written that a drive of this capacity is usually rated for. Used if its own rating is not known."""
     return Figure(
         capacity_bytes * _DRIVE_WRITES,
-        "assumed: one drive write a day for five years, the usual rating of data-centre TLC drives "
-        "(Samsung PM9D3a 7.68 TB: 14,016 TB)",
+        f"assumed: {_DRIVE_WRITES} times its capacity, as drives for consumers (Samsung 990 PRO 2 TB: 1,200 TB); those "
+        "for data centres have about three times that (Samsung PM9D3a 7.68 TB: 14,016 TB)",
     )
 
 
@@ -149,13 +160,20 @@ def _workstation(name: str, device: DeviceSpeeds, link: Link) -> Hardware:
     )
 
 
-def _share(node: Cpu, of: int) -> Cpu:
-    """An equal part of a node's processors and RAM."""
+def _one_of(node: Hardware, name: str) -> Hardware:
+    """One GPU of a node, with its part of the processors and RAM, a link of its own and one drive."""
+    of, whole = node.gpus_per_node, node.cpu
     memory, bandwidth, update = (
-        Figure(whole.value / of, f"1/{of} of the node: {whole.source}")
-        for whole in (node.memory_bytes, node.memory_bytes_per_s, node.update_params_per_s)
+        Figure(figure.value / of, f"1/{of} of {node.name}: {figure.source}")
+        for figure in (whole.memory_bytes, whole.memory_bytes_per_s, whole.update_params_per_s)
     )
-    return Cpu(node.cores // of, memory, bandwidth, update)
+    return Hardware(
+        name=name,
+        cpu=Cpu(whole.cores // of, memory, bandwidth, update),
+        device=node.device,
+        link=node.link and replace(node.link, gpus=1),
+        ssd=_gen4_drives(1, "assumed"),
+    )
 
 
 _V100 = _device(
@@ -163,24 +181,22 @@ _V100 = _device(
     32,
     900 * _GB,
     125.0,
-    (70.0, "achievable peak of a V100 in ZeRO-Infinity, arXiv 2104.07857"),
     15.7,
+    (70.0, "achievable peak of a V100 in ZeRO-Infinity, arXiv 2104.07857"),
 )
-_A100_REACHED = (187.0, "assumed: 0.6 of peak; PatrickStar, arXiv 2108.05818, plots 154 TFLOP/s a GPU with offload")
 _A100_40G = replace(
-    _device("NVIDIA A100 SXM4 40GB", 40, 1_555 * _GB, 312.0, _A100_REACHED, 19.5),
+    _device("NVIDIA A100 SXM4 40GB", 40, 1_555 * _GB, 312.0, 19.5),
     memory_bytes=Figure(42_405_855_232.0, "deviceQuery on an A100-SXM4-40GB, in PC2 Paderborn's documentation"),
 )
-_A100_80G = _device("NVIDIA A100 SXM4 80GB", 80, 2_039 * _GB, 312.0, _A100_REACHED, 19.5)
-_HOPPER_REACHED = (600.0, "assumed: 0.61 of peak")
-_H100 = _device("NVIDIA H100 SXM5 80GB", 80, 3_350 * _GB, 989.4, _HOPPER_REACHED, 66.9)
+_A100_80G = _device("NVIDIA A100 SXM4 80GB", 80, 2_039 * _GB, 312.0, 19.5)
+_H100 = _device("NVIDIA H100 SXM5 80GB", 80, 3_350 * _GB, 989.4, 66.9)
 _H200 = replace(
-    _device("NVIDIA H200 SXM5 141GB", 141, 4_800 * _GB, 989.4, _HOPPER_REACHED, 66.9),
+    _device("NVIDIA H200 SXM5 141GB", 141, 4_800 * _GB, 989.4, 66.9),
     memory_bytes=Figure(143_771.0 * (1 << 20), "nvidia-smi on an H200: 143,771 MiB; unverified"),
 )
-_H100_PCIE = _device("NVIDIA H100 PCIe 80GB", 80, 2_000 * _GB, 756.0, (450.0, "assumed: 0.6 of peak"), 51.0)
-_RTX6000_ADA = _device("NVIDIA RTX 6000 Ada", 48, 960 * _GB, 364.2, (218.0, "assumed: 0.6 of peak"), 91.1)
-_RTX4090 = _device("NVIDIA GeForce RTX 4090", 24, 1_008 * _GB, 165.2, (140.0, "assumed: 0.85 of peak"), 82.6)
+_H100_PCIE = _device("NVIDIA H100 PCIe 80GB", 80, 2_000 * _GB, 756.0, 51.0)
+_RTX6000_ADA = _device("NVIDIA RTX 6000 Ada", 48, 960 * _GB, 364.2, 91.1)
+_RTX4090 = _device("NVIDIA GeForce RTX 4090", 24, 1_008 * _GB, 165.2, 82.6)
 
 _XEON_8168 = (48, 256 * _GB, "2 Xeon Platinum 8168, 6 channels of DDR4-2666 each, as in the DGX-2; unverified")
 _EPYC_7742 = (128, 409.6 * _GB, "2 EPYC 7742, 8 channels of DDR4-3200 each, as in the DGX A100")
@@ -195,7 +211,7 @@ _A100_NVLINK = _nvlink(600 * _GB, "NVIDIA A100 SXM4")
 _GEN5_LINK = _link(55 * _GB, 55 * _GB, "assumed: 55 of the 64 GB/s of PCIe Gen5 x16")
 
 _A100_NODE = Hardware(
-    name="a100-40g",
+    name="a100-40gx8",
     cpu=_cpu(Figure(1024 * _GIB, "1 TB, arXiv 2108.05818 and 2303.02868"), *_EPYC_7742),
     gpus_per_node=8,
     device=_A100_40G,
@@ -208,35 +224,37 @@ _A100_NODE = Hardware(
     intra_node_bytes_per_s=_A100_NVLINK,
     inter_node_bytes_per_s=_network(100, "100 Gb/s RDMA, articles on AngelPTM's ZeRO-Cache"),
 )
-_H100_NODE = _dgx("h100", "H100", _XEON_8480, _H100, _GEN5_LINK, _nvlink(900 * _GB, "NVIDIA H100 SXM5"), 400)
-_H200_NODE = replace(_H100_NODE, name="h200", device=_H200)
+_H100_NODE = _dgx("h100x8", "H100", _XEON_8480, _H100, _GEN5_LINK, _nvlink(900 * _GB, "NVIDIA H100 SXM5"), 400)
+_V100_NODE = Hardware(
+    name="v100-32gx16",
+    cpu=_cpu(Figure(1536 * _GIB, "NVIDIA DGX-2 datasheet: 1.5 TB"), *_XEON_8168),
+    gpus_per_node=16,
+    device=_V100,
+    link=_link(
+        12 * _GB,
+        12 * _GB,
+        "ZeRO-Infinity, arXiv 2104.07857: about 12 GB/s for one link; fig. 2b: 3 GB/s for each of 16 GPUs, "
+        "so four share a link (unverified)",
+        gpus=4,
+    ),
+    ssd=_drive(
+        Figure(28 * _TB, "ZeRO-Infinity, arXiv 2104.07857, fig. 2b: 28 TB a node; unverified"),
+        Figure(25.6 * _GB, "ZeRO-Infinity, fig. 2b: 1.6 GB/s for each of 16 GPUs; unverified"),
+        Figure(25.6 * _GB, "assumed: as reading; ZeRO-Infinity gives one figure"),
+    ),
+    intra_node_bytes_per_s=_nvlink(300 * _GB, "NVIDIA V100 SXM3"),
+    inter_node_bytes_per_s=_network(800, "ZeRO, arXiv 1910.02054: 800 Gb/s between DGX-2 nodes"),
+)
+_A100_80G_NODE = _dgx("a100-80gx8", "A100 640GB", _EPYC_7742, _A100_80G, _A100_LINK, _A100_NVLINK, 200)
+_H200_NODE = replace(_H100_NODE, name="h200x8", device=_H200)
 
 MACHINES: Mapping[str, Hardware] = MappingProxyType(
     {
         machine.name: machine
         for machine in (
+            _V100_NODE,
             Hardware(
-                name="v100-32g",
-                cpu=_cpu(Figure(1536 * _GIB, "NVIDIA DGX-2 datasheet: 1.5 TB"), *_XEON_8168),
-                gpus_per_node=16,
-                device=_V100,
-                link=_link(
-                    12 * _GB,
-                    12 * _GB,
-                    "ZeRO-Infinity, arXiv 2104.07857: about 12 GB/s for one link; fig. 2b: 3 GB/s for each of 16 GPUs, "
-                    "so four share a link (unverified)",
-                    gpus=4,
-                ),
-                ssd=_drive(
-                    Figure(28 * _TB, "ZeRO-Infinity, arXiv 2104.07857, fig. 2b: 28 TB a node; unverified"),
-                    Figure(25.6 * _GB, "ZeRO-Infinity, fig. 2b: 1.6 GB/s for each of 16 GPUs; unverified"),
-                    Figure(25.6 * _GB, "assumed: as reading; ZeRO-Infinity gives one figure"),
-                ),
-                intra_node_bytes_per_s=_nvlink(300 * _GB, "NVIDIA V100 SXM3"),
-                inter_node_bytes_per_s=_network(800, "ZeRO, arXiv 1910.02054: 800 Gb/s between DGX-2 nodes"),
-            ),
-            Hardware(
-                name="v100-32g-8",
+                name="v100-32gx8",
                 cpu=_cpu(Figure(240 * _GB, "PatrickStar, arXiv 2108.05818: 240 GB"), *_XEON_8168),
                 gpus_per_node=8,
                 device=_V100,
@@ -246,20 +264,18 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             _A100_NODE,
             replace(
                 _A100_NODE,
-                name="a100-40g-dgx",
+                name="a100-40gx8-dgx",
                 ssd=_gen4_drives(4, "NVIDIA DGX A100 320GB datasheet"),
                 inter_node_bytes_per_s=_network(1600, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s"),
             ),
-            _dgx("a100-80g", "A100 640GB", _EPYC_7742, _A100_80G, _A100_LINK, _A100_NVLINK, 200),
+            _A100_80G_NODE,
             _H100_NODE,
             _H200_NODE,
-            Hardware(
-                name="h200-x1",
-                cpu=_share(_H200_NODE.cpu, 8),
-                device=_H200,
-                link=_GEN5_LINK,
-                ssd=_gen4_drives(1, "1/8 of an NVIDIA DGX H200"),
-            ),
+            _one_of(_V100_NODE, "v100-32g"),
+            _one_of(_A100_NODE, "a100-40g"),
+            _one_of(_A100_80G_NODE, "a100-80g"),
+            _one_of(_H100_NODE, "h100"),
+            _one_of(_H200_NODE, "h200"),
             _workstation("rtx4090", _RTX4090, _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")),
             _workstation(
                 "rtx6000-ada", _RTX6000_ADA, _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")
@@ -268,7 +284,8 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
         )
     }
 )
-"""All named machines: one node, and the network between such nodes."""
+"""All named machines: one node, and the network between such nodes. A name that ends with xN has N GPUs, any other
+one."""
 
 
 def find_machine(name: str) -> Hardware:

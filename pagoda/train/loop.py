@@ -13,6 +13,7 @@ from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
+from pagoda.forecast.wear import endurance_of, wear
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh, open_mesh
 from pagoda.mesh.world import was_restarted
@@ -21,6 +22,7 @@ from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
 from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
+from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import init
 from pagoda.prepare.deferred_logits import chunked_loss
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
@@ -119,6 +121,9 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
             say(console, *example(batches.rows, tokenizer))
         step_s = predicted["step_s"] if predicted else None
         say(console, *expected(session.batches, config.steps, beginning.done, step_s))
+        endurance = endurance_of(config.memory.ssd_directories, mesh.world.nodes)
+        if endurance is not None and (written := bytes_written_to_ssd(plan_of(model))):
+            say(console, f"SSD: {wear(written * mesh.size, config.steps - beginning.done, endurance)}")
         return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()

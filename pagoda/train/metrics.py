@@ -1,4 +1,7 @@
-"""metrics.jsonl: one line of JSON per optimizer step. No step appears twice, even if the run was interrupted."""
+"""metrics.jsonl: one line of JSON per optimizer step. No step appears twice, even if the run was interrupted.
+
+evals.jsonl and samples.jsonl are the same with a line per evaluation and per sample.
+"""
 
 import json
 import logging
@@ -200,11 +203,13 @@ EVALUATION_FORM: dict[str, Form] = {
     "bits_per_byte": number_or_null,
 }
 """What readers need of the line of an evaluation."""
+SAMPLE_FORM: dict[str, Form] = {"step": int, "prompt": str, "greedy": str, "drawn": str}
+"""What readers need of the line of a sample."""
 
 
 def read_metrics(path: Path, form: Mapping[str, Form] = _ANY) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl or evals.jsonl, in order. Leaves out lines that are damaged or cut short by a crash,
-    or lack what `form` needs. Empty if there is no file.
+    """The lines of a file, in order. Leaves out lines that are damaged or cut short by a crash, or lack what `form`
+    needs. Empty if there is no file.
 
     Raises StorageError if the file cannot be read.
     """

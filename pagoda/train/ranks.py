@@ -70,16 +70,25 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
 
 class MetricsFiles:
     """The files that a rank writes. With several ranks, each writes its own metrics, and the first one also writes the
-    merged metrics and the evaluations."""
+    merged metrics, the evaluations and the samples."""
 
-    def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        mesh: Mesh,
+        after_step: int,
+        *,
+        evals: bool,
+        samples: bool,
+        warn: Callable[[str], None],
+    ) -> None:
         """`warn`: see `MetricsFile`. Raises StorageError."""
         with storage_errors(f"{run_dir.path} cannot be created"):
             run_dir.path.mkdir(parents=True, exist_ok=True)
         first, several = mesh.rank == 0, mesh.size > 1
         own = run_dir.path / f"metrics-rank-{mesh.rank}.jsonl"
-        paths = {"together": run_dir.metrics, "evals": run_dir.evals, "own": own}
-        wanted = {"together": first, "evals": first and evals, "own": several}
+        paths = {"together": run_dir.metrics, "evals": run_dir.evals, "samples": run_dir.samples, "own": own}
+        wanted = {"together": first, "evals": first and evals, "samples": first and samples, "own": several}
         self._files = {name: MetricsFile(path, after_step, warn) for name, path in paths.items() if wanted[name]}
 
     def write(self, **entries: Entry) -> None:

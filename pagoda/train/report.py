@@ -10,12 +10,14 @@ from typing import Any, cast
 from pagoda.errors import ConfigError
 from pagoda.forecast.draw import COLLECTIVE_KINDS, draw_bars
 from pagoda.forecast.report import format_seconds
+from pagoda.forecast.wear import wear
 from pagoda.memory.files import read_regular
 from pagoda.memory.forms import Form, FormError, check
 from pagoda.memory.sizes import format_bytes
+from pagoda.simulate.hardware import Figure
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
-from pagoda.train.metrics import EVALUATION_FORM, STEP_FORM, has_form, number, read_metrics, seconds
+from pagoda.train.metrics import EVALUATION_FORM, SAMPLE_FORM, STEP_FORM, has_form, number, read_metrics, seconds
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
@@ -51,6 +53,11 @@ def _timeline_or_null(value: object) -> bool:
     return value is None or _timeline(value)
 
 
+def _endurance_or_null(value: object) -> bool:
+    """a figure or null"""
+    return value is None or (isinstance(value, dict) and has_form(value, {"value": seconds, "source": str}))
+
+
 def _limit(value: object) -> bool:
     """a number of bytes or null"""
     return value is None or (type(value) is int and 0 < value < 1 << 63)
@@ -62,7 +69,12 @@ _FACTS: dict[str, Form] = {
     "units": [{"name": str, "parameters": int, "homes": {str: str}}],
     "reasons": [str],
 }
-_PLAN: dict[str, Form] = {**_FACTS, "timeline": _timeline_or_null, "machine": {str: object}}
+_PLAN: dict[str, Form] = {
+    **_FACTS,
+    "timeline": _timeline_or_null,
+    "machine": {str: object},
+    "endurance": _endurance_or_null,
+}
 """The content of a run's plan.json; see `memory.forms`."""
 _FORECAST: dict[str, Form] = {
     "fits": bool,
@@ -99,17 +111,21 @@ def _run_page(directory: Path) -> str:
     run = RunDir(directory)
     config = run.started_config().settings()
     steps, evals = read_metrics(run.metrics, STEP_FORM), read_metrics(run.evals, EVALUATION_FORM)
+    samples = read_metrics(run.samples, SAMPLE_FORM)
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
-    plan = _read(run.plan, _PLAN) if run.plan.exists() else None
+    plan = _read(run.plan, _PLAN, endurance=None) if run.plan.exists() else None
+    data = {"Data": listed(_read(run.data, {"lines": [str]})["lines"])} if run.data.exists() else {}
     measured = _read(run.timeline, {"step": int, **_TIMELINE}) if run.timeline.exists() else None
     predicted = plan["timeline"] if plan else None
     sections = {
         "Summary": _summary(config, steps, evals),
         "Loss": _curves(steps, evals),
-        "Speed": _speed(steps),
+        **({"Samples": _samples(samples)} if samples else {}),
+        "Speed": _speed(steps, plan),
         **({"One step": _lanes(predicted, measured)} if predicted or measured else {}),
         **({"Memory": _memory(plan, steps), "Units": _units(plan)} if plan else {}),
+        **data,
         "Checkpoints": _checkpoints(run, evals),
         **({"Why this plan": listed(plan["reasons"]), "Machine": pairs(plan["machine"].items())} if plan else {}),
         "Settings": pairs(flat(config)),
@@ -143,12 +159,12 @@ def _plan_page(file: Path) -> str:
     )
 
 
-def _read(file: Path, form: Mapping[str, Form]) -> dict[str, Any]:
-    """The entries that `form` names of a JSON file. Raises ConfigError if it cannot be read, is not JSON, or lacks an
-    entry of this form."""
+def _read(file: Path, form: Mapping[str, Form], **missing: object) -> dict[str, Any]:
+    """The entries that `form` names of a JSON file; `missing` are those that it may lack. Raises ConfigError if it
+    cannot be read, is not JSON, or lacks an entry of this form."""
     try:
         found = json.loads(read_regular(file))
-        found = {key: found[key] for key in form if key in found} if isinstance(found, dict) else found
+        found = {**missing, **{key: found[key] for key in form if key in found}} if isinstance(found, dict) else found
         check(found, dict(form), "the content")
         return cast(dict[str, Any], found)
     except OSError as error:
@@ -228,7 +244,14 @@ def _curves(steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
     return page
 
 
-def _speed(steps: Sequence[_Record]) -> str:
+def _samples(samples: Sequence[_Record]) -> str:
+    """What the model wrote during its training: the last sample, and all of them folded."""
+    head = ("after step", "prompt", "most likely", "drawn")
+    rows = [(line["step"], line["prompt"], line["greedy"], line["drawn"]) for line in samples]
+    return table(head, rows[-1:]) + (folded("All samples", table(head, rows)) if rows[1:] else "")
+
+
+def _speed(steps: Sequence[_Record], plan: _Record | None) -> str:
     total = sum(step["step_s"] for step in steps)
     lanes = sorted({lane for step in steps for lane in step["stall_s"]})
     waited = {lane: sum(step["stall_s"].get(lane, 0.0) for step in steps) for lane in lanes}
@@ -237,10 +260,15 @@ def _speed(steps: Sequence[_Record]) -> str:
         (lane, f"{waited[lane] / total:.1%}", f"{format_bytes(moved[lane] // len(steps))}" if moved[lane] else "-")
         for lane in sorted(lanes, key=lambda lane: -waited[lane])
     ]
+    worn = ""
+    if plan and plan["endurance"] and (written := moved.get("ssd_write", 0)):
+        rated = Figure(plan["endurance"]["value"], plan["endurance"]["source"])
+        worn = listed([f"SSD: {wear(written // len(steps), len(steps), rated)}."])
     return (
         _drawing("Tokens per second", {"tokens/s": _points(steps, "tokens_per_s")})
         + "<p>Share of the steps' time that compute waited for a lane or for data, and bytes a step moved:</p>"
         + table(("lane", "waited", "bytes a step"), rows)
+        + worn
     )
 
 

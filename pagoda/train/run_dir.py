@@ -48,10 +48,13 @@ class RunDir:
         """The settings, which a user may edit and give to another run with --config."""
         self.plan = path / "plan.json"
         """The plan and the machine, for a report."""
+        self.data = path / "data.json"
+        """What was read from --data, and what was ignored or left out, for a report."""
         self.timeline = path / "timeline.json"
         """What compute and every lane did in one step, for a report."""
         self.metrics = path / "metrics.jsonl"
         self.evals = path / "evals.jsonl"
+        self.samples = path / "samples.jsonl"
         self.output = path / "output.txt"
         """What the run could not print, because its terminal was closed, its reader went away or a disk was full."""
         self.tokenizer = path / "tokenizer"
@@ -79,8 +82,8 @@ class RunDir:
         Raises ConfigError like `check_place`, and if there is a run already, or a file that it would replace.
         """
         self.check_place()
-        run = [self.config, self.metrics, self.evals, self.checkpoints]
-        others = [self.settings, self.plan, self.timeline, self.tokenizer]
+        run = [self.config, self.metrics, self.evals, self.samples, self.checkpoints]
+        others = [self.settings, self.plan, self.data, self.timeline, self.tokenizer]
         if taken := [path.name for path in run + others if path.exists()]:
             what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(

@@ -89,7 +89,8 @@ class Saving:
     def save(self, step: int, best: int | None) -> None:
         """Start to save the state after `step` steps.
 
-        Older checkpoints are deleted once it is complete, except the last ones, and the one after `best` steps.
+        Older checkpoints are deleted once it is complete, except the last ones, and the one after `best` steps, which
+        may be one of them.
         """
         self._end(say_it=True)
         self._unsaved_s = 0.0
@@ -114,9 +115,11 @@ class Saving:
             say(self._console, f"{self._run_dir.path} was moved or deleted: the run creates it again")
             with suppress(PagodaError, OSError):  # saving fails, too, and says why
                 self._run_dir.create(self._config, self._tokenizer)
-        old = [checkpoint.path for checkpoint in self._run_dir.all_checkpoints() if checkpoint.step != best]
-        keep = self._config.keep_checkpoints
-        return old[: max(0, len(old) + (step != best) - keep)] if keep else []
+        if not (keep := self._config.keep_checkpoints):
+            return []
+        old = self._run_dir.all_checkpoints()
+        last = sorted({*(checkpoint.step for checkpoint in old), step})[-keep:]
+        return [checkpoint.path for checkpoint in old if checkpoint.step not in (*last, best)]
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete. If it cannot be written, try again for a while.

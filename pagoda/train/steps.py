@@ -1,9 +1,11 @@
 """The steps of a run, and what is due between them: metrics, evaluations, samples and checkpoints."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ from pagoda.api import plan_of
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.record import as_lines, machine_record, plan_record, timeline_record
-from pagoda.forecast.report import format_seconds
+from pagoda.forecast.wear import endurance_of
 from pagoda.memory.files import write_durably
 from pagoda.mesh.mesh import Mesh
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
-from pagoda.train.generate import continued, prompt_ids
+from pagoda.train.generate import Sample, continued, prompt_ids
+from pagoda.train.inputs import described
 from pagoda.train.loggers import Loggers
 from pagoda.train.metrics import StepMetrics
 from pagoda.train.progress import Progress, say
@@ -83,6 +86,8 @@ class Steps:
         self._saving = Saving(session, run_dir, tokenizer.files, mesh, console)
         self._done, self._step_s = 0, 0.0
         """Number of steps done, and seconds of the last one."""
+        self._began: float | None = None
+        """When the step began that is running. None between steps."""
         self._over = False
         if session.config.sample_every:
             chat = session.batches.rows.tokens.about.chats
@@ -110,13 +115,14 @@ class Steps:
                     traced = step == done + min(config.trace_step, config.steps - done) - 1
                     if traced:
                         self._session.optimizer.trace_next_step()
+                    self._began = time.monotonic()
                     mine = self._session.step(step)
                     if files is None and self._mesh.rank == 0:
                         # Before another rank continues and may use their names.
                         for checkpoint, name in beginning.later:
                             self._run_dir.put_aside(checkpoint, name)
                     metrics, stopped_by = share_metrics(self._mesh, mine, received[0] if received else None)
-                    step += 1
+                    step, self._began = step + 1, None
                     self._done, self._step_s = step, metrics.step_s
                     self._over = step == config.steps or stopped_by is not None
                     losses.append(metrics.loss)
@@ -156,9 +162,21 @@ class Steps:
             self._run_dir.create(self._config, self._tokenizer.files)
             with self._warning_of(self._run_dir.plan):
                 plan = plan_of(self._session.model)
+                endurance = endurance_of(self._config.memory.ssd_directories, self._mesh.world.nodes)
                 record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
-                write_durably(self._run_dir.plan, as_lines({**record, "machine": machine_record()}).encode())
-        files = MetricsFiles(self._run_dir, self._mesh, done, self._evaluator is not None, self._warn)
+                record |= {"machine": machine_record(), "endurance": endurance and asdict(endurance)}
+                write_durably(self._run_dir.plan, as_lines(record).encode())
+            with self._warning_of(self._run_dir.data):
+                lines = described(self._session.batches.rows.tokens, self._tokenizer)
+                write_durably(self._run_dir.data, as_lines({"lines": lines}).encode())
+        files = MetricsFiles(
+            self._run_dir,
+            self._mesh,
+            done,
+            evals=self._evaluator is not None,
+            samples=bool(self._config.sample_every),
+            warn=self._warn,
+        )
         if first is not None:
             files.write(evals=first)
             self._loggers.evaluation(first)
@@ -179,7 +197,7 @@ class Steps:
                     f"{since_best(self._losses)} evaluations (--patience {config.patience})",
                 )
         if config.sample_every and (self._over or step % config.sample_every == 0) and not interrupted:
-            self._show_samples(step)
+            self._sample(step, files)
         due = self._saving.due(metrics)
         if due or interrupted or improved or (config.save_at_end and self._over):
             files.sync()
@@ -197,12 +215,12 @@ class Steps:
         say(self._console, str(found))
         return found
 
-    def _show_samples(self, step: int) -> None:
-        """Print what the model writes, with the most likely tokens and with sampled ones. Every rank takes part,
-        because each has some of the weights."""
+    def _sample(self, step: int, files: MetricsFiles) -> None:
+        """Print and record what the model writes, with the most likely tokens and with sampled ones. Every rank takes
+        part, because each has some of the weights."""
         config, chat = self._config, self._session.batches.rows.tokens.about.chats
-        for how, seed in (("greedy", None), ("drawn", config.seed + step)):
-            written = continued(
+        written = {
+            how: continued(
                 self._session.model,
                 self._tokenizer,
                 config.prompt,
@@ -210,7 +228,13 @@ class Steps:
                 tokens=config.sample_tokens,
                 seed=seed,
             )
-            say(self._console, f"Sample after step {step}, {how}: {config.prompt}|{written}")
+            for how, seed in (("greedy", None), ("drawn", config.seed + step))
+        }
+        files.write(samples=Sample(step=step, prompt=config.prompt, **written))
+        say(
+            self._console,
+            *(f"Sample after step {step}, {how}: {config.prompt}|{text}" for how, text in written.items()),
+        )
 
     def _write_timeline(self, step: int) -> None:
         """Write what compute and the lanes did in the step: for `pagoda report`, and for Perfetto if the user asked for
@@ -241,11 +265,21 @@ class Steps:
         if self._mesh.rank:
             return ""
         if self._over:
-            what = "the steps are done, and the run ends when its last checkpoint is complete"
+            what = f"the steps are done; stops when {self._run_dir.checkpoint(self._done)} is complete"
         else:
-            takes = f", about {format_seconds(self._step_s)}" if self._step_s else ""
-            what = f"the run ends after step {self._done + 1}{takes}, and saves a checkpoint"
-        return f"{name}: {what}. Another signal ends it at once, and loses what the last checkpoint does not have"
+            last = self._done + 1
+            what = f"stops after step {last}{self._when()} and saves {self._run_dir.checkpoint(last)}"
+        saved = self._run_dir.all_checkpoints()
+        lost = f"the steps after {saved[-1].path.name}" if saved else "all steps"
+        return f"{name}: {what}. Another signal stops the run at once and loses {lost}"
+
+    def _when(self) -> str:
+        """When the step ends that is running or comes next."""
+        if not self._step_s:
+            return ""
+        if self._began is None:
+            return f", about {ceil(self._step_s)} s after the evaluation, sample or checkpoint that is under way,"
+        return f", in about {ceil(max(0.0, self._began + self._step_s - time.monotonic()))} s,"
 
     def _show_end(self, result: TrainResult) -> None:
         lines = [

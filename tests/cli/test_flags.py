@@ -19,15 +19,13 @@ from pagoda.train.config import TrainConfig
 
 OF_A_RUN = {
     # What it trains on, and where it writes.
-    "download", "data", "column", "tokenizer", "cache", "steps",
+    "download", "data", "column", "skip_bad", "tokenizer", "cache",
     "eval_data", "eval_share", "eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt",
     "sample_tokens", "packing", "tokens_per_step", "epochs", "config", "log", "seed", "out", "resume", "checkpoint",
     "save_at_end", "trace_step",
     # Which values states take, not how many.
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
     "optim.schedule", "optim.min_lr_ratio",
-    # Not planned.
-    "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
 }  # fmt: skip
 OF_A_MACHINE = {
     "hardware", "nodes", "gpus_per_node", "pipeline_parallel", "search_degrees", "max_model", "json",

@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.cli.main import main
 from pagoda.models.shapes import is_built_in
+from pagoda.plan.placement import MEANING
 from tests.forecast.machines import SMALL
 
 KEYS = {
@@ -54,6 +55,10 @@ def test_it_prints_the_plan_the_figures_and_what_would_help(plan: Command, machi
     for said in ("Fits.", "exp_avg_sq", "budget", "tokens/s", "of peak", "binding lane", "drive wear", "compute waits"):
         assert said in done.stdout
     assert "What would help" in done.stdout
+    said = " ".join(done.stdout.split())
+    for line in re.findall(r"│ (\w+) +│", done.stdout):
+        if line in MEANING:
+            assert f"{line} = {MEANING[line]}" in said
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     step_us = json.loads(trace.read_text())["otherData"]["step_s"] * 1e6
     assert {"compute", "d2h", "ssd_read", "ssd_write", "update"} == {span["cat"] for span in spans}
@@ -84,15 +89,15 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         (("--model", "gpt2", "--hardware", "h10"), "Did you mean 'h100'?"),
         (("--model", "lama-8b", "--hardware", "rtx4090"), "Did you mean 'llama-8b'?"),
         (("--hardware", "h100"), "--max-model"),
-        (("--model", "gpt2", "--hardware", "h100", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
+        (("--model", "gpt2", "--hardware", "h100x8", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
         (("--model", "gpt2", "--hardware", "rtx4090", "--search-degrees", "tensor"), "there is only one rank"),
         (
-            ("--model", "gpt2", "--hardware", "v100-32g-8", "--replicas", "3", "--search-degrees", "pipeline"),
+            ("--model", "gpt2", "--hardware", "v100-32gx8", "--replicas", "3", "--search-degrees", "pipeline"),
             "is 3, which",
         ),
         (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
-        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
-        (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "tile_limit is '1'"),
+        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "--batch-size is 99999999999"),
+        (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "--tile-limit is '1'"),
     ],
 )
 def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str, ...], complaint: str) -> None:
@@ -104,7 +109,7 @@ def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str
 
 
 def test_a_search_of_degrees_names_flags_that_give_what_it_found(plan: Command) -> None:
-    machine = ("--hardware", "v100-32g-8", "--gpus-per-node", 4)
+    machine = ("--hardware", "v100-32gx8", "--gpus-per-node", 4)
     asked = ("--model", "llama-15m", "--seq-len", 128, *machine, "--plan", "usual", "--json")
     found = json.loads(plan(*asked, "--search-degrees", "tensor", "pipeline").stdout)
     said = next(reason for reason in found["reasons"] if reason.startswith("degrees: "))
@@ -114,7 +119,7 @@ def test_a_search_of_degrees_names_flags_that_give_what_it_found(plan: Command) 
     assert again["degrees"] == found["degrees"]
     assert again["tokens_per_s"] == found["tokens_per_s"]
     assert again["pipeline"] == found["pipeline"]
-    only = plan("--model", "gpt2", "--hardware", "v100-32g-8", "--plan", "usual", "--search-degrees", "tensor")
+    only = plan("--model", "gpt2", "--hardware", "v100-32gx8", "--plan", "usual", "--search-degrees", "tensor")
     assert only.returncode == 0
     assert "--tensor-parallel can only be 1" in " ".join(only.stdout.split())
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from safetensors.torch import save_file
 
 from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
-from pagoda.train.metrics import read_metrics
+from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.saving import Saving
+from pagoda.train.session import Session
 from tests.cli.workspace import STEPS, Workspace, curve
 from tests.tiny import LLAMA, at_the_first_batch
 
@@ -43,8 +46,8 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
     saved = json.loads((work.root / "run" / "config.json").read_text())
     assert (saved["steps"], saved["memory"]["host"]) == (STEPS, "1MiB")
     names = sorted(entry.name for entry in (work.root / "run").iterdir())
-    written = ["checkpoints", "config.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json", "trace.json"]
-    assert names == written
+    written = ["checkpoints", "config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    assert names == [*written, "trace.json"]
     assert [entry.name for entry in (work.root / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
     shown = capsys.readouterr().out
     assert shown.index("Plan:") < shown.index(f"step 1/{STEPS}")
@@ -87,11 +90,40 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     assert main(work.args("run")) == 128 + signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is handler
     said = capfd.readouterr()
-    assert "SIGINT: the run ends after step 1, and saves a checkpoint" in said.err
+    first = work.root / "run" / "checkpoints" / "step-000001"
+    assert f"SIGINT: stops after step 1 and saves {first}. Another signal" in said.err
+    assert "loses all steps" in said.err
     assert f"pagoda train --resume --out {work.root / 'run'}" in said.out.replace("\n", "")
     assert [line["step"] for line in work.metrics("run")] == [1]
     assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
     assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "2"]) == 0
+    assert [line["step"] for line in work.metrics("run")] == [1, 2]
+
+
+def test_a_signal_is_answered_with_the_time_that_is_left_and_what_a_second_one_loses(
+    work: Workspace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    step = Session.step
+
+    def interrupted(session: Session, index: int) -> StepMetrics:
+        if index == 2:
+            session.optimizer.wait_for_checkpoint()
+            signal.raise_signal(signal.SIGTERM)
+        return replace(step(session, index), step_s=70.0)
+
+    monkeypatch.setattr(Session, "step", interrupted)
+    assert main(work.args("run", steps=5, checkpoint_every=2)) == 128 + signal.SIGTERM
+    said = capfd.readouterr().err
+    assert re.search(r"SIGTERM: stops after step 3, in about 70 s, and saves \S+step-000003\. ", said)
+    assert "loses the steps after step-000002" in said
+
+
+def test_a_run_that_was_killed_before_the_end_of_its_first_step_begins_with_resume(
+    work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(work.args("run", "--resume", steps=1)) == 0
+    assert "has no run yet: it begins with its first step" in capsys.readouterr().out
+    assert main(work.args("run", "--resume", steps=2)) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
 
 
@@ -186,7 +218,8 @@ def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_no
         (work.args("run", steps=2), "--resume"),
         (work.args("run", "--resume", steps=4, batch_size=3), "--batch-size 3 (the run has 2)"),
         (work.args("run", "--resume", steps=4, data=work.root / "other.txt"), "another text"),
-        (work.args("elsewhere", "--resume"), "there is no run in"),
+        (["train", "--resume", "--out", str(work.root / "elsewhere")], "there is no run in"),
+        (work.args("elsewhere", "--resume", "--checkpoint", "best"), "there is no run in"),
     ):
         assert main(args) == 2
         assert message in capsys.readouterr().err

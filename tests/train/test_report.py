@@ -18,6 +18,7 @@ from pagoda.cli.main import main
 from pagoda.cli.report import server_of
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
+from pagoda.memory.sizes import format_bytes
 from pagoda.train.report import report
 from pagoda.train.run_dir import RunDir
 from tests.tiny import tiny_run, trained, write_model
@@ -50,11 +51,22 @@ def test_the_page_has_what_the_run_wrote_and_needs_nothing_else(directory: Path,
     assert f"{lines[0]['loss']:.4f} → {lines[-1]['loss']:.4f}" in page
     assert all(f"{line['loss']:.4f}" in page for line in evals)
     plan = json.loads((directory / "plan.json").read_text())
-    for said in (*plan["reasons"], *(unit["name"] for unit in plan["units"]), "step-000006", "exp_avg", "optim.lr"):
+    data = json.loads((directory / "data.json").read_text())["lines"]
+    for said in (
+        *data,
+        *plan["reasons"],
+        *(unit["name"] for unit in plan["units"]),
+        "step-000006",
+        "exp_avg",
+        "optim.lr",
+    ):
         assert said.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;") in page
     homes = [unit["homes"]["weight"] for unit in plan["units"]]
     assert all(page.count(f'<span class="tier-{tier}"') == homes.count(tier) for tier in ("device", "host", "ssd"))
     assert page.count("<svg") == page.count('role="img"') == 6
+    written = sum(line["bytes_moved"]["ssd_write"] for line in lines)
+    assert f"{format_bytes(written // 6)} written a step" in page
+    assert "TB that the drives are rated for (assumed: " in page
     outside = [part.split('"')[0] for part in page.split('href="')[1:] + page.split('src="')[1:]]
     assert all(target.startswith("#") for target in outside)
 

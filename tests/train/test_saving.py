@@ -13,7 +13,9 @@ import pytest
 from pagoda.checkpoint import snapshot
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
+from pagoda.memory.sizes import format_bytes
 from pagoda.train import TrainConfig, saving
+from pagoda.train.evaluate import Evaluator
 from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session
@@ -71,6 +73,19 @@ def test_by_default_a_checkpoint_is_saved_after_half_an_hour_of_training(
     assert checkpoints(other) == []
 
 
+def test_the_best_checkpoint_is_one_of_the_last_or_one_more(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([9.0, 8.0, 7.0, 6.0, 7.0, 8.0, 9.0])
+    measure = Evaluator.measure
+    monkeypatch.setattr(Evaluator, "measure", lambda *args: replace(measure(*args), loss=next(losses)))
+    config = replace(config, eval_share=0.2, eval_every=1, steps=3)
+    trained(config)
+    assert checkpoints(config) == [2, 3]
+    trained(replace(config, resume=True, steps=6))
+    assert checkpoints(config) == [3, 5, 6]
+
+
 def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     memory = Memory(host="300KiB", ssd=str(tmp_path / "ssd"), unit_limit="16KiB", page_size="4KiB")
@@ -84,6 +99,7 @@ def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: Tr
     result, shown = trained(replace(config, memory=tight, out=config.out.with_name("tight")))
     assert result is not None
     assert "spare" not in result.plan.bytes["ssd"]
+    assert f"The {format_bytes(needed + (64 << 10))} of SSD that the run may use have no room" in shown
     with pytest.raises(ConfigError, match="checkpoint_minutes is -1"):
         replace(config, checkpoint_minutes=-1.0)
 
