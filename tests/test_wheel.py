@@ -60,7 +60,7 @@ def test_nightly_installations_have_the_bounds_of_torch_and_transformers() -> No
     """The least and the newest version of each, with each Python that the package names."""
     project = tomllib.loads((installs.ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    required = " ".join((*project["dependencies"], *extras["transformers"], *extras["trainer"]))
+    required = " ".join((*project["dependencies"], *extras["transformers"]))
     newest = re.findall(r"^(torch|transformers)==(\S+)$", (installs.ROOT / "constraints.txt").read_text(), re.MULTILINE)
     pins = {f"{name}=={version}" for name, version in newest}
     pins |= {
