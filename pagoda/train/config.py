@@ -138,6 +138,9 @@ class TrainConfig(Reading, Run):
     """Passes over the data, if --steps is left out. By default 3 for conversations, and 1 for texts."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    quantize: Literal["4bit", "8bit"] | None = None
+    """With --lora.rank: hold the model's own linear layers in 4 bits (NF4 of bitsandbytes) or 8 bits (integers of
+    torchao), as in QLoRA. They take a quarter or half of the bytes, and outputs of these layers change."""
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     out: Path | None = None
@@ -179,6 +182,8 @@ class TrainConfig(Reading, Run):
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         if self.lora.rank is not None:
             self._check_adapters()
+        elif self.quantize is not None:
+            raise ConfigError("--quantize is for a model whose adapters train: give --lora.rank too, such as 16")
 
     @property
     def depends_on_data(self) -> bool:

@@ -22,9 +22,11 @@ from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
 from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
+from pagoda.optim.rule import DTYPES
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import init
 from pagoda.prepare.deferred_logits import chunked_loss
+from pagoda.prepare.quantize import package_of, quantize
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
@@ -55,6 +57,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     console = Console(quiet=True) if mesh.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
+        if config.quantize is not None:
+            package_of(config.quantize)
         if config.download:
             from_first(mesh, "the download of the model", lambda: _download(config.model))
         config = completed(config, mesh, console)
@@ -83,11 +87,14 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     with init():
         built = build_model(config.model, seq_len=config.seq_len)
     batches, evaluated = batches_of(config, tokens, tokenizer, built, mesh, console)
-    if checkpoint is None:
+    if checkpoint is None or config.quantize is not None:  # quantized weights cannot wait for a checkpoint
         _give_weights(config, built, console)
     if chunks_loss(config, built):
         chunked_loss(built)
         say(console, "Loss: in chunks, so that logits are never whole")
+    if config.quantize is not None:
+        count = quantize(built, config.quantize, DTYPES[config.precision])
+        say(console, f"Quantized: {count:,} parameters in {config.quantize.removesuffix('bit')} bits")
     if config.lora.rank is not None:
         built = add_adapters(built, config.lora)
         trained = sum(param.numel() for param in built.parameters() if param.requires_grad)
@@ -144,6 +151,8 @@ def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> No
     """
     directory = model_directory(config.model)
     if directory is None or not _downloaded(directory, is_hub_name(config.model)):
+        if config.quantize is not None:
+            raise ConfigError(f"--quantize is for pretrained weights, which {config.model!r} lacks: leave it out")
         say(console, f"Weights: random, seed {config.seed}")
         return
     found = attach_weights(model, directory)

@@ -27,7 +27,7 @@ OF_A_RUN = {
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
     "optim.schedule", "optim.min_lr_ratio",
     # Not planned.
-    "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
+    "lora.rank", "lora.alpha", "lora.dropout", "lora.targets", "quantize",
 }  # fmt: skip
 OF_A_MACHINE = {
     "hardware", "nodes", "gpus_per_node", "pipeline_parallel", "search_degrees", "max_model", "json",
