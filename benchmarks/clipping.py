@@ -104,7 +104,7 @@ def forecast() -> None:
         for clip, speculate in ((None, None), (1.0, False), (1.0, None)):
             config = PlanConfig(
                 model="llama-8b",
-                hardware="h200-x1",  # which computes as an H100 does
+                hardware="h200",  # which computes as an H100 does
                 batch_size=batch_size,
                 seq_len=2048,
                 accumulation_steps=1,

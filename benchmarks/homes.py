@@ -60,7 +60,7 @@ def fastest(asked: Problem, splits: list[Split]) -> tuple[float, Split]:
 def main() -> None:
     print("| machine | passes x tokens | state / device | one of them | both | faster | shares: updates, homes |")
     print("|---|---|---|---|---|---|---|")
-    for hardware, passes, tokens, ratio in product(("h200-x1", "rtx4090"), (1, 4), (1024, 4096), RATIOS):
+    for hardware, passes, tokens, ratio in product(("h200", "rtx4090"), (1, 4), (1024, 4096), RATIOS):
         asked = problem(hardware, passes, tokens, ratio)
         before, _ = fastest(asked, ONE_OF_THEM)
         after, split = fastest(asked, BOTH)

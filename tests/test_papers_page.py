@@ -45,14 +45,14 @@ def test_the_page_is_what_the_script_writes() -> None:
 
 
 def test_with_gpu_memory_alone_every_unit_but_one_lives_there() -> None:
-    made = run(PAPER_SHAPES["gpt-60b"], Setup(machine="v100-32g", nodes=4, gpu_alone=True))
+    made = run(PAPER_SHAPES["gpt-60b"], Setup(machine="v100-32gx16", nodes=4, gpu_alone=True))
     assert len(made.plan.placement.resident) == len(made.plan.units) - 1
-    assert not fits(PAPER_SHAPES["gpt-60b"], Setup(machine="v100-32g", nodes=1, gpu_alone=True))
+    assert not fits(PAPER_SHAPES["gpt-60b"], Setup(machine="v100-32gx16", nodes=1, gpu_alone=True))
 
 
 def test_more_tokens_a_step_hide_more_copies() -> None:
     few, many = (
-        run(PAPER_SHAPES["gpt-6b"], Setup(machine="a100-40g", gpus=1, batch=batch, ram_gib=128)) for batch in (1, 32)
+        run(PAPER_SHAPES["gpt-6b"], Setup(machine="a100-40gx8", gpus=1, batch=batch, ram_gib=128)) for batch in (1, 32)
     )
     assert many.flop_per_s > 1.2 * few.flop_per_s
     assert many.hit_rate > few.hit_rate

@@ -43,9 +43,9 @@ def _table(first: str, rows: list[tuple[str, str, str, str]]) -> list[str]:
 
 def _result(one: Run) -> str:
     """The rate and the step of a run, and what compute waits for, in a cell."""
-    lane = one.timeline.binding_lane
-    stall = one.timeline.stall_s.get(lane)
-    waits = "" if stall is None else f"; waits {stall / one.timeline.step_s:.0%} for {lane}"
+    lane, stall = max(one.timeline.stall_s.items(), key=lambda item: item[1], default=("", 0.0))
+    share = stall / one.timeline.step_s
+    waits = f"; waits {share:.0%} for {lane}" if share > 0.01 else ""
     return f"{one.flop_per_s / 1e12:.3g} TFLOP/s, {one.step_s:,.1f} s{waits}"
 
 
@@ -68,7 +68,7 @@ _V100 = dict(zip((1, 2, 4, 6, 8, 10, 12, 15, 18), (444, 425, 426, 482, 467, 494,
 _A100 = dict(zip((6, 10, 15, 20, 30, 40, 50, 60, 68), (1180, 1218, 1134, 1231, 1132, 1109, 952, 920, 857), strict=True))
 _DEEPSPEED = dict(zip((6, 10, 15, 20, 30), (728, 738, 773, 865, 578), strict=True))
 """Billions of parameters -> TFLOP/s of eight GPUs, read off PatrickStar's plots."""
-_NODES = {"v100-32g-8": ("8xV100-32G, 240 GB", _V100), "a100-40g": ("8xA100-40G, 1 TB", _A100)}
+_NODES = {"v100-32gx8": ("8xV100-32G, 240 GB", _V100), "a100-40gx8": ("8xA100-40G, 1 TB", _A100)}
 
 
 @cache
@@ -103,11 +103,11 @@ paper gives the best of several batches; Pagoda has {_BATCH} sequences a GPU. In
 
 
 def zero_cache() -> Experiment:
-    node = Setup(machine="a100-40g", batch=4)
+    node = Setup(machine="a100-40gx8", batch=4)
     most = largest(gpt_shape, partial(fits, setup=node)).params / 1e9
-    speed = {n: _on_node("a100-40g", n) / t for n, t in _DEEPSPEED.items()}
+    speed = {n: _on_node("a100-40gx8", n) / t for n, t in _DEEPSPEED.items()}
     one, four = _of_paper("gpt-55b", node), _of_paper("gpt-100b", replace(node, nodes=4))
-    fast = _of_paper("gpt-100b", replace(node, nodes=4, machine="a100-40g-dgx"))
+    fast = _of_paper("gpt-100b", replace(node, nodes=4, machine="a100-40gx8-dgx"))
     least = min(speed.values())
     rows = [
         (
@@ -143,11 +143,11 @@ ratios. Assumed: 4 sequences of 1,024 a GPU, and the speed of DeepSpeed that Pat
 
 # --- Angel-PTM ----------------------------------------------------------------------------------------------
 
-_NETWORKS = {"a100-40g": "100 Gb/s", "a100-40g-dgx": "8 x 200 Gb/s"}
+_NETWORKS = {"a100-40gx8": "100 Gb/s", "a100-40gx8-dgx": "8 x 200 Gb/s"}
 
 
 def angel() -> Experiment:
-    speed = {n: _on_node("a100-40g", n) / t for n, t in _DEEPSPEED.items()}
+    speed = {n: _on_node("a100-40gx8", n) / t for n, t in _DEEPSPEED.items()}
     most = max(speed, key=lambda n: speed[n])
     gain = f"+{speed[most] - 1:.0%}"
     rows = []
@@ -188,7 +188,7 @@ def zero() -> Experiment:
     rows, points = [], []
     sixty = replace(PAPER_SHAPES["gpt-60b"], heads=32)
     for nodes, batch in ((4, 1), (8, 3), (16, 3), (25, 4)):
-        one = run(sixty, Setup(machine="v100-32g", nodes=nodes, batch=batch, gpu_alone=True))
+        one = run(sixty, Setup(machine="v100-32gx16", nodes=nodes, batch=batch, gpu_alone=True))
         gpus = one.setup.ranks.count
         total = gpus * one.flop_per_s / 1e15
         points.append((float(gpus), total))
@@ -202,7 +202,7 @@ def zero() -> Experiment:
         ("gpt-100b", 25, 2, "37.5 TFLOP/s on average up to 100B", 37.5),
         ("gpt-170b", 25, 1, "trains", 0.0),
     ):
-        one = _of_paper(name, Setup(machine="v100-32g", nodes=nodes, batch=batch, gpu_alone=True))
+        one = _of_paper(name, Setup(machine="v100-32gx16", nodes=nodes, batch=batch, gpu_alone=True))
         ratio = f"{one.flop_per_s / 1e12 / figure:.2f}" if figure else "—"
         rows.append((f"{name[4:].upper()}, {nodes * 16} GPUs, batch {batch}", theirs, _result(one), ratio))
     text = """\
@@ -238,7 +238,7 @@ def infinity() -> Experiment:
     few: Points = []
     for name, layers, hidden, batch in _MODELS:
         shape = _shape(f"gpt-{name}", layers, hidden)
-        one = run(shape, Setup(machine="v100-32g", nodes=32, batch=batch, ssd=True))
+        one = run(shape, Setup(machine="v100-32gx16", nodes=32, batch=batch, ssd=True))
         mine = one.flop_per_s / 1e12
         many.append((shape.params / 1e12, mine))
         if name in (_MODELS[0][0], _MODELS[-1][0]):
@@ -247,7 +247,7 @@ def infinity() -> Experiment:
             rows.append((case, theirs, _result(one), f"{mine / _HIGH:.2f} to {mine / _LOW:.2f}"))
     for name, layers, hidden, batch in _NODE_MODELS:
         shape = _shape(f"gpt-{name}", layers, hidden)
-        one = run(shape, Setup(machine="v100-32g", batch=batch, ssd=True))
+        one = run(shape, Setup(machine="v100-32gx16", batch=batch, ssd=True))
         few.append((shape.params / 1e12, one.flop_per_s / 1e12))
         theirs = "trains" if name == "1T" else "over 40 TFLOP/s"
         ratio = "—" if name == "1T" else f"{one.flop_per_s / 40e12:.2f}"
@@ -288,7 +288,7 @@ def ten_cache() -> Experiment:
     rows, hits = [], []
     for index, (name, layers, hidden, vocab, ssd, before, after, low, high) in enumerate(_TRAINED):
         shape = _shape(name, layers, hidden, _PAIR_TOKENS, vocab)
-        one = run(shape, Setup(machine="a100-40g", gpus=1, batch=16, ssd=ssd, ram_gib=128))
+        one = run(shape, Setup(machine="a100-40gx8", gpus=1, batch=16, ssd=ssd, ram_gib=128))
         hits.append((float(index), 100 * one.hit_rate))
         before_s, after_s = before / _STEPS, after / _STEPS
         rows.append(

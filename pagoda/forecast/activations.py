@@ -97,7 +97,7 @@ def estimate_activations(
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, ffn))
     if chunked_loss is None:
         chunked_loss = chunking_helps(described, running, tokens, itemsize, again)
-    largest = max(param.numel for param in described.root.walk())
+    largest = max((param.numel for param in described.root.walk() if param.trainable), default=0)
     tiled_layer = (described.params - described.vocab * described.hidden) // described.layers if running < tokens else 0
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,

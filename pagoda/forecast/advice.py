@@ -21,6 +21,7 @@ _MOST_LINES = 3
 _WORTH = 0.02
 """A smaller gain gets no line."""
 _ROOM = 1 << 60
+_EIGHT_BIT = "8-bit moments (--optim.moments 8bit)"
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
     passes = 2 * config.accumulation_steps
     twice = replace(problem, options=replace(options, accumulation_steps=passes))
     yield _Change(f"Twice the passes per step (--accumulation-steps {passes})", twice, tokens=2.0)
+    if (eight := _with_8bit_moments(forecast, problem)) is not None:
+        yield _Change(f"{_EIGHT_BIT}, which change the algorithm", eight)
     if options.clipping:
         without = _without_clipping(problem)
         yield _Change("No clipping (--clip-grad-norm None), so that updates run during backward", without)
@@ -164,9 +167,24 @@ def _what_would_fit(forecast: Forecast, problem: Problem) -> Iterator[str]:
         if plan is not None:
             needed = _least(forecast, problem, tier, plan.peak_bytes[tier])
             yield f"It would fit with {text.format(format_at_least(needed))}."
+    eight = _with_8bit_moments(forecast, problem)
+    if eight is not None and (smaller := _planned(eight)) is not None:
+        yield f"It would fit with {_EIGHT_BIT}, in {_amounts(smaller)}."
     if problem.options.clipping and (without := _planned(_without_clipping(problem))) is not None:
-        amounts = " and ".join(f"{format_at_least(n)} of {tier}" for tier, n in without.peak_bytes.items() if n)
-        yield f"It would fit without clipping (--clip-grad-norm None), in {amounts}."
+        yield f"It would fit without clipping (--clip-grad-norm None), in {_amounts(without)}."
+
+
+def _amounts(plan: Plan) -> str:
+    return " and ".join(f"{format_at_least(nbytes)} of {tier}" for tier, nbytes in plan.peak_bytes.items() if nbytes)
+
+
+def _with_8bit_moments(forecast: Forecast, problem: Problem) -> Problem | None:
+    """The same problem with moments of 8 bits. None if the optimizer does not offer them, or has them."""
+    config = forecast.config
+    if config.optimizer != "adamw" or config.optim.moments == "8bit":
+        return None
+    eight = replace(config, optim=replace(config.optim, moments="8bit"))
+    return replace(problem, states=eight.states, work=eight.rule.work)
 
 
 def _without_clipping(problem: Problem) -> Problem:

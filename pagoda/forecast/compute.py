@@ -1,6 +1,6 @@
 """How long each module of the model computes if nothing else uses the machine."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,17 @@ class Compute:
     """Includes the recomputation of checkpoints."""
 
     @classmethod
-    def from_flops(cls, forward_flops: Mapping[str, float], flop_per_s: float, recompute: bool = True) -> "Compute":
-        """Times from FLOPs. Backward costs twice as much as forward, and three times as much if activations are
-        recomputed."""
+    def from_flops(
+        cls,
+        forward_flops: Mapping[str, float],
+        flop_per_s: float,
+        recompute: bool = True,
+        frozen: Collection[str] = (),
+    ) -> "Compute":
+        """Times from FLOPs. Backward costs twice as much as forward, as much for `frozen` modules, which have no
+        gradients of weights, and once more if activations are recomputed."""
         forward = {module: flops / flop_per_s for module, flops in forward_flops.items()}
-        backward = {module: (3 if recompute else 2) * seconds for module, seconds in forward.items()}
+        backward = {module: (2 - (module in frozen) + recompute) * seconds for module, seconds in forward.items()}
         return cls(forward, backward)
 
     @classmethod

@@ -1,6 +1,6 @@
 """The settings of a forecast, for `pagoda plan` and for Python."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pagoda.config.run import Run
 from pagoda.config.settings import require, require_count
 from pagoda.errors import ConfigError
+from pagoda.models.lora import LoraConfig
 from pagoda.plan.batch_tiles import tile_tokens
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class PlanConfig(Run):
     max_model: bool = False
     """Instead of --model: find the largest GPT that fits, and plan it."""
     hardware: str = "auto"
-    """This machine as `pagoda calibrate` measured it (auto), a named machine (h100, a100-40g, rtx4090, ...), or a
-    hardware file."""
+    """This machine as `pagoda calibrate` measured it (auto), a named machine, or a hardware file. A machine has
+    one GPU (h100, a100-40g, rtx4090, ...), or as many as its name says (h100x8)."""
     nodes: int = 1
     """Number of equal nodes."""
     gpus_per_node: int | None = None
@@ -46,6 +47,7 @@ class PlanConfig(Run):
     step keeps its sequences: ranks that share a batch have more --accumulation-steps."""
     batch_size: int = 1
     seq_len: int = 1024
+    lora: LoraConfig = field(default_factory=LoraConfig)
     steps: int = 1000
     """Steps of the run, for its time and what it writes to the SSD."""
     json: bool = False
@@ -64,6 +66,9 @@ class PlanConfig(Run):
         if self.gpus_per_node is not None:
             require_count("gpus_per_node", self.gpus_per_node, 1)
         require(self.tokens < _MOST_TOKENS, "batch_size", self.batch_size, "smaller, or seq_len: too many tokens")
+        self.lora.check_with(self)
+        if self.max_model and self.lora.rank is not None:
+            raise ConfigError("--max-model searches for a model whose weights all train: name one in --model")
         if (self.model is None) != self.max_model:
             raise ConfigError("give either --model NAME, or --max-model to find the largest GPT that fits")
 

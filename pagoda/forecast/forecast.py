@@ -20,9 +20,6 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.simulate.timeline import Timeline
 
-_TRAINING_FACTOR = 3.0
-"""FLOPs of forward and backward together, as a multiple of forward's."""
-
 
 @dataclass(frozen=True)
 class Forecast:
@@ -68,9 +65,9 @@ class Forecast:
 
     @property
     def flop_per_s(self) -> float:
-        """FLOP/s of each GPU, counted as three times forward. Recomputation is not counted."""
-        forward = sum(self.described.forward_flops.values()) * self.config.accumulation_steps
-        return _TRAINING_FACTOR * forward / self.timeline.step_s
+        """FLOP/s of each GPU, counted as three times forward, or twice for frozen weights. Recomputation is not
+        counted."""
+        return self.described.step_flops * self.config.accumulation_steps / self.timeline.step_s
 
     @property
     def share_of_peak(self) -> float:
@@ -121,7 +118,7 @@ def forecast(
     activations = made.activations
     if config.activations == "auto":
         activations = activations.with_policies(problem.saved)
-    notes = (*notes, f"compute: {how}.")
+    notes = (*notes, f"compute: {how}.", *machine.speeds())
     return replace(made, activations=activations, notes=notes, problem=problem, choice=choice)
 
 

@@ -1,5 +1,6 @@
 """The machine of a forecast: its hardware, and how many bytes of pages each tier may hold."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.tiers import DEVICE, HOST
-from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware
+from pagoda.simulate.hardware import Figure, Hardware, hardware_file, read_hardware
 from pagoda.simulate.machines import MACHINES, find_machine
 
 AUTO = "auto"
@@ -42,6 +43,27 @@ class Machine:
         """Bytes, pages included, of the memory where one rank computes: GPU memory without CUDA's own, or RAM."""
         device = self.hardware.device
         return self.ram if device is None else int(device.memory_bytes.value) - CONTEXT_BYTES
+
+    def speeds(self) -> Iterator[str]:
+        """The speeds of links, drives and RAM of a machine that was not measured here, with their sources."""
+        hardware, ssd = self.hardware, self.hardware.ssd
+        if self.here:
+            return
+        yield f"RAM: {_rate(hardware.cpu.memory_bytes_per_s)}."
+        if (link := hardware.link) is not None:
+            yield f"link to the GPU: {_rate(link.h2d_bytes_per_s)}."
+        if ssd is not None:
+            yield f"drives: read {_rate(ssd.read_bytes_per_s)}, write {_rate(ssd.write_bytes_per_s)}."
+        for where, network in (
+            ("within a node", hardware.intra_node_bytes_per_s),
+            ("between nodes", hardware.inter_node_bytes_per_s),
+        ):
+            if network is not None and self.ranks.count > 1:
+                yield f"collectives {where}: {_rate(network)}."
+
+
+def _rate(figure: Figure) -> str:
+    return f"{figure.value / 1e9:.3g} GB/s ({figure.source})"
 
 
 def find_machine_for(config: PlanConfig) -> Machine:

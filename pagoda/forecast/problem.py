@@ -199,4 +199,4 @@ def work_of(
         *of_gradients(gradients, machine.ranks),
         *described.handed_on,
     )
-    return Compute.from_flops(described.forward_flops, rate, recompute), exchanges
+    return Compute.from_flops(described.forward_flops, rate, recompute, described.frozen), exchanges

@@ -131,7 +131,7 @@ def _figures(forecast: Forecast) -> RenderableType:
     table.add_row(
         "TFLOP/s per " + ("GPU" if forecast.machine.hardware.device else "process"),
         f"{forecast.flop_per_s / 1e12:.3g}, {forecast.share_of_peak:.1%} of peak "
-        "(3 x forward: 6 FLOPs per parameter and token, and attention; recomputing not counted)",
+        "(6 FLOPs per parameter and token, 4 if it is frozen, and attention; recomputing not counted)",
     )
     table.add_row("binding lane", forecast.timeline.binding_lane)
     if written and (drive := forecast.machine.hardware.ssd) is not None:

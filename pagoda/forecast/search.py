@@ -16,6 +16,7 @@ from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import Timeline
 
 USUAL = "the usual plan"
+_HOME = "what the device has left is home to whole units"
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of the default."""
 _MOST_UPDATES = 0.75
@@ -90,7 +91,8 @@ def search(problem: Problem) -> Choice:
     Options that the problem fixes stay fixed. The default plan of `make_plan` is always tried, and stays unless another
     plan is clearly faster. Open options are tried one after another, each on top of the fastest plan so far: the unit
     limit, the page size, and the share of updates on the device.
-    The search ends once no plan can be clearly faster, because compute alone takes that long.
+    The search ends once no plan can be clearly faster, because compute alone takes that long. Of plans that are about
+    as fast, one in which a separate device is home to units is preferred: what its memory holds need not move.
     If there are many units, kinds of plans are compared on a part of the layers, and the fastest two are then tried on
     all layers.
 
@@ -99,6 +101,7 @@ def search(problem: Problem) -> Choice:
     plan = problem.plan()
     usual = Candidate(USUAL, problem.options, plan, problem.simulated(plan))
     part = problem.to_compare(plan)
+    may_be_home = _may_update_there(problem, usual)
     found = [usual]
     if _is_best(problem, usual) or part is problem:
         _compare(problem, found)
@@ -110,8 +113,13 @@ def search(problem: Problem) -> Choice:
         for kind in sorted(kinds, key=lambda kind: kind.step_s)[:_WHOLE]:
             if kind.name != USUAL:
                 _try(found, replace(problem, options=kind.options), kind.name)
+    if may_be_home and all(candidate.name != _HOME for candidate in found):
+        _try(found, replace(problem, options=_with_split(usual, device_home_share=1.0)), _HOME)
     fastest = _fastest(found)
-    return _chosen(found, fastest if fastest.step_s < usual.step_s * (1 - _WORTH) else usual)
+    if fastest.step_s < usual.step_s * (1 - _WORTH):
+        return _chosen(found, fastest)
+    home = next((candidate for candidate in found if candidate.name == _HOME), usual)
+    return _chosen(found, home if home.step_s <= usual.step_s else usual)
 
 
 def _compare(problem: Problem, found: list[Candidate]) -> None:
@@ -144,6 +152,12 @@ def _with_split(candidate: Candidate, **changes: Any) -> Options:
     return replace(candidate.options, split=replace(candidate.options.split or DEFAULT_SPLIT, **changes))
 
 
+def _may_update_there(problem: Problem, candidate: Candidate) -> bool:
+    """Whether a separate device may update units and be home to some."""
+    fixed, plan = problem.options, candidate.plan
+    return fixed.split is None and why_not_on_device(plan.layout, fixed, plan.budgets.device) is None
+
+
 def _unit_limits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     if problem.options.unit_limit is None:
         largest = max(unit.numel for unit in fastest.plan.units) * fastest.plan.layout.weight.dtype.itemsize
@@ -155,8 +169,8 @@ def _unit_limits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Op
 def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     """Shares of the updates that run on a separate device: the share that it completes while the CPU does the rest, and
     smaller shares, because compute needs the link too."""
-    plan, fixed = fastest.plan, problem.options
-    if fixed.split is not None or why_not_on_device(plan.layout, fixed, plan.budgets.device) is not None:
+    plan = fastest.plan
+    if not _may_update_there(problem, fastest):
         return
     rates, n = Rates(problem.hardware, work=problem.work), 1 << 20
     unit = max(plan.units, key=lambda unit: unit.trainable_numel)
@@ -168,7 +182,7 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     )
     on_cpu = rates.update_seconds(unit, n)
     even = on_cpu / (on_cpu + on_device)
-    yield "what the device has left is home to whole units", _with_split(fastest, device_home_share=1.0)
+    yield _HOME, _with_split(fastest, device_home_share=1.0)
     for share in filter(None, (round(even, 2), round(even / 2, 2))):
         yield f"{share:.0%} of the updates on the device", _with_split(fastest, device_update_share=share)
     for share in sorted({round(even, 2), _MOST_UPDATES, 1.0} - {0.0}):

@@ -6,6 +6,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 20
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pagoda.config.run import Run
 from pagoda.config.settings import require
 from pagoda.errors import ConfigError, needed
 
@@ -43,6 +44,15 @@ class LoraConfig:
         require(self.alpha is None or self.alpha >= 1, "--lora.alpha", self.alpha, "at least 1")
         require(0 <= self.dropout < 1, "--lora.dropout", self.dropout, "in [0, 1)")
         require(bool(self.targets), "--lora.targets", self.targets, "at least one name")
+
+    def check_with(self, run: Run) -> None:
+        """Raises ConfigError for settings of a run that do not work with adapters."""
+        if self.rank is not None and run.tile_limit is not None:
+            raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
+        if self.rank is not None and run.tensor_parallel > 1:
+            raise ConfigError("--lora.rank adapts whole layers: leave out --tensor-parallel")
+        if self.rank is None and run.quantize is not None:
+            raise ConfigError("--quantize is for a model whose adapters train: give --lora.rank too, such as 16")
 
 
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":

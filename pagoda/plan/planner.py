@@ -190,7 +190,7 @@ def make_plan(
     limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
     if rank is not None and layout.slices.differ:
         layout, placement = _fit(replace(layout, rank=rank), budgets, options)
-    reasons = reasons_for(layout, placement, options, limit)
+    reasons = reasons_for(layout, placement, budgets, options, limit)
     uses = forward_uses(root, layout.units)
     trace = assumed_trace([use.unit for use in uses], passes)
     activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
-from pagoda.plan.placement import SPARE, Placement
+from pagoda.plan.placement import SPARE, Budgets, Placement
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.tiers import DEVICE, SSD
 
@@ -13,7 +13,9 @@ MAX_WASTE = 0.02
 """Largest share of the pages that padding may take."""
 
 
-def reasons_for(layout: Layout, placement: Placement, options: Options, unit_limit: int) -> tuple[str, ...]:
+def reasons_for(
+    layout: Layout, placement: Placement, budgets: Budgets, options: Options, unit_limit: int
+) -> tuple[str, ...]:
     """At least one sentence for each choice. `unit_limit` is the limit in bytes with which the units were made."""
     largest = format_bytes(max(unit.numel for unit in layout.units) * layout.weight.dtype.itemsize)
     limited = "(as set)" if options.unit_limit else "(an eighth of the model, or less if the budget is tight)"
@@ -22,7 +24,7 @@ def reasons_for(layout: Layout, placement: Placement, options: Options, unit_lim
         f"{len(layout.units)} units, the largest with {largest} of weights: modules of at most "
         f"{format_bytes(unit_limit)} {limited}, and larger ones that cannot be divided.",
         f"Pages of {format_bytes(layout.page_bytes)}{padding}",
-        *reasons_for_homes(layout, placement, options),
+        *reasons_for_homes(layout, placement, budgets, options),
         _state_bytes(layout),
     ]
     if options.split is not None and len(placement.lines) > 1:
@@ -33,7 +35,7 @@ def reasons_for(layout: Layout, placement: Placement, options: Options, unit_lim
     return tuple(reasons)
 
 
-def reasons_for_homes(layout: Layout, placement: Placement, options: Options) -> Iterator[str]:
+def reasons_for_homes(layout: Layout, placement: Placement, budgets: Budgets, options: Options) -> Iterator[str]:
     """Why each state has its home, and how the rest of each tier is used."""
     count = len(layout.units)
     if placement.passing:
@@ -82,9 +84,13 @@ def reasons_for_homes(layout: Layout, placement: Placement, options: Options) ->
             f"SSD has room for the pages of {keep} checkpoint{'s' * (keep > 1)} and for those in use, so that state on "
             "SSD is saved without copying it."
         )
+    elif state and options.keep_checkpoints is not None:
+        yield "SSD sets no room aside for the pages of a checkpoint: state on SSD is copied to save it."
     elif state:
-        why = "has no room" if options.keep_checkpoints is None else "sets no room aside"
-        yield f"SSD {why} for the pages of a checkpoint: state on SSD is copied to save it."
+        yield (
+            f"The {format_bytes(budgets.ssd or 0)} of SSD that the run may use have no room for the pages of a "
+            f"checkpoint, {format_bytes(state * layout.page_bytes)} more: state on SSD is copied to save it."
+        )
 
 
 def _state_bytes(layout: Layout) -> str:
@@ -92,13 +98,14 @@ def _state_bytes(layout: Layout) -> str:
     kept = {name: size for name, size in layout.bytes_per_parameter.items() if size >= 0.005}
     states = ", ".join(f"{name} {size:.2f}".rstrip("0").rstrip(".") for name, size in kept.items())
     total = sum(layout.bytes_per_parameter.values())
-    return f"State takes {total:.2f} bytes a parameter: {states}."
+    frozen = any(unit.trainable_numel < unit.numel for unit in layout.units)
+    return f"State takes {total:.2f} bytes a {'trained ' * frozen}parameter: {states}."
 
 
 def _when_updated(options: Options, layout: Layout) -> str:
     if options.max_staleness is not None:
         return (
-            "Units are updated while forward and backward run on (update='async'): weights lag at most "
+            "Units are updated while forward and backward run on (asynchronous updates): weights lag at most "
             f"{options.max_staleness} steps, for which RAM keeps the gradients of {options.max_staleness + 1} steps, "
             "and every weight has a second extent."
         )

@@ -11,6 +11,7 @@ from torch import nn
 
 from pagoda.checkpoint.waiting import source_of
 from pagoda.errors import ConfigError, needed
+from pagoda.parameters.quantized import ALIGN_BYTES
 
 PACKAGES = {"4bit": "bitsandbytes", "8bit": "torchao"}
 """Format -> the package that has its layers."""
@@ -23,25 +24,40 @@ def package_of(bits: str) -> Any:
 
 def quantize(model: nn.Module, bits: str, dtype: torch.dtype) -> int:
     """Replace the linear layers of a transformers model by frozen ones that compute in `dtype`. Their weights are in 4
-    bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). The output layer, and layers
-    whose weights are tied, stay as they are, as in transformers. Weights that wait are read layer by layer.
+    bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that wait are read
+    layer by layer.
 
     Returns the number of weights that were quantized. Raises ConfigError if there are none.
     """
     package, make = package_of(bits), {"4bit": _in_4_bits, "8bit": _in_8_bits}[bits]
-    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
-    output: Any = model.get_output_embeddings()  # type: ignore[operator]
-    total = 0
-    for name, module in [*model.named_modules()]:
-        if module is output or not _is_linear(module) or uses[id(module.weight)] > 1:
-            continue
+    layers = linear_layers(model)
+    for name, module in layers.items():
         made = make(package, _values(module, dtype))
         made.bias = None if module.bias is None else module.bias.requires_grad_(False)
         model.set_submodule(name, made)
-        total += module.weight.numel()
-    if not total:
+    return sum(module.weight.numel() for module in layers.values())
+
+
+def linear_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of a transformers model that are quantized, by name: as in transformers, all linear ones except the
+    output layer and those whose weights are tied. Raises ConfigError if there are none."""
+    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    output: Any = model.get_output_embeddings()  # type: ignore[operator]
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module) and module is not output}
+    found: dict[str, Any] = {name: module for name, module in linear.items() if uses[id(module.weight)] == 1}
+    if not found:
         raise ConfigError(f"--quantize is for linear layers, and a {type(model).__name__} has none: leave it out")
-    return total
+    return found
+
+
+def pack_without_values(layer: Any, bits: str) -> None:
+    """Give a linear layer a weight of as many bytes as it has in pages once it is quantized. For plans: the layer can
+    no longer compute."""
+    count, rows = layer.weight.numel(), layer.weight.shape[0]
+    # In 8 bits, each row has a scale of 4 bytes and a zero point of 1.
+    inner, last = ((), -(-count // 2)) if bits == "4bit" else ((count, 4 * rows), rows)
+    nbytes = sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in inner) + last
+    layer.weight = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8, device="meta"), requires_grad=False)
 
 
 def _is_linear(module: nn.Module) -> bool:

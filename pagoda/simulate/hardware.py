@@ -230,7 +230,8 @@ class Hardware:
         if self.link is None:
             return replace(self, gpus_per_node=count)
         if not 1 <= count <= self.gpus_per_node:
-            raise ConfigError(f"hardware {self.name!r} has 1 to {self.gpus_per_node} GPUs per node, not {count}")
+            has = f"hardware {self.name!r} has {self.gpus_per_node} GPU{'s' * (self.gpus_per_node > 1)} per node"
+            raise ConfigError(f"{has}, not {count}: name another in --hardware; h100x8 has eight, h100 one")
         links = self.gpus_per_node // self.link.gpus
         return replace(self, gpus_per_node=count, link=replace(self.link, gpus=-(-count // links)))
 

@@ -129,13 +129,20 @@ def _dgx(
     )
 
 
-def _share(node: Cpu, of: int) -> Cpu:
-    """An equal part of a node's processors and RAM."""
+def _one_of(node: Hardware, name: str) -> Hardware:
+    """One GPU of a node, with its part of the processors and RAM, a link of its own and one drive."""
+    of, whole = node.gpus_per_node, node.cpu
     memory, bandwidth, update = (
-        Figure(whole.value / of, f"1/{of} of the node: {whole.source}")
-        for whole in (node.memory_bytes, node.memory_bytes_per_s, node.update_params_per_s)
+        Figure(figure.value / of, f"1/{of} of {node.name}: {figure.source}")
+        for figure in (whole.memory_bytes, whole.memory_bytes_per_s, whole.update_params_per_s)
     )
-    return Cpu(node.cores // of, memory, bandwidth, update)
+    return Hardware(
+        name=name,
+        cpu=Cpu(whole.cores // of, memory, bandwidth, update),
+        device=node.device,
+        link=node.link and replace(node.link, gpus=1),
+        ssd=_gen4_drives(1, "assumed"),
+    )
 
 
 _V100 = _device(
@@ -173,7 +180,7 @@ _A100_NVLINK = _nvlink(600 * _GB, "NVIDIA A100 SXM4")
 _GEN5_LINK = _link(55 * _GB, 55 * _GB, "assumed: 55 of the 64 GB/s of PCIe Gen5 x16")
 
 _A100_NODE = Hardware(
-    name="a100-40g",
+    name="a100-40gx8",
     cpu=_cpu(Figure(1024 * _GIB, "1 TB, arXiv 2108.05818 and 2303.02868"), *_EPYC_7742),
     gpus_per_node=8,
     device=_A100_40G,
@@ -186,35 +193,37 @@ _A100_NODE = Hardware(
     intra_node_bytes_per_s=_A100_NVLINK,
     inter_node_bytes_per_s=_network(100, "100 Gb/s RDMA, articles on AngelPTM's ZeRO-Cache"),
 )
-_H100_NODE = _dgx("h100", "H100", _XEON_8480, _H100, _GEN5_LINK, _nvlink(900 * _GB, "NVIDIA H100 SXM5"), 400)
-_H200_NODE = replace(_H100_NODE, name="h200", device=_H200)
+_H100_NODE = _dgx("h100x8", "H100", _XEON_8480, _H100, _GEN5_LINK, _nvlink(900 * _GB, "NVIDIA H100 SXM5"), 400)
+_V100_NODE = Hardware(
+    name="v100-32gx16",
+    cpu=_cpu(Figure(1536 * _GIB, "NVIDIA DGX-2 datasheet: 1.5 TB"), *_XEON_8168),
+    gpus_per_node=16,
+    device=_V100,
+    link=_link(
+        12 * _GB,
+        12 * _GB,
+        "ZeRO-Infinity, arXiv 2104.07857: about 12 GB/s for one link; fig. 2b: 3 GB/s for each of 16 GPUs, "
+        "so four share a link (unverified)",
+        gpus=4,
+    ),
+    ssd=_drive(
+        Figure(28 * _TB, "ZeRO-Infinity, arXiv 2104.07857, fig. 2b: 28 TB a node; unverified"),
+        Figure(25.6 * _GB, "ZeRO-Infinity, fig. 2b: 1.6 GB/s for each of 16 GPUs; unverified"),
+        Figure(25.6 * _GB, "assumed: as reading; ZeRO-Infinity gives one figure"),
+    ),
+    intra_node_bytes_per_s=_nvlink(300 * _GB, "NVIDIA V100 SXM3"),
+    inter_node_bytes_per_s=_network(800, "ZeRO, arXiv 1910.02054: 800 Gb/s between DGX-2 nodes"),
+)
+_A100_80G_NODE = _dgx("a100-80gx8", "A100 640GB", _EPYC_7742, _A100_80G, _A100_LINK, _A100_NVLINK, 200)
+_H200_NODE = replace(_H100_NODE, name="h200x8", device=_H200)
 
 MACHINES: Mapping[str, Hardware] = MappingProxyType(
     {
         machine.name: machine
         for machine in (
+            _V100_NODE,
             Hardware(
-                name="v100-32g",
-                cpu=_cpu(Figure(1536 * _GIB, "NVIDIA DGX-2 datasheet: 1.5 TB"), *_XEON_8168),
-                gpus_per_node=16,
-                device=_V100,
-                link=_link(
-                    12 * _GB,
-                    12 * _GB,
-                    "ZeRO-Infinity, arXiv 2104.07857: about 12 GB/s for one link; fig. 2b: 3 GB/s for each of 16 GPUs, "
-                    "so four share a link (unverified)",
-                    gpus=4,
-                ),
-                ssd=_drive(
-                    Figure(28 * _TB, "ZeRO-Infinity, arXiv 2104.07857, fig. 2b: 28 TB a node; unverified"),
-                    Figure(25.6 * _GB, "ZeRO-Infinity, fig. 2b: 1.6 GB/s for each of 16 GPUs; unverified"),
-                    Figure(25.6 * _GB, "assumed: as reading; ZeRO-Infinity gives one figure"),
-                ),
-                intra_node_bytes_per_s=_nvlink(300 * _GB, "NVIDIA V100 SXM3"),
-                inter_node_bytes_per_s=_network(800, "ZeRO, arXiv 1910.02054: 800 Gb/s between DGX-2 nodes"),
-            ),
-            Hardware(
-                name="v100-32g-8",
+                name="v100-32gx8",
                 cpu=_cpu(Figure(240 * _GB, "PatrickStar, arXiv 2108.05818: 240 GB"), *_XEON_8168),
                 gpus_per_node=8,
                 device=_V100,
@@ -224,20 +233,18 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             _A100_NODE,
             replace(
                 _A100_NODE,
-                name="a100-40g-dgx",
+                name="a100-40gx8-dgx",
                 ssd=_gen4_drives(4, "NVIDIA DGX A100 320GB datasheet"),
                 inter_node_bytes_per_s=_network(1600, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s"),
             ),
-            _dgx("a100-80g", "A100 640GB", _EPYC_7742, _A100_80G, _A100_LINK, _A100_NVLINK, 200),
+            _A100_80G_NODE,
             _H100_NODE,
             _H200_NODE,
-            Hardware(
-                name="h200-x1",
-                cpu=_share(_H200_NODE.cpu, 8),
-                device=_H200,
-                link=_GEN5_LINK,
-                ssd=_gen4_drives(1, "1/8 of an NVIDIA DGX H200"),
-            ),
+            _one_of(_V100_NODE, "v100-32g"),
+            _one_of(_A100_NODE, "a100-40g"),
+            _one_of(_A100_80G_NODE, "a100-80g"),
+            _one_of(_H100_NODE, "h100"),
+            _one_of(_H200_NODE, "h200"),
             Hardware(
                 name="rtx4090",
                 cpu=_cpu(Figure(128 * _GIB, "assumed: 4 x 32 GB"), 16, 89.6 * _GB, "assumed: 2 channels of DDR5-5600"),
@@ -257,7 +264,8 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
         )
     }
 )
-"""All named machines: one node, and the network between such nodes."""
+"""All named machines: one node, and the network between such nodes. A name that ends with xN has N GPUs, any other
+one."""
 
 
 def find_machine(name: str) -> Hardware:

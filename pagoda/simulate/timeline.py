@@ -11,6 +11,8 @@ COMPUTE = "compute"
 """The thread or stream that runs the model."""
 ALL_LANES = (COMPUTE, *LANES, COLLECTIVE)
 """Every lane, in the order in which tables show them."""
+_ALWAYS = 0.95
+"""Share of a step for which a lane works that binds it."""
 
 
 class TimelineSpan(NamedTuple):
@@ -78,7 +80,10 @@ class Timeline:
 
     @property
     def binding_lane(self) -> str:
-        """The lane that a faster machine would have to speed up first: the one for which compute waits most, if that is
-        more than a hundredth of the step, otherwise compute."""
+        """The lane that a faster machine would have to speed up first: the one that works all the time, otherwise the
+        one for which compute waits most, if that is more than a twentieth of the step, otherwise compute."""
+        busiest = max((COMPUTE, *self.busy_s), key=lambda lane: self.busy_s.get(lane, 0.0))
+        if self.busy_s.get(busiest, 0.0) >= _ALWAYS * self.step_s:
+            return busiest
         lane, seconds = max(self.stall_s.items(), key=lambda item: item[1], default=(COMPUTE, 0.0))
-        return lane if seconds > 0.01 * self.step_s else COMPUTE
+        return lane if seconds > (1 - _ALWAYS) * self.step_s else COMPUTE

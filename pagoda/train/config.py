@@ -138,9 +138,6 @@ class TrainConfig(Reading, Run):
     """Passes over the data, if --steps is left out. By default 3 for conversations, and 1 for texts."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    quantize: Literal["4bit", "8bit"] | None = None
-    """With --lora.rank: hold the model's own linear layers in 4 bits (NF4 of bitsandbytes) or 8 bits (integers of
-    torchao), as in QLoRA. They take a quarter or half of the bytes, and outputs of these layers change."""
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     out: Path | None = None
@@ -180,10 +177,9 @@ class TrainConfig(Reading, Run):
         if self.patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
-        if self.lora.rank is not None:
-            self._check_adapters()
-        elif self.quantize is not None:
-            raise ConfigError("--quantize is for a model whose adapters train: give --lora.rank too, such as 16")
+        self.lora.check_with(self)
+        if self.lora.rank is not None and self.plan == "search":
+            raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
 
     @property
     def depends_on_data(self) -> bool:
@@ -209,15 +205,6 @@ class TrainConfig(Reading, Run):
             "eval_every": self.evaluates_every if self.evaluates else 0,
             "sample_every": self.sample_every,
         }
-
-    def _check_adapters(self) -> None:
-        """Raises ConfigError for settings that do not work with adapters."""
-        if self.plan == "search":
-            raise ConfigError("--plan search plans the training of all weights: leave it out with --lora.rank")
-        if self.tile_limit is not None:
-            raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
-        if self.tensor_parallel > 1:
-            raise ConfigError("--lora.rank adapts whole layers: leave out --tensor-parallel")
 
     def settings(self) -> dict[str, Any]:
         """All settings in JSON's types. `from_settings` reads them into an equal configuration."""

@@ -26,8 +26,6 @@ OF_A_RUN = {
     # Which values states take, not how many.
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
     "optim.schedule", "optim.min_lr_ratio",
-    # Not planned.
-    "lora.rank", "lora.alpha", "lora.dropout", "lora.targets", "quantize",
 }  # fmt: skip
 OF_A_MACHINE = {
     "hardware", "nodes", "gpus_per_node", "pipeline_parallel", "search_degrees", "max_model", "json",

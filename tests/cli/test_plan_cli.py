@@ -84,10 +84,10 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         (("--model", "gpt2", "--hardware", "h10"), "Did you mean 'h100'?"),
         (("--model", "lama-8b", "--hardware", "rtx4090"), "Did you mean 'llama-8b'?"),
         (("--hardware", "h100"), "--max-model"),
-        (("--model", "gpt2", "--hardware", "h100", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
+        (("--model", "gpt2", "--hardware", "h100x8", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
         (("--model", "gpt2", "--hardware", "rtx4090", "--search-degrees", "tensor"), "there is only one rank"),
         (
-            ("--model", "gpt2", "--hardware", "v100-32g-8", "--replicas", "3", "--search-degrees", "pipeline"),
+            ("--model", "gpt2", "--hardware", "v100-32gx8", "--replicas", "3", "--search-degrees", "pipeline"),
             "is 3, which",
         ),
         (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
@@ -104,7 +104,7 @@ def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str
 
 
 def test_a_search_of_degrees_names_flags_that_give_what_it_found(plan: Command) -> None:
-    machine = ("--hardware", "v100-32g-8", "--gpus-per-node", 4)
+    machine = ("--hardware", "v100-32gx8", "--gpus-per-node", 4)
     asked = ("--model", "llama-15m", "--seq-len", 128, *machine, "--plan", "usual", "--json")
     found = json.loads(plan(*asked, "--search-degrees", "tensor", "pipeline").stdout)
     said = next(reason for reason in found["reasons"] if reason.startswith("degrees: "))
@@ -114,7 +114,7 @@ def test_a_search_of_degrees_names_flags_that_give_what_it_found(plan: Command) 
     assert again["degrees"] == found["degrees"]
     assert again["tokens_per_s"] == found["tokens_per_s"]
     assert again["pipeline"] == found["pipeline"]
-    only = plan("--model", "gpt2", "--hardware", "v100-32g-8", "--plan", "usual", "--search-degrees", "tensor")
+    only = plan("--model", "gpt2", "--hardware", "v100-32gx8", "--plan", "usual", "--search-degrees", "tensor")
     assert only.returncode == 0
     assert "--tensor-parallel can only be 1" in " ".join(only.stdout.split())
 

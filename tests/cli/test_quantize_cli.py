@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, T
 
 import pagoda
 from pagoda.cli.main import main
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.model_description import describe_model
+from pagoda.models.lora import LoraConfig
 from pagoda.prepare.quantize import PACKAGES
 from pagoda.train.metrics import read_metrics
 from tests.cli.workspace import Workspace, curve
@@ -79,17 +82,20 @@ def test_losses_are_those_of_the_model_that_transformers_quantizes_and_a_resumed
     assert after < before
 
 
-def test_weights_take_a_quarter_of_the_bytes_and_cannot_be_merged(
-    work: Workspace, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("bits", PACKAGES)
+def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
+    bits: Literal["4bit", "8bit"], model: Path, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("bitsandbytes")
-    weights = {}
-    for quantized in ("4bit", None):
-        work.train(str(quantized), *ADAPTED, steps=1, quantize=quantized, memory__host="16MiB")
-        plan = json.loads((work.root / str(quantized) / "plan.json").read_text())
-        weights[quantized] = sum(tier.get("weight", 0) for tier in plan["bytes"].values())
-    assert weights["4bit"] < weights[None] / 4
-    assert main(["export", str(work.root / "4bit"), str(work.root / "out"), "--merge"]) == 2
+    pytest.importorskip(PACKAGES[bits])
+    work.train("run", *ADAPTED, steps=1, quantize=bits, memory__host="16MiB")
+    units = json.loads((work.root / "run" / "plan.json").read_text())["units"]
+    asked: dict[str, Any] = {"model": str(model), "seq_len": 16, "accumulation_steps": 1, "precision": "fp32"}
+    asked["lora"] = LoraConfig(rank=4, targets=("q_proj", "v_proj"))
+    whole, planned = describe_model(PlanConfig(**asked)), describe_model(PlanConfig(**asked, quantize=bits))
+    assert planned.root.numel == sum(unit["parameters"] for unit in units)
+    assert planned.root.numel < whole.root.numel / (4 if bits == "4bit" else 2.5)
+    assert planned.params == whole.params
+    assert main(["export", str(work.root / "run"), str(work.root / "out"), "--merge"]) == 2
     assert re.search(r"quantized weights, .*without --merge.*merge_and_unload", capsys.readouterr().err)
     assert not (work.root / "out").exists()
 

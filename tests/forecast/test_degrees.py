@@ -24,7 +24,7 @@ GB = 10**9
 
 
 def named(**settings: Any) -> PlanConfig:
-    asked = {"model": "gpt-1b", "hardware": "v100-32g-8", "seq_len": 1024, "plan": "usual"}
+    asked = {"model": "gpt-1b", "hardware": "v100-32gx8", "seq_len": 1024, "plan": "usual"}
     return PlanConfig(**{**asked, **settings})
 
 
@@ -171,7 +171,7 @@ SEARCHES = [
         2,
     ),
     pytest.param(
-        named(search_degrees=("tensor", "pipeline", "replicas"), nodes=2, hardware="v100-32g", gpus_per_node=2),
+        named(search_degrees=("tensor", "pipeline", "replicas"), nodes=2, hardware="v100-32gx16", gpus_per_node=2),
         4,
         marks=pytest.mark.slow,
     ),

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from pagoda.config.memory import Memory
+from pagoda.config.run import StatesConfig
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.advice import advise
@@ -23,12 +24,15 @@ from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
 from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.report import as_json, show
 from pagoda.forecast.wear import wear
+from pagoda.models.build import build_model
+from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.models.papers import PAPER_SHAPES, gpt_of_step
 from pagoda.optim import AdamW
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.traffic import exchanges_at
+from pagoda.prepare.construct import init
 from pagoda.simulate.hardware import Figure, MatmulRate
 from pagoda.simulate.machines import find_machine
 
@@ -146,11 +150,48 @@ def test_advice_is_what_planning_with_it_gives() -> None:
     assert f"{roomy.tokens_per_s:,.0f} tokens/s" in line
 
 
+def test_moments_of_8_bits_are_advised_where_they_help() -> None:
+    tight = made(host="150MiB", plan="usual")
+    eight = made(host="150MiB", plan="usual", optim=StatesConfig(moments="8bit"))
+    assert eight.tokens_per_s > 1.5 * tight.tokens_per_s
+    line = next(line for line in advise(tight) if line.startswith("8-bit moments (--optim.moments 8bit)"))
+    assert f"{eight.tokens_per_s:,.0f} tokens/s" in line
+    assert not any("8-bit" in line for line in advise(eight))
+
+
+def test_state_lives_on_a_gpu_that_has_room_for_it_where_that_is_not_slower() -> None:
+    one = made(Machine(find_machine("a100-80gx8"), False, Ranks(8, 8)), batch_size=4096)
+    assert one.timeline.binding_lane == "compute"
+    homes = [home for (_, state), home in one.plan.placement.homes.items() if state == "exp_avg"]
+    assert homes.count("device") == len(homes) - 1, "all but the last unit"
+
+
+def test_adapters_are_planned_as_they_train() -> None:
+    whole, one = (made(model="llama-15m", lora=LoraConfig(rank=rank)) for rank in (None, 4))
+    with init():
+        built = add_adapters(build_model("llama-15m", seq_len=128), LoraConfig(rank=4))
+    trained = sum(param.numel() for param in built.parameters() if param.requires_grad)
+    slots = (slot.param for unit in one.plan.units for slot in unit.slots)
+    assert sum(param.numel for param in slots if param.trainable) == trained
+    assert one.plan.bytes["host"]["exp_avg"] < 0.1 * whole.plan.bytes["host"]["exp_avg"]
+    assert one.described.step_flops == pytest.approx(2 / 3 * whole.described.step_flops, rel=0.1)
+    assert one.activations.gradients < whole.activations.gradients
+    with pytest.raises(ConfigError, match="is for models of transformers"):
+        made(lora=LoraConfig(rank=4), model="gpt-1b")
+
+
+def test_the_speeds_that_are_assumed_of_a_machine_are_notes() -> None:
+    notes = made(Machine(find_machine("rtx4090"), here=False), model="gpt2").notes
+    assert "link to the GPU: 25 GB/s (assumed: 25 of the 32 GB/s of PCIe Gen4 x16)." in notes
+    assert any(note.startswith("RAM: 89.6 GB/s (assumed: ") for note in notes)
+    assert any(note.startswith("drives: read 7.45 GB/s (") for note in notes)
+
+
 def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the change leaves so little of the device that a part of the layers could be compared, and without it
     none could: the two say nothing of each other."""
     monkeypatch.setattr("pagoda.forecast.problem.MOST_UNITS", 20)
-    gpu = find_machine("a100-40g").with_gpus(1)
+    gpu = find_machine("a100-40gx8").with_gpus(1)
     small = replace(gpu, device=replace(gpu.device, memory_bytes=figure(1.65 * GIB)))
 
     def of(batch_size: int) -> Forecast:
@@ -207,7 +248,7 @@ def test_more_processes_share_ram_and_ssd_that_are_left_open(tmp_path: Path) -> 
 
 
 def test_several_nodes_share_out_the_state_and_gather_it() -> None:
-    settings: dict[str, Any] = {"model": "gpt-1b", "hardware": "h100", "batch_size": 4}
+    settings: dict[str, Any] = {"model": "gpt-1b", "hardware": "h100x8", "batch_size": 4}
     one, two = (
         forecast(config, find_machine_for(config))
         for config in (PlanConfig(nodes=nodes, **settings) for nodes in (1, 2))
@@ -220,7 +261,7 @@ def test_several_nodes_share_out_the_state_and_gather_it() -> None:
 
 
 def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
-    settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40g", "seq_len": 512, "batch_size": 4}
+    settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40gx8", "seq_len": 512, "batch_size": 4}
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)
     one = forecast(config, find_machine_for(config))
     shape = PAPER_SHAPES["t5-moe-1.2t"]
@@ -251,9 +292,10 @@ def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, c
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"hardware": "h100", "gpus_per_node": 9}, "1 to 8 GPUs"),
+        ({"hardware": "h100x8", "gpus_per_node": 9}, "has 8 GPUs per node, not 9"),
+        ({"hardware": "h100", "gpus_per_node": 8}, "has 1 GPU per node, not 8: .* h100x8 has eight"),
         ({"hardware": "rtx4090", "nodes": 2}, "nothing of a network"),
-        ({"hardware": "h100", "expert_parallel": 3}, "does not divide the ranks, of which there are 8"),
+        ({"hardware": "h100x8", "expert_parallel": 3}, "does not divide the ranks, of which there are 8"),
         ({"hardware": "rtx4090", "expert_parallel": 2}, "does not divide the ranks, of which there are 1"),
         ({"hardware": "no/such/file.json"}, "cannot be read"),
     ],

@@ -79,7 +79,7 @@ def test_download_fetches_the_model_and_says_why_it_cannot(
 
 
 def test_a_published_model_is_planned_by_its_name_on_the_hub(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--hardware", "h200-x1", "--plan", "usual", "--json"]
+    flags = ["--hardware", "h200", "--plan", "usual", "--json"]
     assert main(["plan", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", *flags]) == 0
     assert '"model": "smollm2-135m"' in capsys.readouterr().out
     with pytest.raises(ConfigError, match="hf download"):  # but not trained from random weights

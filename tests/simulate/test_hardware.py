@@ -1,6 +1,7 @@
 """Every figure of a machine is positive and sourced, and a hardware file reads back as it was written."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,19 @@ def test_every_figure_is_positive_sourced_not_claimed_as_measured_and_consistent
 
 @pytest.mark.parametrize(("count", "sharing"), [(1, 1), (4, 1), (5, 2), (16, 4)])
 def test_fewer_gpus_spread_over_the_links(count: int, sharing: int) -> None:
-    node = MACHINES["v100-32g"].with_gpus(count)
+    node = MACHINES["v100-32gx16"].with_gpus(count)
     assert (node.gpus_per_node, node.link.gpus) == (count, sharing)
-    assert node.cpu == MACHINES["v100-32g"].cpu
+    assert node.cpu == MACHINES["v100-32gx16"].cpu
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_has_as_many_gpus_as_its_name_says_and_otherwise_one(name: str) -> None:
+    said = re.search(r"gx(\d+)(-|$)|00x(\d+)$", name)
+    machine = MACHINES[name]
+    assert machine.gpus_per_node == (int(said[1] or said[3]) if said else 1)
+    if said is None and (node := MACHINES.get(f"{name}x8")) is not None:
+        assert machine.device == node.device
+        assert machine.cpu.memory_bytes.value < node.cpu.memory_bytes.value
 
 
 def test_an_unknown_machine_lists_the_names_and_the_closest() -> None:
@@ -76,7 +87,7 @@ def test_a_figure_that_is_no_rate_or_has_no_source_is_refused(given: tuple[Any, 
 
 
 def test_parts_that_do_not_belong_together_are_refused() -> None:
-    h100 = MACHINES["h100"]
+    h100 = MACHINES["h100x8"]
     with pytest.raises(ConfigError, match="needs a link"):
         replace(h100, link=None)
     with pytest.raises(ConfigError, match="intra_node_bytes_per_s"):

@@ -13,6 +13,7 @@ import pytest
 from pagoda.checkpoint import snapshot
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
+from pagoda.memory.sizes import format_bytes
 from pagoda.train import TrainConfig, saving
 from pagoda.train.evaluate import Evaluator
 from pagoda.train.metrics import StepMetrics, read_metrics
@@ -98,6 +99,7 @@ def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: Tr
     result, shown = trained(replace(config, memory=tight, out=config.out.with_name("tight")))
     assert result is not None
     assert "spare" not in result.plan.bytes["ssd"]
+    assert f"The {format_bytes(needed + (64 << 10))} of SSD that the run may use have no room" in shown
     with pytest.raises(ConfigError, match="checkpoint_minutes is -1"):
         replace(config, checkpoint_minutes=-1.0)
 
