@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +67,10 @@ def test_losses_are_those_of_the_model_that_transformers_quantizes_and_a_resumed
     assert curve(work.metrics("cut")) == curve(whole)
     assert main(["export", str(work.root / "whole"), str(work.root / "adapter")]) == 0
 
+    generate = ["generate", str(work.root / "whole"), "--prompt", "pack my", "--tokens", "6"]
+    capsys.readouterr()
+    assert main(generate) == 0
+    written = capsys.readouterr().out
     config = as_transformers_has_it(bits)
     plain = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(plain, str(work.root / "adapter")).requires_grad_(False)
@@ -74,12 +79,14 @@ def test_losses_are_those_of_the_model_that_transformers_quantizes_and_a_resumed
     ids = torch.tensor([*text[: len(text) // 16 * 16]]).view(-1, 16)
     with torch.no_grad():
         after = wrapped.eval()(input_ids=ids, labels=ids).loss.item()
+        (found,) = wrapped.generate(torch.tensor([[*b"pack my"]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
         with wrapped.disable_adapter():
             before = wrapped(input_ids=ids, labels=ids).loss.item()
     optimizer.close()
     evals = read_metrics(work.root / "whole" / "evals.jsonl")
     assert [line["loss"] for line in evals] == pytest.approx([before, after], rel=1e-6)
     assert after < before
+    assert written == bytes(found.tolist()).decode(errors="replace") + "\n"
 
 
 @pytest.mark.parametrize("bits", PACKAGES)
@@ -117,6 +124,17 @@ def test_what_cannot_be_quantized_is_refused(
     assert code == 2
     assert words in " ".join(capsys.readouterr().err.split())
     assert not (work.root / "run").exists()
+
+
+def test_a_model_that_is_quantized_already_is_refused(
+    model: Path, work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(model, work.root / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert main(work.args("run", *ADAPTED, model=copy)) == 2
+    assert re.search(r"copy has quantized weights.*name the directory of the original", capsys.readouterr().err)
 
 
 def test_without_bitsandbytes_the_message_says_how_to_get_it(
