@@ -1,5 +1,6 @@
 """`pagoda generate`: continues a prompt with a trained model."""
 
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from pagoda.config.commands import GenerateConfig
-from pagoda.config.memory import Memory
+from pagoda.config.training import Tiles
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
@@ -27,7 +28,7 @@ def run(config: GenerateConfig, console: Console) -> int:
     weights, directory, trained = _places(config)
     has_tokenizer = directory.is_dir() and tokenizer_files(directory)
     tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
-    model, optimizer = _opened(weights, trained, config.memory)
+    model, optimizer = _opened(weights, trained, config)
     try:
         chat = tokenizer.chats if config.chat is None else config.chat
         seed = config.seed if config.draw else None
@@ -48,7 +49,7 @@ def _messages(config: GenerateConfig) -> list[Message]:
     return [{"role": role, "content": content} for role, content in (*system, *said)]
 
 
-def _opened(weights: Path, trained: TrainConfig | None, memory: Memory) -> "tuple[nn.Module, PagedOptimizer]":
+def _opened(weights: Path, trained: TrainConfig | None, config: GenerateConfig) -> "tuple[nn.Module, PagedOptimizer]":
     """The wrapped model of a directory, or of a checkpoint of a run with the settings `trained`."""
     from pagoda.api import load, wrap
     from pagoda.config.training import MixedPrecision
@@ -58,12 +59,14 @@ def _opened(weights: Path, trained: TrainConfig | None, memory: Memory) -> "tupl
     from pagoda.train.model import ready
 
     if trained is None or trained.quantize is None:
-        return wrap(load(weights).requires_grad_(False), AdamW(), memory=memory)
+        model = load(weights).requires_grad_(False)
+        return wrap(model, AdamW(), memory=config.memory, tiles=Tiles(tile_limit=config.tile_limit))
+    trained = replace(trained, tile_limit=config.tile_limit)  # refuses tiles of adapted layers
     with init():  # quantized weights cannot be exported, so the run's own model is built again
         model = build_model(trained.model, seq_len=trained.seq_len)
     model = ready(trained, model, Console(quiet=True), from_files=False)
     rule = trained.optim.build(trained.seed, trained.optimizer)
-    model, optimizer = wrap(model, rule, memory=memory, precision=trained.part(MixedPrecision))
+    model, optimizer = wrap(model, rule, memory=config.memory, precision=trained.part(MixedPrecision))
     optimizer.load_checkpoint(weights)
     return model, optimizer
 
