@@ -16,7 +16,7 @@ class DataConfig(Reading):
     """Say what `pagoda train` would read from data: formats, roles, lengths, the share of tokens that the loss counts,
     keys that are ignored, what is left out or cut and why, and one example."""
 
-    data: Annotated[str, tyro.conf.Positional]
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """A file, a folder, a glob in quotes, or stdlib, as in --data of `pagoda train`."""
     model: str
     """The model that `pagoda train` would train, which gives the tokenizer and the longest sequence: a Hugging Face
