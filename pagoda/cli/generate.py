@@ -51,9 +51,10 @@ def _messages(config: GenerateConfig) -> list[Message]:
 def _opened(weights: Path, config: GenerateConfig) -> "tuple[nn.Module, PagedOptimizer]":
     """The wrapped model of a directory or of a run's checkpoint."""
     from pagoda.api import load, wrap
-    from pagoda.checkpoint.directory import MANIFEST, read_manifest
+    from pagoda.checkpoint.directory import read_manifest
     from pagoda.checkpoint.model_config import QUANTIZED
     from pagoda.config.training import MixedPrecision
+    from pagoda.memory.identity import MANIFEST
     from pagoda.models.build import build_model
     from pagoda.optim import AdamW
     from pagoda.prepare.construct import init
