@@ -10,7 +10,6 @@ from rich.console import Console
 from pagoda.config.commands import GenerateConfig
 from pagoda.config.training import Tiles
 from pagoda.errors import ConfigError
-from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
 from pagoda.train.records import Message
 
@@ -25,10 +24,10 @@ def run(config: GenerateConfig, console: Console) -> int:
     from pagoda.train.generate import continued
     from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
 
-    weights, directory, trained = _places(config)
+    weights, directory = _places(config)
     has_tokenizer = directory.is_dir() and tokenizer_files(directory)
     tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
-    model, optimizer = _opened(weights, trained, config)
+    model, optimizer = _opened(weights, config)
     try:
         chat = tokenizer.chats if config.chat is None else config.chat
         seed = config.seed if config.draw else None
@@ -49,20 +48,26 @@ def _messages(config: GenerateConfig) -> list[Message]:
     return [{"role": role, "content": content} for role, content in (*system, *said)]
 
 
-def _opened(weights: Path, trained: TrainConfig | None, config: GenerateConfig) -> "tuple[nn.Module, PagedOptimizer]":
-    """The wrapped model of a directory, or of a checkpoint of a run with the settings `trained`."""
+def _opened(weights: Path, config: GenerateConfig) -> "tuple[nn.Module, PagedOptimizer]":
+    """The wrapped model of a directory or of a run's checkpoint."""
     from pagoda.api import load, wrap
+    from pagoda.checkpoint.directory import read_manifest
+    from pagoda.checkpoint.model_config import QUANTIZED
     from pagoda.config.training import MixedPrecision
+    from pagoda.memory.identity import MANIFEST
     from pagoda.models.build import build_model
     from pagoda.optim import AdamW
     from pagoda.prepare.construct import init
     from pagoda.train.model import ready
+    from pagoda.train.run_dir import RunDir
 
-    if trained is None or trained.quantize is None:
+    record = read_manifest(weights).get("model") if (weights / MANIFEST).is_file() else None
+    if not isinstance(record, dict) or not record.get(QUANTIZED):
         model = load(weights).requires_grad_(False)
         return wrap(model, AdamW(), memory=config.memory, tiles=Tiles(tile_limit=config.tile_limit))
-    trained = replace(trained, tile_limit=config.tile_limit)  # refuses tiles of adapted layers
-    with init():  # quantized weights cannot be exported, so the run's own model is built again
+    # Quantized weights cannot be exported, so the run's own model is built again. It refuses tiles.
+    trained = replace(RunDir(config.source).started_config(), memory=config.memory, tile_limit=config.tile_limit)
+    with init():
         model = build_model(trained.model, seq_len=trained.seq_len)
     model = ready(trained, model, Console(quiet=True), from_files=False)
     rule = trained.optim.build(trained.seed, trained.optimizer)
@@ -71,8 +76,8 @@ def _opened(weights: Path, trained: TrainConfig | None, config: GenerateConfig) 
     return model, optimizer
 
 
-def _places(config: GenerateConfig) -> tuple[Path, Path, TrainConfig | None]:
-    """The directories of the weights and of the tokenizer, and the settings of the run that the weights are of."""
+def _places(config: GenerateConfig) -> tuple[Path, Path]:
+    """The directories of the weights and of the tokenizer."""
     from pagoda.models.build import model_directory
     from pagoda.models.hub import is_hub_name
     from pagoda.train.run_dir import RunDir
@@ -80,11 +85,11 @@ def _places(config: GenerateConfig) -> tuple[Path, Path, TrainConfig | None]:
     run_dir = RunDir(config.source)
     weights = run_dir.named_or_itself(config.checkpoint)
     if weights != config.source:
-        return weights, run_dir.tokenizer, run_dir.started_config()
+        return weights, run_dir.tokenizer
     if is_hub_name(str(config.source)) and (directory := model_directory(str(config.source))) is not None:
-        return directory, directory, None
+        return directory, directory
     if (config.source / "config.json").is_file():
-        return config.source, config.source, None
+        return config.source, config.source
     raise ConfigError(
         f"{config.source} is neither a run nor a Hugging Face directory: name the --out of `pagoda train`, or a "
         "directory with a config.json"

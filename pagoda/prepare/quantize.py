@@ -22,17 +22,17 @@ def package_of(bits: str) -> Any:
     return needed(PACKAGES[bits], f"--quantize {bits} needs {PACKAGES[bits]}: pip install 'pagoda-train[quantized]'")
 
 
-def quantize(model: nn.Module, bits: str, dtype: torch.dtype) -> int:
-    """Replace the linear layers of a transformers model by frozen ones that compute in `dtype`. Their weights are in 4
-    bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that wait are read
-    layer by layer.
+def quantize(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:
+    """Replace the linear layers of a transformers model by frozen ones that compute in `dtype` on `device`. Their
+    weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that
+    wait are read layer by layer.
 
     Returns the number of weights that were quantized. Raises ConfigError if there are none.
     """
     package, make = package_of(bits), {"4bit": _in_4_bits, "8bit": _in_8_bits}[bits]
     layers = linear_layers(model)
     for name, module in layers.items():
-        made = make(package, _values(module, dtype))
+        made = make(package, _values(module, dtype), device)
         made.bias = None if module.bias is None else module.bias.requires_grad_(False)
         model.set_submodule(name, made)
     return sum(module.weight.numel() for module in layers.values())
@@ -73,16 +73,17 @@ def _values(module: Any, dtype: torch.dtype) -> torch.Tensor:
     return (values if type(module) is nn.Linear else values.T.contiguous()).to(dtype)
 
 
-def _in_4_bits(bitsandbytes: Any, values: torch.Tensor) -> Any:
+def _in_4_bits(bitsandbytes: Any, values: torch.Tensor, device: torch.device) -> Any:
     outputs, inputs = values.shape
     form = {"quant_type": "nf4", "compress_statistics": True}
     made = bitsandbytes.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=values.dtype, device="meta", **form)
     weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, module=made, **form)
     made.weight = weight.to(values.device)  # packs it
+    made.weight.quant_state.to(device)  # the scales are in no page, so nothing else moves them
     return made
 
 
-def _in_8_bits(torchao: Any, values: torch.Tensor) -> Any:
+def _in_8_bits(torchao: Any, values: torch.Tensor, _: torch.device) -> Any:
     outputs, inputs = values.shape
     made = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta"))
     made[0].weight = nn.Parameter(values, requires_grad=False)

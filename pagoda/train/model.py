@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from pagoda.budgets import compute_device
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import format_bytes
@@ -33,7 +34,7 @@ def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files
         chunked_loss(model)
         say(console, "Loss: in chunks, so that logits are never whole")
     if config.quantize is not None:
-        count = quantize(model, config.quantize, DTYPES[config.precision])
+        count = quantize(model, config.quantize, DTYPES[config.precision], compute_device(config.memory))
         say(console, f"Quantized: {count:,} parameters in {config.quantize.removesuffix('bit')} bits")
     if config.lora.rank is not None:
         model = add_adapters(model, config.lora)

@@ -94,13 +94,13 @@ def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
     bits: Literal["4bit", "8bit"], model: Path, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(PACKAGES[bits])
-    work.train("run", *ADAPTED, steps=1, quantize=bits, memory__host="16MiB")
+    work.train("run", *ADAPTED, steps=1, quantize=bits, precision="bf16", memory__host="16MiB")
     units = json.loads((work.root / "run" / "plan.json").read_text())["units"]
-    asked: dict[str, Any] = {"model": str(model), "seq_len": 16, "accumulation_steps": 1, "precision": "fp32"}
+    asked: dict[str, Any] = {"model": str(model), "seq_len": 16, "accumulation_steps": 1, "precision": "bf16"}
     asked["lora"] = LoraConfig(rank=4, targets=("q_proj", "v_proj"))
     whole, planned = describe_model(PlanConfig(**asked)), describe_model(PlanConfig(**asked, quantize=bits))
     assert planned.root.numel == sum(unit["parameters"] for unit in units)
-    assert planned.root.numel < whole.root.numel / (4 if bits == "4bit" else 2.5)
+    assert planned.root.numel < whole.root.numel / (2.5 if bits == "4bit" else 1.5)
     assert planned.params == whole.params
     assert main(["export", str(work.root / "run"), str(work.root / "out"), "--merge"]) == 2
     assert re.search(r"quantized weights, .*without --merge.*merge_and_unload", capsys.readouterr().err)
