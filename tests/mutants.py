@@ -3,8 +3,8 @@
     python tests/mutants.py [--only PATTERN] [--whole]
 
 Each mutant is tried in a copy of the checkout, by the tests named with it; with --whole, by all that `make test` runs.
-It prints which test noticed it first, or that none did. The scheduler's own mutants are in
-tests/schedule/mutants.py.
+It prints which test noticed it first, or that none did. The mutants of the scheduler and the runtime are in
+tests/worlds, whose random worlds must notice them.
 
 `python tests/mutants.py` with the tests named here: 54 of 55 are noticed. Nobody notices that frames are filled while
 an earlier fill is under way, which only rare timing shows.
@@ -262,7 +262,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_optimizer.py runtime/test_updates.py",
         ),
         "hyperparameters of speculative updates are not compared": (
-            "            if clipped or segments != record.segments:\n                changed.append(unit.index)",
+            "            if clipped or segments != gradient.segments:\n                changed.append(unit.index)",
             "            if clipped:\n                changed.append(unit.index)",
             "runtime/test_speculation.py",
         ),
@@ -301,6 +301,161 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if end > offset:",
             "if False:",
             "plan/test_blocks.py",
+        ),
+    },
+    "schedule/leases.py": {
+        "weights that another rank reads are updated": (
+            "or (self._others_read[unit] > 0 and",
+            "or (False and",
+            "schedule/test_ranks.py",
+        ),
+        "a unit in use may be evicted": (
+            "settled and not self._users[lease.unit] and",
+            "settled and",
+            "schedule/test_schedule.py",
+        ),
+        "what makes room depends on when a rank issues": (
+            "        if self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
+            "        if lease.over and self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
+            "schedule/test_ranks.py",
+        ),
+    },
+    "schedule/records.py": {
+        "weights are read before all ranks' parts are there": (
+            "self.newest < self.version or bool(self.sharing)",
+            "self.newest < self.version",
+            "schedule/test_ranks.py",
+        ),
+    },
+    "schedule/versions.py": {
+        "a fetch does not wait for other ranks' parts": (
+            "if missing == 0 and weights.sharing:",
+            "if False:",
+            "schedule/test_ranks.py",
+        ),
+    },
+    "schedule/gradients.py": {
+        "gradients are spilled where they cannot be": (
+            "is not None and self._plan.spills",
+            "is not None",
+            "schedule/test_schedule.py",
+        ),
+        "gradients arrive in a buffer that an update reads": (
+            "or (record.in_use and record.made)",
+            "",
+            "schedule/test_schedule.py",
+        ),
+    },
+    "schedule/updates.py": {
+        "whether an update is early depends on a rank's fetches": (
+            "if not free or self._leases.uses(",
+            "if not free or self._leases.in_use(",
+            "schedule/test_ranks.py",
+        ),
+        "updaters wait for each other": (
+            "while self._admitted[updater] <",
+            "while sum(self._admitted) <",
+            "schedule/test_schedule.py",
+        ),
+        "drained updates may still be undone": (
+            "            self.undo_all()\n            self._retry_all()",
+            "            self._retry_all()",
+            "schedule/test_schedule.py",
+        ),
+        "an update that was refused stands": (
+            "            self._calm = 0\n            self._over(update)\n            return",
+            "            self._calm = 0\n            self._finish(update)\n            return",
+            "schedule/test_schedule.py",
+        ),
+        "an update that was refused stays admitted": (
+            "        self._release(update)\n        self.gradient_used(update)",
+            "        self.gradient_used(update)",
+            "schedule/test_schedule.py",
+        ),
+        "updates that were held back stay so": (
+            "        if self._checkpoint.retry(unit):\n            self._retry_all()\n",
+            "        self._checkpoint.retry(unit)\n",
+            "schedule/test_schedule.py",
+        ),
+        "states are kept before the gradient is there": (
+            "        update.state = UpdateState.LOADING\n",
+            "        update.state = UpdateState.LOADING\n"
+            "        update.keeps = self._checkpoint.keep(unit) if self._checkpoint.would_lose(unit) else None\n",
+            "schedule/test_schedule.py",
+        ),
+    },
+    "schedule/scheduler.py": {
+        "a skipped step is applied": (
+            "if skipped or record.unit in unused:",
+            "if record.unit in unused:",
+            "schedule/test_schedule.py",
+        ),
+        "a speculative update stands though gradients are clipped": (
+            "        if clipped or skipped:\n            self.updates.undo_all()\n",
+            "",
+            "schedule/test_schedule.py",
+        ),
+        "a fetch does not undo a guess": (
+            "            self.updates.undo(unit)\n            awaited, undoing",
+            "            awaited, undoing",
+            "schedule/test_ranks.py",
+        ),
+        "a fetch does not wait for an UNDO": (
+            "undoing=undoing",
+            "undoing=None",
+            "schedule/test_ranks.py",
+        ),
+        "what another rank reads is not undone": (
+            "        self.updates.undo(unit)\n        self.leases.others_read",
+            "        self.leases.others_read",
+            "schedule/test_ranks.py",
+        ),
+        "another rank's gradient is taken for one of backward": (
+            "here, payload, delivery)\n        self._pump(ranks_agree=False)",
+            "here, payload, delivery)\n        self._pump()",
+            "schedule/test_schedule.py",
+        ),
+        "a gradient does not undo": (
+            "        self.updates.undo(unit)\n        if reduced",
+            "        if reduced",
+            "schedule/test_schedule.py",
+        ),
+        "old leases outlive what has been restored": (
+            "        for unit in range(len(self.plan.units)):\n            self.leases.changed(unit)\n",
+            "",
+            "schedule/test_schedule.py",
+        ),
+    },
+    "schedule/checkpoints.py": {
+        "two units keep their states in one place": (
+            "of_unit.kept = self.reserve.alloc(pages)",
+            "of_unit.kept = PageRun(0, pages)",
+            "schedule/test_schedule.py",
+        ),
+        "states that cannot be kept are": (
+            "if unit in self._in_place or self._units[unit].reading:",
+            "if self._units[unit].reading:",
+            "schedule/test_schedule.py",
+        ),
+        "what was kept is read once its update has ended": (
+            "return of_unit.copied if of_unit.kept is not None else",
+            "return of_unit.copied and self._versions.settled(unit) is not None if of_unit.kept is not None else",
+            "schedule/test_schedule.py",
+        ),
+        "what is to be kept is read before it is": (
+            "return of_unit.copied if",
+            "return True if",
+            "schedule/test_schedule.py",
+        ),
+        "what the reserve has kept stays there": (
+            "        if kept is not None and kept.count:\n",
+            "        if False:\n",
+            "schedule/test_schedule.py",
+        ),
+        "a checkpoint waits for an update that was refused": (
+            "if of_unit.version is not None and of_unit.version > version:",
+            "if False:",
+            "schedule/test_schedule.py",
         ),
     },
     "schedule/stream.py": {

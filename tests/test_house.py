@@ -13,7 +13,7 @@ import pytest
 
 import pagoda
 from tests import mutants
-from tests.schedule import mutants as schedule_mutants
+from tests.worlds import mutants as worlds_mutants
 
 ROOT = Path(pagoda.__file__).parent
 HOUSE = (
@@ -167,7 +167,7 @@ def test_every_module_says_what_it_is() -> None:
 def test_every_mutant_fits_the_code() -> None:
     """One whose line has changed would break nothing, and what should notice it could go."""
     places = [(mutant.breaks, (ROOT / mutant.file).read_text(), mutant.old) for mutant in mutants.MUTANTS]
-    places += [(one.breaks, inspect.getsource(one.module), one.old) for one in schedule_mutants.MUTANTS]
+    places += [(one.breaks, inspect.getsource(one.module), one.old) for one in worlds_mutants.MUTANTS]
     assert not [breaks for breaks, source, old in places if source.count(old) != 1]
     tests = {name for mutant in mutants.MUTANTS for name in mutant.tests.split()}
     assert not [name for name in tests if not Path(mutants.ROOT, "tests", name).exists()]

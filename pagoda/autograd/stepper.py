@@ -105,65 +105,65 @@ class Stepper:
         before = self._gradients.get(unit)
         if before is not None and any(made.slot == slot for made in before.made):
             self._offload(before, last=False)
-        record = self._arrivals.add(unit, self._scheduler.steps, slot, grad, accumulate)
-        if announced is not None and record.arrivals[slot] > announced:
+        gradient = self._arrivals.add(unit, slot, grad, accumulate)
+        if announced is not None and gradient.arrivals[slot] > announced:
             raise UsageError(
-                f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
-                f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run, or None if "
-                "their number varies. With a Trainer, that is Paging(backward_passes=...)."
+                f"{unit.name(slot)!r} received {gradient.arrivals[slot]} gradients since the last optimizer.step(), "
+                f"but wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run, or None "
+                "if their number varies. With a Trainer, that is Paging(backward_passes=...)."
             )
-        last = record.complete and record.arrivals[slot] == announced
+        last = gradient.complete and gradient.arrivals[slot] == announced
         if last and (self._options.update_during_backward or self._options.may_speculate):
-            self._prepare_early(record)
-            last = bool(record.segments)
-        if self._gradients.is_due(record):
-            self._offload(record, last)
-        elif self._rank_group is not None and record.complete:
+            self._prepare_early(gradient)
+            last = bool(gradient.segments)
+        if self._gradients.is_due(gradient):
+            self._offload(gradient, last)
+        elif self._rank_group is not None and gradient.complete:
             self._rank_group.flush(last)
 
-    def _offload(self, record: UnitGradient, last: bool) -> None:
+    def _offload(self, gradient: UnitGradient, last: bool) -> None:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
-        delivery, nbytes = self._gradients.gather(record)
-        self._request_buffer(record, last, delivery)
-        self._gradients.hold_back(record, nbytes)
+        delivery, nbytes = self._gradients.gather(gradient)
+        self._request_buffer(gradient, last, delivery)
+        self._gradients.hold_back(gradient, nbytes)
 
     def _offload_all(self) -> None:
         """Copy all gradients from autograd to their buffers."""
         if self._rank_group is not None:
             self._rank_group.flush()
-        for record in self._gradients.records():
-            if record.made:
-                self._offload(record, last=False)
+        for gradient in self._gradients.untaken():
+            if gradient.made:
+                self._offload(gradient, last=False)
 
-    def _request_buffer(self, record: UnitGradient, last: bool, delivery: Delivery) -> None:
+    def _request_buffer(self, gradient: UnitGradient, last: bool, delivery: Delivery) -> None:
         """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
         comes before `step()`."""
         event = self._scheduler.gradient
-        self._accesses.tell(event, record.unit.index, record.complete, last, record, delivery)
-        self._await_buffers(record)
+        self._accesses.tell(event, gradient.unit.index, gradient.complete, last, gradient, delivery)
+        self._await_buffers(gradient)
 
-    def _announce(self, record: UnitGradient, last: bool) -> None:
+    def _announce(self, gradient: UnitGradient, last: bool) -> None:
         """Tell the scheduler about a gradient that ranks will add up. Only then does it need a buffer."""
         event = self._scheduler.gradient
-        self._accesses.tell(event, record.unit.index, record.complete, last, record, None, True)
+        self._accesses.tell(event, gradient.unit.index, gradient.complete, last, gradient, None, True)
 
-    def _await_buffers(self, record: UnitGradient) -> None:
-        """Wait until every gradient that autograd has made has a buffer. `record` is named if there is no room."""
+    def _await_buffers(self, gradient: UnitGradient) -> None:
+        """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
         lane = self._executor.driver.ask(partial(lane_of_buffers, self._accesses.plan, self._scheduler))
-        self._accesses.wait(lambda: self._scheduler.held_back is None, lane, lambda: self._refuse(record))
+        self._accesses.wait(lambda: self._scheduler.held_back is None, lane, lambda: self._refuse(gradient))
 
-    def _refuse(self, record: UnitGradient) -> None:
+    def _refuse(self, gradient: UnitGradient) -> None:
         """Raise the error for a gradient without a buffer."""
         error, self._executor.spill_failure = self._executor.spill_failure, None
-        raise error or BudgetError(self._gradients.exhausted(record.unit), tier=HOST)
+        raise error or BudgetError(self._gradients.exhausted(gradient.unit), tier=HOST)
 
-    def _prepare_early(self, record: UnitGradient) -> None:
+    def _prepare_early(self, gradient: UnitGradient) -> None:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
         changes until then."""
         if self._early_hypers is None:
             self._early_hypers = NextHypers(self.group_of, self._rule)
-        record.hypers = self._early_hypers.of(record.unit, lambda _: 1.0 / self.scaler.scale)
-        record.segments = segments_of(record.unit, record.hypers)
+        gradient.hypers = self._early_hypers.of(gradient.unit, lambda _: 1.0 / self.scaler.scale)
+        gradient.segments = segments_of(gradient.unit, gradient.hypers)
 
     def updates_have_begun(self) -> bool:
         """Whether some unit has begun its update of this step during backward."""
@@ -215,16 +215,16 @@ class Stepper:
         NonFiniteGradientError if a gradient is NaN or infinite.
         """
         self._offload_all()
-        records = self._gradients.of_step().values()
-        self._settle(records)
+        gradients = self._gradients.of_step().values()
+        self._settle(gradients)
         if self._rank_group is not None:
             square_sums, first = self._rank_group.norm_terms(asked_by, self._square_sums, self._factors)
         else:
             bad = self._gradients.non_finite()
             first = None if bad is None else self._units[bad[1]].name(bad[2])
-            square_sums = self._square_sums(records)
+            square_sums = self._square_sums(gradients)
         if self._stages is not None:
-            factors = frozenset(self._factor(record.unit, slot) for record, slot in self._shown())
+            factors = frozenset(self._factor(gradient.unit, slot) for gradient, slot in self._shown())
             mine = StepTerms(square_sums, first, factors, self.scaler.used)
             square_sums, first, _, is_scaled = self._stages.all_terms(asked_by, mine)
             if self.scaler.active and any(square_sums) and not is_scaled:
@@ -253,13 +253,13 @@ class Stepper:
         With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
         of all parameters.
         """
-        record = self._gradients.latest(unit)
-        if record is None:
+        gradient = self._gradients.latest(unit)
+        if gradient is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
         if self._rank_group is None:
             self._offload_all()
-            self._settle([record])
-            square_sum = record.square_sums[slot]
+            self._settle([gradient])
+            square_sum = gradient.square_sums[slot]
         else:
             square_sum = self._on_all_ranks(self._rank_group)[unit.index][slot]
         return abs(self._factor(unit, slot)) * math.sqrt(square_sum) / self.scaler.scale
@@ -283,7 +283,7 @@ class Stepper:
         """Clip gradients to norm `limit`. `total` is their norm without factors. Returns their norm with factors,
         before clipping."""
         shown = self._shown()
-        factors = [self._factor(record.unit, slot) for record, slot in shown]
+        factors = [self._factor(gradient.unit, slot) for gradient, slot in shown]
         largest = max(map(abs, factors), default=1.0)
         if largest == 0:
             return 0.0
@@ -296,16 +296,18 @@ class Stepper:
                     "On several ranks, the norm of gradients that were multiplied by different numbers is not known: "
                     "leave out wrap(clip_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
                 )
-            sums = [each**2 * record.square_sums[slot] for each, (record, slot) in zip(relative, shown, strict=True)]
+            sums = [
+                each**2 * gradient.square_sums[slot] for each, (gradient, slot) in zip(relative, shown, strict=True)
+            ]
             norm = self._norm(sums) or 0.0
         clipped = min(largest, limit / (norm + 1e-6))
-        for each, (record, slot) in zip(relative, shown, strict=True):
-            self._factors[record.unit.index, slot] = each * clipped
+        for each, (gradient, slot) in zip(relative, shown, strict=True):
+            self._factors[gradient.unit.index, slot] = each * clipped
         return norm * largest
 
     def _shown(self) -> list[tuple[UnitGradient, int]]:
         """The gradients that `step()` would use now."""
-        return [(record, slot) for record in self._gradients.records() for slot in self._used(record)]
+        return [(gradient, slot) for gradient in self._gradients.untaken() for slot in self._used(gradient)]
 
     def step(self) -> Norms | None:
         """Queue the update of every unit whose gradients have arrived. Updates run ahead of the next forward.
@@ -334,7 +336,7 @@ class Stepper:
             raise
         if self._clip_grad_norm is not None and norms.total is not None:
             self._limit(norms.total, self._clip_grad_norm)
-        factors = [self._factor(record.unit, slot) for record, slot in self._shown()]
+        factors = [self._factor(gradient.unit, slot) for gradient, slot in self._shown()]
         if not all(map(math.isfinite, factors)):
             raise UsageError(
                 "Gradients were multiplied by NaN or infinity, so no step can be taken with them. Clip with a max_norm "
@@ -349,14 +351,14 @@ class Stepper:
     def _check_kept(self, hypers: NextHypers) -> None:
         """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user
         has dropped gradients that these have applied. Calling `step()` again keeps the latter."""
-        applied = [(record.unit, slot) for record in self._gradients.taken() for slot in record.used or ()]
+        applied = [(gradient.unit, slot) for gradient in self._gradients.taken() for slot in gradient.used or ()]
         dropped = [(unit, slot) for unit, slot in applied if unit.params[slot].grad is None]
         for unit, slot in dropped:
             unit.params[slot].grad = unit.markers[slot]
         if dropped:
             raise UsageError(_APPLIED)
-        for record in self._gradients.taken():
-            if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
+        for gradient in self._gradients.taken():
+            if any(used.rule != hypers.rule(gradient.unit, slot) for slot, used in gradient.hypers.items()):
                 raise UsageError(
                     "param_groups changed between backward and step(), but units were updated during backward "
                     "with the old values. Change them before backward or after step(), or leave out "
@@ -366,19 +368,19 @@ class Stepper:
     def _queue_updates(self, hypers: NextHypers, clipped: bool) -> None:
         """Ask for the update of every unit with a gradient, with the current hyperparameters."""
         changed, unused = [], []
-        for record in self._gradients.records():
-            unit = record.unit
-            record.hypers = hypers.of(unit, partial(self._scale_of, unit))
-            segments = segments_of(unit, record.hypers)
-            if clipped or segments != record.segments:
+        for gradient in self._gradients.untaken():
+            unit = gradient.unit
+            gradient.hypers = hypers.of(unit, partial(self._scale_of, unit))
+            segments = segments_of(unit, gradient.hypers)
+            if clipped or segments != gradient.segments:
                 changed.append(unit.index)
-            record.segments = segments
+            gradient.segments = segments
             if not segments:
                 unused.append(unit.index)
-            for slot in record.hypers:
+            for slot in gradient.hypers:
                 unit.params[slot].grad = None
-            record.request()
-        self.queued += sum(bool(record.segments) for record in self._gradients.taken())
+            gradient.request()
+        self.queued += sum(bool(gradient.segments) for gradient in self._gradients.taken())
         self._accesses.tell(self._executor.end_step, clipped, changed, unused)
 
     def _factor(self, unit: LiveUnit, slot: int) -> float:
@@ -388,33 +390,33 @@ class Stepper:
         """The factor for a parameter's gradient."""
         return self._factor(unit, slot) / self.scaler.scale
 
-    def _settle(self, records: Iterable[UnitGradient]) -> None:
-        records = [*records]
-        if records:  # after an error in backward, some may still have no buffer
-            self._await_buffers(records[0])
+    def _settle(self, gradients: Iterable[UnitGradient]) -> None:
+        gradients = [*gradients]
+        if gradients:  # after an error in backward, some may still have no buffer
+            self._await_buffers(gradients[0])
         start = time.perf_counter()
-        for record in records:
-            record.settle()
+        for gradient in gradients:
+            gradient.settle()
         self._accesses.meter.stalled("d2h", time.perf_counter() - start)
 
     def _square_sums(
-        self, records: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
+        self, gradients: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
     ) -> list[list[float]]:
         """By param group, the sums of squares of the gradients that this step uses and a norm counts."""
         by_group: dict[int, list[float]] = {id(group): [] for group in self.groups()}
-        for record in records:
-            for slot in self._used(record):
-                if not counts(record.unit.spec, slot):
+        for gradient in gradients:
+            for slot in self._used(gradient):
+                if not counts(gradient.unit.spec, slot):
                     continue
-                by_group[id(self.group_of(record.unit, slot))].append(record.square_sums[slot])
+                by_group[id(self.group_of(gradient.unit, slot))].append(gradient.square_sums[slot])
         return list(by_group.values())
 
-    def _used(self, record: UnitGradient) -> list[int]:
+    def _used(self, gradient: UnitGradient) -> list[int]:
         """Slots of the parameters whose gradient this step uses."""
-        if record.used is not None:
-            return record.used
-        params = record.unit.params
-        return [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
+        if gradient.used is not None:
+            return gradient.used
+        params = gradient.unit.params
+        return [slot for slot in range(gradient.unit.trainable) if params[slot].grad is not None]
 
     def _norm(self, square_sums: list[float]) -> float | None:
         """The norm for these sums of squares, without the scale of the loss, which is a power of two."""
@@ -439,12 +441,12 @@ class Stepper:
         self._drop_gradients()
         self._accesses.drain()
         applied = []
-        for record in self._gradients.taken():
-            if record.unit.updated and record.updated.succeeded:
-                applied.append(record.unit)
-            elif record.unit.updated:  # the update was refused
-                for slot in record.used or ():
-                    record.unit.steps[slot] -= 1
+        for gradient in self._gradients.taken():
+            if gradient.unit.updated and gradient.updated.succeeded:
+                applied.append(gradient.unit)
+            elif gradient.unit.updated:  # the update was refused
+                for slot in gradient.used or ():
+                    gradient.unit.steps[slot] -= 1
         self._clear_step()
         return applied
 

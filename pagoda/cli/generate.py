@@ -1,29 +1,34 @@
 """`pagoda generate`: continues a prompt with a trained model."""
 
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from pagoda.config.commands import GenerateConfig
 from pagoda.config.training import Tiles
 from pagoda.errors import ConfigError
+from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
 from pagoda.train.records import Message
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pagoda.optimizer import PagedOptimizer
 
 
 def run(config: GenerateConfig, console: Console) -> int:
     """Print what the model writes after the prompt. Returns the exit code."""
-    from pagoda.api import load, wrap
-    from pagoda.optim import AdamW
     from pagoda.train.generate import continued
     from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
 
-    weights, directory = _places(config)
+    weights, directory, trained = _places(config)
     has_tokenizer = directory.is_dir() and tokenizer_files(directory)
     tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
-    model = load(weights).requires_grad_(False)
-    model, optimizer = wrap(model, AdamW(), memory=config.memory, tiles=Tiles(tile_limit=config.tile_limit))
+    model, optimizer = _opened(weights, trained, config)
     try:
         chat = tokenizer.chats if config.chat is None else config.chat
         seed = config.seed if config.draw else None
@@ -44,8 +49,30 @@ def _messages(config: GenerateConfig) -> list[Message]:
     return [{"role": role, "content": content} for role, content in (*system, *said)]
 
 
-def _places(config: GenerateConfig) -> tuple[Path, Path]:
-    """The directories of the weights and of the tokenizer."""
+def _opened(weights: Path, trained: TrainConfig | None, config: GenerateConfig) -> "tuple[nn.Module, PagedOptimizer]":
+    """The wrapped model of a directory, or of a checkpoint of a run with the settings `trained`."""
+    from pagoda.api import load, wrap
+    from pagoda.config.training import MixedPrecision
+    from pagoda.models.build import build_model
+    from pagoda.optim import AdamW
+    from pagoda.prepare.construct import init
+    from pagoda.train.model import ready
+
+    if trained is None or trained.quantize is None:
+        model = load(weights).requires_grad_(False)
+        return wrap(model, AdamW(), memory=config.memory, tiles=Tiles(tile_limit=config.tile_limit))
+    trained = replace(trained, tile_limit=config.tile_limit)  # refuses tiles of adapted layers
+    with init():  # quantized weights cannot be exported, so the run's own model is built again
+        model = build_model(trained.model, seq_len=trained.seq_len)
+    model = ready(trained, model, Console(quiet=True), from_files=False)
+    rule = trained.optim.build(trained.seed, trained.optimizer)
+    model, optimizer = wrap(model, rule, memory=config.memory, precision=trained.part(MixedPrecision))
+    optimizer.load_checkpoint(weights)
+    return model, optimizer
+
+
+def _places(config: GenerateConfig) -> tuple[Path, Path, TrainConfig | None]:
+    """The directories of the weights and of the tokenizer, and the settings of the run that the weights are of."""
     from pagoda.models.build import model_directory
     from pagoda.models.hub import is_hub_name
     from pagoda.train.run_dir import RunDir
@@ -53,11 +80,11 @@ def _places(config: GenerateConfig) -> tuple[Path, Path]:
     run_dir = RunDir(config.source)
     weights = run_dir.named_or_itself(config.checkpoint)
     if weights != config.source:
-        return weights, run_dir.tokenizer
+        return weights, run_dir.tokenizer, run_dir.started_config()
     if is_hub_name(str(config.source)) and (directory := model_directory(str(config.source))) is not None:
-        return directory, directory
+        return directory, directory, None
     if (config.source / "config.json").is_file():
-        return config.source, config.source
+        return config.source, config.source, None
     raise ConfigError(
         f"{config.source} is neither a run nor a Hugging Face directory: name the --out of `pagoda train`, or a "
         "directory with a config.json"

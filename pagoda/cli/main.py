@@ -18,7 +18,15 @@ from rich.console import Console
 
 from pagoda.cli.flags import parsed, with_flags
 from pagoda.cli.train import defaults_of
-from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, GenerateConfig, InspectConfig, ReportConfig
+from pagoda.config.commands import (
+    CalibrateConfig,
+    DataConfig,
+    ExportConfig,
+    GcConfig,
+    GenerateConfig,
+    InspectConfig,
+    ReportConfig,
+)
 from pagoda.errors import PagodaError, StorageError, unknown_name
 from pagoda.forecast.config import PlanConfig
 from pagoda.train.config import TrainConfig
@@ -49,6 +57,7 @@ class Command:
 
 COMMANDS = (
     Command("train", TrainConfig, defaults_of, "interrupted; nothing after the last checkpoint is kept"),
+    Command("data", DataConfig),
     Command("plan", PlanConfig),
     Command("export", ExportConfig),
     Command("generate", GenerateConfig),

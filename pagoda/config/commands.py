@@ -1,4 +1,4 @@
-"""The settings of `pagoda export`, `generate`, `report`, `calibrate`, `inspect` and `gc`."""
+"""The settings of `pagoda data`, `export`, `generate`, `report`, `calibrate`, `inspect` and `gc`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +7,20 @@ from typing import Annotated, Literal
 import tyro
 
 from pagoda.config.memory import Memory
+from pagoda.config.reading import Reading
 from pagoda.config.settings import require, require_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Reading):
+    """Say what `pagoda train` would read from data: formats, roles, lengths, the share of tokens that the loss counts,
+    keys that are ignored, what is left out or cut and why, and one example."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """A file, a folder, a glob in quotes, or stdlib, as in --data of `pagoda train`."""
+    model: str
+    """The model that `pagoda train` would train, which gives the tokenizer and the longest sequence: a Hugging Face
+    directory, ORG/NAME in the local Hugging Face cache, or a built-in shape."""
 
 
 @dataclass(frozen=True, kw_only=True)

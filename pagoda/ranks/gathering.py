@@ -80,10 +80,10 @@ class Gathering:
 
         return self._collectives.submit(CollectiveKind.GATHER, unit, work, (own,), weights.nbytes)
 
-    def share(self, record: UnitGradient, extent: str) -> Handle:
+    def share(self, gradient: UnitGradient, extent: str) -> Handle:
         """Bring every rank's updated slice of a unit's weights to this rank's home, `extent`, once its own is
         updated."""
-        unit, updated = record.unit, record.updated
+        unit, updated = gradient.unit, gradient.updated
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         # Under backward, ranks may update others.
         alike = not self._store.plan.options.update_during_backward

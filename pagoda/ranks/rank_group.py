@@ -122,11 +122,11 @@ class RankGroup:
 
         def work() -> list[tuple[bool, list[float]]]:
             shown = [unit.params[slot].grad is not None for unit, slot in trained]
-            records = self._marked()
+            gradients = self._marked()
             here = [unit.params[slot].grad is not None for unit, slot in trained]
             sums = [
-                records[unit.index].square_sums[slot]
-                if unit.index in records and self._shards.counts(unit.spec, slot)
+                gradients[unit.index].square_sums[slot]
+                if unit.index in gradients and self._shards.counts(unit.spec, slot)
                 else 0.0
                 for unit, slot in trained
             ]
@@ -169,7 +169,7 @@ class RankGroup:
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step has used; all ranks call this at the same point."""
-        if self._reducer is None or (self._reducer.is_empty and not self._gradients.records()):
+        if self._reducer is None or (self._reducer.is_empty and not self._gradients.untaken()):
             return
         self._reducer.drop()
         self.collectives.on_all_ranks("optimizer.zero_grad() with gradients to drop", lambda: None, step=False)
@@ -182,13 +182,13 @@ class RankGroup:
     def _marked(self) -> dict[int, UnitGradient]:
         """The gradients of this step by unit. Parameters show all of them from now on, also those that have arrived on
         other ranks only: this step updates these, too."""
-        records = self._gradients.of_step()
-        for record in records.values():
-            for slot in record.present:
-                if not record.arrivals[slot]:
-                    record.unit.params[slot].grad = record.unit.markers[slot]
-                    record.unit.marked.add(slot)
-        return records
+        gradients = self._gradients.of_step()
+        for gradient in gradients.values():
+            for slot in gradient.present:
+                if not gradient.arrivals[slot]:
+                    gradient.unit.params[slot].grad = gradient.unit.markers[slot]
+                    gradient.unit.marked.add(slot)
+        return gradients
 
     def _assemble(self, spec: UnitSpec, state: str, start: int, out: torch.Tensor) -> None:
         """Complete `out`, a state's elements from `start` on, in which this rank's elements lie."""

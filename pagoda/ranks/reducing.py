@@ -33,7 +33,7 @@ _LOOK_S = 0.2
 class _Filling:
     """A buffer that one unit's gradients of one backward are going into."""
 
-    record: UnitGradient
+    gradient: UnitGradient
     buffer: torch.Tensor
     """All of it, uint8."""
     parts: Sequence[tuple[Span, torch.Tensor]]
@@ -47,7 +47,7 @@ class _Filling:
 
     def of_slot(self, slot: int) -> list[tuple[int, torch.Tensor]]:
         """Where a parameter's gradient goes: (its first element of those, elements)."""
-        placed = self.record.unit.spec.slots[slot]
+        placed = self.gradient.unit.spec.slots[slot]
         found = []
         for span, values in self.parts:
             part = span.within(placed.offset, placed.offset + placed.param.numel)
@@ -90,15 +90,15 @@ class Reducer:
         """What last reduced each of the two buffers."""
         collectives.take_part[CollectiveKind.REDUCE] = self._take_part
 
-    def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
-        if self._filling is not None and (self._filling.record.unit is not unit or slot in self._filling.arrived):
+        if self._filling is not None and (self._filling.gradient.unit is not unit or slot in self._filling.arrived):
             self.flush(last=False)
-        filling = self._filling = self._filling or self._open(unit, step)
-        record = filling.record
-        if record.arrivals[slot] and not accumulate:
+        filling = self._filling = self._filling or self._open(unit)
+        gradient = filling.gradient
+        if gradient.arrivals[slot] and not accumulate:
             filling.dropped.add(slot)
-        self._gradients.count(record, slot, accumulate)
+        self._gradients.count(gradient, slot, accumulate)
         filling.arrived.add(slot)
         grad = grad.to(self._dtype).contiguous().view(-1)
         copies = [(into, grad[first : first + into.numel()]) for first, into in filling.of_slot(slot)]
@@ -113,21 +113,21 @@ class Reducer:
                     copy_bytes(into, values)
 
             filling.copies.append(self._copies.submit(copy, (), grad.nbytes, f"offload {unit.spec.name}"))
-        return record
+        return gradient
 
     def flush(self, last: bool) -> None:
         """Reduce what has arrived since the last time; `last` as the scheduler has it."""
         filling, self._filling = self._filling, None
         if filling is None:
             return
-        record = filling.record
-        unit = record.unit
+        gradient = filling.gradient
+        unit = gradient.unit
 
         def work(_: bool) -> None:
             filling.filled.synchronize()
             filling.received = True
             try:
-                self._receive(record, True, filling.buffer, self._flags(filling))
+                self._receive(gradient, True, filling.buffer, self._flags(filling))
             except BudgetError:
                 self._collectives.order.fail(Call(CollectiveKind.REDUCE, unit.index), None, alike=True)
                 raise
@@ -135,10 +135,10 @@ class Reducer:
         announced = Handle(COLLECTIVE)
         nbytes = unit.spec.trainable_numel * self._dtype.itemsize
         handle = self._collectives.submit(CollectiveKind.REDUCE, unit, work, (*filling.copies, announced), nbytes)
-        record.pending.append(handle)
+        gradient.pending.append(handle)
         self._uses[self._next ^ 1] = handle
         try:
-            self.announce(record, last)  # after it has its turn, since what follows may share the updated weights
+            self.announce(gradient, last)  # after it has its turn, since what follows may share the updated weights
         except BaseException as error:
             announced.finish(error)
             raise
@@ -157,8 +157,8 @@ class Reducer:
             for copy in filling.copies:
                 copy.wait()
 
-    def _open(self, unit: LiveUnit, step: int) -> _Filling:
-        record = self._gradients.open(unit, step)
+    def _open(self, unit: LiveUnit) -> _Filling:
+        gradient = self._gradients.open(unit)
         use = self._uses[self._next]
         if use is not None and not use.done:
             self._gradients.meter.wait_for(use)
@@ -168,7 +168,7 @@ class Reducer:
         for each in self._reduction.all_to_alls(unit.spec):
             messages = each.messages(buffer)
             parts += [(span, each.values(place, messages, self._dtype)) for place, span in enumerate(each.spans)]
-        return _Filling(record, buffer, parts)
+        return _Filling(gradient, buffer, parts)
 
     def _take_part(self, unit: LiveUnit, version: int | None) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""
@@ -186,24 +186,24 @@ class Reducer:
                 "already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
-        self._receive(self._gradients.open(unit, self._driver.scheduler.steps), False, None, nothing)
+        self._receive(self._gradients.open(unit), False, None, nothing)
 
-    def _receive(self, record: UnitGradient, here: bool, mine: torch.Tensor | None, flags: Flags) -> None:
-        """On the collective lane: reduce a gradient into its record's buffer. `here`: the gradient was announced.
+    def _receive(self, gradient: UnitGradient, here: bool, mine: torch.Tensor | None, flags: Flags) -> None:
+        """On the collective lane: reduce a gradient into its buffer. `here`: the gradient was announced.
 
         The buffer is asked for only now, so what frees a buffer is never behind what waits for one. Raises BudgetError
         if there is no room, or none within the time after which ranks give each other up.
         """
-        unit, ended, opened = record.unit, Handle(COLLECTIVE), threading.Event()
+        unit, ended, opened = gradient.unit, Handle(COLLECTIVE), threading.Event()
 
         def deliver() -> Handle:
             opened.set()
             return ended
 
         try:
-            self._driver.tell(self._driver.scheduler.reduce, unit.index, here, record, deliver)
-            self._await_buffer(record, opened)
-            self._reduce(unit.spec, mine, flags, record)
+            self._driver.tell(self._driver.scheduler.reduce, unit.index, here, gradient, deliver)
+            self._await_buffer(gradient, opened)
+            self._reduce(unit.spec, mine, flags, gradient)
         except BaseException as error:
             ended.finish(error)
             raise
@@ -212,44 +212,44 @@ class Reducer:
     def _give_up(self, filling: _Filling, handle: Handle, error: BaseException | None) -> None:
         """Ranks have not come to a reduction: its gradient is lost."""
         if error is not None and not filling.received:
-            record = filling.record
-            self._driver.tell(self._driver.scheduler.reduce, record.unit.index, True, record, lambda: handle)
+            gradient = filling.gradient
+            self._driver.tell(self._driver.scheduler.reduce, gradient.unit.index, True, gradient, lambda: handle)
 
-    def _await_buffer(self, record: UnitGradient, opened: threading.Event) -> None:
+    def _await_buffer(self, gradient: UnitGradient, opened: threading.Event) -> None:
         deadline = time.monotonic() + rank_timeout_s()
         while not opened.wait(_LOOK_S):
             if time.monotonic() > deadline or self._driver.ask(lambda: self._driver.scheduler.buffers_exhausted):
-                self.refuse(record)
+                self.refuse(gradient)
 
-    def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, record: UnitGradient | None) -> None:
-        """On the collective lane: the mean of every rank's gradient, to the record if there is one. `mine` is this
+    def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, gradient: UnitGradient | None) -> None:
+        """On the collective lane: the mean of every rank's gradient, to `gradient` if there is one. `mine` is this
         rank's buffer, if it has a gradient, and `flags` say of what."""
         everyone, means = self._reduction.reduce(spec, mine, flags)
         given = np.flatnonzero(everyone & GIVEN).tolist()
         sums: dict[int, list[float]] = {slot: [] for slot in given}
         for span, values, is_mine in means:
-            for slot in given if record is not None else ():
+            for slot in given if gradient is not None else ():
                 placed = spec.slots[slot]
                 part = span.within(placed.offset, placed.offset + placed.param.numel)
                 if part is None:
                     continue
-                assert record is not None
-                accumulate = slot in record.present and not everyone[slot] & DROPPED
+                assert gradient is not None
+                accumulate = slot in gradient.present and not everyone[slot] & DROPPED
                 elements = values[part.start - span.start : part.stop - span.start]
-                square_sum = self._gradients.deliver(record, part.start, elements, accumulate)
+                square_sum = self._gradients.deliver(gradient, part.start, elements, accumulate)
                 if is_mine:
                     sums[slot].append(square_sum)
         bad = self._bad_of_parts(min(np.flatnonzero(everyone & NOT_FINITE).tolist(), default=None))
-        if record is not None:
+        if gradient is not None:
             for slot in given:
-                record.square_sums[slot] = math.fsum(sums[slot])
-                record.present.add(slot)
-            record.bad_elsewhere = bad
+                gradient.square_sums[slot] = math.fsum(sums[slot])
+                gradient.present.add(slot)
+            gradient.bad_elsewhere = bad
 
     def _flags(self, filling: _Filling) -> Flags:
         """What this rank has of a unit's gradient. Whether that is finite is of use where its update may begin before
         `step()`: what other ranks have of it lies in their slices only."""
-        flags = np.zeros(len(filling.record.unit.spec.slots), dtype=np.uint8)
+        flags = np.zeros(len(filling.gradient.unit.spec.slots), dtype=np.uint8)
         for slot in filling.arrived:
             flags[slot] = GIVEN | (DROPPED if slot in filling.dropped else 0)
             if self._early:

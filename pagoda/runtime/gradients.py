@@ -48,10 +48,9 @@ class _Made(NamedTuple):
 class UnitGradient:
     """The gradient of one unit in one step, from its first arrival to its update."""
 
-    def __init__(self, unit: LiveUnit, step: int, shared: bool) -> None:
+    def __init__(self, unit: LiveUnit, shared: bool) -> None:
         """`shared`: ranks gather the updated weights after the update."""
         self.unit = unit
-        self.step = step
         self.place: Callable[[], torch.Tensor] | None = None
         """Returns the buffer. None until there is one."""
         self.made: list[_Made] = []
@@ -92,7 +91,7 @@ class UnitGradient:
         """The flat gradient in RAM or on the device, once it has a buffer. While the gradient is on SSD only, this is
         another gradient's buffer.
 
-        A tensor of shared pages is made for each use. If the record kept it, this small object would fragment the free
+        A tensor of shared pages is made for each use. If it were kept here, this small object would fragment the free
         memory that autograd's large tensors come from.
         """
         assert self.place is not None, "an OFFLOAD has come"
@@ -126,14 +125,14 @@ class UnitGradient:
 
 
 class _Taken(NamedTuple):
-    """The event of arriving gradients. After it, the record has their sums of squares."""
+    """The event of arriving gradients of parameters. After it, the unit's gradient has their sums of squares."""
 
-    record: UnitGradient
+    gradient: UnitGradient
     arrivals: Sequence[tuple[int, Arrival]]
 
     def synchronize(self) -> None:
         for slot, arrival in self.arrivals:
-            self.record.square_sums[slot] = arrival.square_sum()
+            self.gradient.square_sums[slot] = arrival.square_sum()
 
 
 class _Added(NamedTuple):
@@ -182,20 +181,20 @@ class GradientBuffers:
 
     def get(self, unit: LiveUnit) -> UnitGradient | None:
         """The unit's gradient of this step, if one has arrived and no update has taken it."""
-        record = self.latest(unit)
-        return None if record is None or record.taken else record
+        gradient = self.latest(unit)
+        return None if gradient is None or gradient.taken else gradient
 
     def latest(self, unit: LiveUnit) -> UnitGradient | None:
         """The unit's gradient of this step, even if an update has taken it."""
         return self._of_step.get(unit.index)
 
-    def records(self) -> list[UnitGradient]:
+    def untaken(self) -> list[UnitGradient]:
         """The gradients of this step that no update has taken, in unit order."""
-        return [record for record in self.of_step().values() if not record.taken]
+        return [gradient for gradient in self.of_step().values() if not gradient.taken]
 
     def taken(self) -> list[UnitGradient]:
         """The gradients of this step that an update has taken, in unit order."""
-        return [record for record in self.of_step().values() if record.taken]
+        return [gradient for gradient in self.of_step().values() if gradient.taken]
 
     def of_step(self) -> dict[int, UnitGradient]:
         """unit -> its gradient of this step, in unit order."""
@@ -204,74 +203,75 @@ class GradientBuffers:
     def non_finite(self) -> tuple[int, int, int] | None:
         """The first gradient of this step that is NaN or infinite: the position of its arrival, its unit, and its slot.
         None if there is none."""
-        found = ((at[0], unit, at[1]) for unit, record in self.of_step().items() if (at := record.non_finite()))
+        found = ((at[0], unit, at[1]) for unit, gradient in self.of_step().items() if (at := gradient.non_finite()))
         return min(found, default=None)
 
-    def open(self, unit: LiveUnit, step: int) -> UnitGradient:
+    def open(self, unit: LiveUnit) -> UnitGradient:
         """The unit's gradient of this step. It is created if necessary."""
         with self._opening:
-            record = self.get(unit)
-            if record is None:
+            gradient = self.get(unit)
+            if gradient is None:
                 shared = self._store.plan.layout.gathers_after_update(unit.spec)
-                record = self._of_step[unit.index] = UnitGradient(unit, step, shared)
-            return record
+                gradient = self._of_step[unit.index] = UnitGradient(unit, shared)
+            return gradient
 
-    def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient, to be stored in its buffer or added to it."""
-        record = self.open(unit, step)
-        self.count(record, slot, accumulate)
+        gradient = self.open(unit)
+        self.count(gradient, slot, accumulate)
         grad = grad.to(self.arriving).contiguous().view(-1)
         self._device.computing()
-        record.made.append(_Made(slot, grad, self._device.fence(), accumulate))
-        return record
+        gradient.made.append(_Made(slot, grad, self._device.fence(), accumulate))
+        return gradient
 
-    def is_due(self, record: UnitGradient) -> bool:
+    def is_due(self, gradient: UnitGradient) -> bool:
         """Whether the gradients that exist are large enough for a transfer."""
-        return bool(record.made) and (record.complete or sum(m.values.nbytes for m in record.made) >= _WORTH_BYTES)
+        nbytes = sum(each.values.nbytes for each in gradient.made)
+        return bool(gradient.made) and (gradient.complete or nbytes >= _WORTH_BYTES)
 
-    def gather(self, record: UnitGradient) -> tuple[Delivery, int]:
+    def gather(self, gradient: UnitGradient) -> tuple[Delivery, int]:
         """One transfer of all existing gradients to the buffer, and its number of bytes.
 
         The copies run on the d2h lane, which also computes the sums of squares of the results in float64.
         """
-        made, record.made = record.made, []
-        return partial(self._submit, record, made), sum(each.values.nbytes for each in made)
+        made, gradient.made = gradient.made, []
+        return partial(self._submit, gradient, made), sum(each.values.nbytes for each in made)
 
-    def count(self, record: UnitGradient, slot: int, accumulate: bool) -> None:
+    def count(self, gradient: UnitGradient, slot: int, accumulate: bool) -> None:
         """Autograd has delivered a parameter's gradient. It is the first of the step unless `accumulate`."""
-        record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
-        record.order[slot] = next(self._arrivals)
+        gradient.arrivals[slot] = gradient.arrivals[slot] + 1 if accumulate else 1
+        gradient.order[slot] = next(self._arrivals)
 
     def drop(self) -> None:
         """Drop every gradient that no update has taken, once nothing moves it."""
-        for record in self.records():
-            self._forget(record)
-            for handle in list(record.pending):
+        for gradient in self.untaken():
+            self._forget(gradient)
+            for handle in list(gradient.pending):
                 handle.wait_until_done()
 
     def forget_taken(self) -> None:
         """The step is over: forget the gradients that updates have taken."""
-        for record in self.taken():
-            self._forget(record)
+        for gradient in self.taken():
+            self._forget(gradient)
 
-    def _forget(self, record: UnitGradient) -> None:
+    def _forget(self, gradient: UnitGradient) -> None:
         with self._opening:
-            if self.latest(record.unit) is record:  # else another rank has begun the next step
-                del self._of_step[record.unit.index]
+            if self.latest(gradient.unit) is gradient:  # else another rank has begun the next step
+                del self._of_step[gradient.unit.index]
 
-    def hold_back(self, record: UnitGradient, nbytes: int) -> None:
-        """Limit the bytes on their way to buffers. The record's latest transfer has `nbytes`."""
-        self._in_flight.add(record.pending[-1], nbytes)
+    def hold_back(self, gradient: UnitGradient, nbytes: int) -> None:
+        """Limit the bytes on their way to buffers. The gradient's latest transfer has `nbytes`."""
+        self._in_flight.add(gradient.pending[-1], nbytes)
         self.meter.hold_back(self._in_flight, self._most_in_flight)
 
     # --- operations ---
 
     def offload(self, operation: Operation) -> Handle:
         """Start an OFFLOAD."""
-        record: UnitGradient = operation.gradients[0].payload
-        self._place(record, operation)
+        gradient: UnitGradient = operation.gradients[0].payload
+        self._place(gradient, operation)
         handle: Handle = operation.delivery()
-        record.pending.append(handle)
+        gradient.pending.append(handle)
         return handle
 
     def transfer(self, operation: Operation) -> Handle:
@@ -286,19 +286,21 @@ class GradientBuffers:
         label = f"{verb} {self._store.plan.units[operation.unit].name}"
         return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
 
-    def deliver(self, record: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
+    def deliver(self, gradient: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
         """Store or add elements of a unit's gradient, starting at element `start`. Returns the result's sum of squares.
 
         Carries out an OFFLOAD. `values` are in the memory where compute leaves gradients.
         """
-        spec = record.unit.spec
+        spec = gradient.unit.spec
         at = start - self._store.shards.updated(spec).start + self._store.shards.origin(spec, GRAD)
-        return self._take(record.unit, record.buffer[at : at + values.numel()], values, PAST, accumulate).square_sum()
+        return self._take(
+            gradient.unit, gradient.buffer[at : at + values.numel()], values, PAST, accumulate
+        ).square_sum()
 
     def close(self) -> None:
         """Release all extents. Every lane must have ended."""
-        for record in self._of_step.values():
-            record.place = None
+        for gradient in self._of_step.values():
+            gradient.place = None
         self._of_step.clear()
         self._bounce = Ring(())
         if self._adders is not None:
@@ -306,7 +308,7 @@ class GradientBuffers:
 
     def exhausted(self, unit: LiveUnit) -> str:
         """The error message for a gradient without a buffer."""
-        waiting = ", ".join(repr(record.unit.spec.name) for record in self.records() if record.place is not None)
+        waiting = ", ".join(repr(gradient.unit.spec.name) for gradient in self.untaken() if gradient.place is not None)
         page = self._store.plan.page_bytes
         return (
             f"No room for the gradient of unit {unit.spec.name!r}: the buffers are held by {waiting}, whose "
@@ -314,25 +316,25 @@ class GradientBuffers:
             f"memory.ssd, or raise memory.host by {format_bytes(self._store.plan.layout.total_pages(GRAD) * page)}."
         )
 
-    def _place(self, record: UnitGradient, operation: Operation) -> None:
-        """Give a record the buffer that an operation names."""
+    def _place(self, gradient: UnitGradient, operation: Operation) -> None:
+        """Give a gradient the buffer that an operation names."""
         if operation.run is None:
-            home = self._store.gradients[record.unit.index][operation.home]
-            record.place = lambda: home
+            home = self._store.gradients[gradient.unit.index][operation.home]
+            gradient.place = lambda: home
             return
-        elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
-        record.place = partial(self._staging.part(operation.run).tensor, self._store.dtype(GRAD), elements)
+        elements = self._store.plan.layout.elements(gradient.unit.spec, GRAD)
+        gradient.place = partial(self._staging.part(operation.run).tensor, self._store.dtype(GRAD), elements)
 
-    def _submit(self, record: UnitGradient, made: list[_Made]) -> Handle:
-        unit = record.unit
+    def _submit(self, gradient: UnitGradient, made: list[_Made]) -> Handle:
+        unit = gradient.unit
 
         def take() -> Event:
-            arrivals, buffer = [], record.buffer
+            arrivals, buffer = [], gradient.buffer
             for slot, values, issued, accumulate in made:
                 spec = unit.spec.slots[slot]
                 into = buffer[spec.offset : spec.offset + spec.param.numel]
                 arrivals.append((slot, self._take(unit, into, values, issued, accumulate)))
-            taken = _Taken(record, arrivals)
+            taken = _Taken(gradient, arrivals)
             if not all(arrival.is_there for _, arrival in arrivals):
                 return taken
             taken.synchronize()
@@ -340,7 +342,7 @@ class GradientBuffers:
 
         moved = 0 if self._store.lives_on_device(unit.index, GRAD) else sum(each.values.nbytes for each in made)
         # A store follows earlier stores in the device's queue. An addition needs the earlier gradients to have arrived.
-        after = record.pending if any(each.accumulate for each in made) else ()
+        after = gradient.pending if any(each.accumulate for each in made) else ()
         return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
 
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
@@ -381,6 +383,5 @@ def non_finite_error(name: str) -> NonFiniteGradientError:
     """The error for a gradient that is NaN or infinite."""
     return NonFiniteGradientError(
         f"The gradient of {name!r} is not finite, the first one in backward. Lower the learning rate, check the loss "
-        "and the batch, or set clip_grad_norm if it is off. A parameter read outside its module's forward gives NaN "
-        "too: read it under `with pagoda.gathered([param]):`."
+        "and the batch, or set clip_grad_norm if it is off."
     )

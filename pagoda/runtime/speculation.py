@@ -17,11 +17,11 @@ class Guess:
     """
 
     _store: Store
-    record: UnitGradient
+    gradient: UnitGradient
     extent: int
     """Number of the extent to which the update writes."""
     updated: Handle = field(default_factory=Handle)
-    """`updated` and `written` are this update's. Those of `record` end with the update that `step()` keeps."""
+    """`updated` and `written` are this update's. Those of `gradient` end with the update that `step()` keeps."""
     written: Handle = field(default_factory=Handle)
     over: Handle = field(default_factory=Handle)
     """Ends when only the old or only the new states are left."""
@@ -32,7 +32,7 @@ class Guess:
 
     @property
     def _unit(self) -> int:
-        return self.record.unit.index
+        return self.gradient.unit.index
 
     def begin(self) -> None:
         """Keep the old pages on SSD. Call it before the update begins, while no state of the unit is being stored."""

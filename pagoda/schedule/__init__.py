@@ -27,7 +27,7 @@ each event to the parts that it concerns, in a fixed order. Then it lets each pa
 State changes only in events. Whether a tensor still refers to a lease is known only to the executor, so an operation
 (RECLAIM) asks for it.
 
-These rules hold for any order of events. `tests/schedule/worlds.py` and `tests/worlds` test them:
+These rules hold for any order of events. `tests/worlds` tests them:
 
 - a frame has one owner, and weights in use are not evicted;
 - an access reads exactly the version of the weights that the algorithm requires;

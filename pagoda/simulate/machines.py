@@ -140,6 +140,26 @@ def _dgx(
     )
 
 
+def _workstation(name: str, device: DeviceSpeeds, link: Link) -> Hardware:
+    """One GPU in a desktop computer with a drive for consumers."""
+    return Hardware(
+        name=name,
+        cpu=_cpu(Figure(128 * _GIB, "assumed: 4 x 32 GB"), 16, 89.6 * _GB, "assumed: 2 channels of DDR5-5600"),
+        device=device,
+        link=link,
+        ssd=_drive(
+            Figure(2 * _TB, "Samsung 990 PRO 2 TB datasheet"),
+            Figure(7.45 * _GB, "Samsung 990 PRO 2 TB datasheet"),
+            Figure(
+                1.5 * _GB,
+                "assumed: as the 980 PRO 1 TB once its cache is full (TechPowerUp); the 990 PRO's datasheet "
+                "has 6.9 GB/s into the cache",
+            ),
+            Figure(1_200 * _TB, "Samsung 990 PRO 2 TB datasheet"),
+        ),
+    )
+
+
 def _one_of(node: Hardware, name: str) -> Hardware:
     """One GPU of a node, with its part of the processors and RAM, a link of its own and one drive."""
     of, whole = node.gpus_per_node, node.cpu
@@ -174,6 +194,8 @@ _H200 = replace(
     _device("NVIDIA H200 SXM5 141GB", 141, 4_800 * _GB, 989.4, 66.9),
     memory_bytes=Figure(143_771.0 * (1 << 20), "nvidia-smi on an H200: 143,771 MiB; unverified"),
 )
+_H100_PCIE = _device("NVIDIA H100 PCIe 80GB", 80, 2_000 * _GB, 756.0, 51.0)
+_RTX6000_ADA = _device("NVIDIA RTX 6000 Ada", 48, 960 * _GB, 364.2, 91.1)
 _RTX4090 = _device("NVIDIA GeForce RTX 4090", 24, 1_008 * _GB, 165.2, 82.6)
 
 _XEON_8168 = (48, 256 * _GB, "2 Xeon Platinum 8168, 6 channels of DDR4-2666 each, as in the DGX-2; unverified")
@@ -254,22 +276,11 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             _one_of(_A100_80G_NODE, "a100-80g"),
             _one_of(_H100_NODE, "h100"),
             _one_of(_H200_NODE, "h200"),
-            Hardware(
-                name="rtx4090",
-                cpu=_cpu(Figure(128 * _GIB, "assumed: 4 x 32 GB"), 16, 89.6 * _GB, "assumed: 2 channels of DDR5-5600"),
-                device=_RTX4090,
-                link=_link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16"),
-                ssd=_drive(
-                    Figure(2 * _TB, "Samsung 990 PRO 2 TB datasheet"),
-                    Figure(7.45 * _GB, "Samsung 990 PRO 2 TB datasheet"),
-                    Figure(
-                        1.5 * _GB,
-                        "assumed: as the 980 PRO 1 TB once its cache is full (TechPowerUp); the 990 PRO's datasheet "
-                        "has 6.9 GB/s into the cache",
-                    ),
-                    Figure(1_200 * _TB, "Samsung 990 PRO 2 TB datasheet"),
-                ),
+            _workstation("rtx4090", _RTX4090, _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")),
+            _workstation(
+                "rtx6000-ada", _RTX6000_ADA, _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")
             ),
+            _workstation("h100-pcie", _H100_PCIE, _GEN5_LINK),
         )
     }
 )

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import ConfigError
-from pagoda.train.records import Document, Message
+from pagoda.train.records import Document, Message, is_empty
 
 _ASSISTANT = "assistant"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -84,9 +84,13 @@ class ChatTemplate:
         """Whether the template has generation markers."""
         self._ways: dict[Any, Callable[[Message], Message]] = {}
         """Form of a conversation -> the function that prepares its messages for the template."""
+        self._uses: dict[tuple[str, str], bool] = {}
+        """Role and key of messages -> whether the template uses it."""
         self._added = tokenizer.added_tokens_decoder
         self._ends = {*tokenizer.all_special_ids, *(id_ for id_, token in self._added.items() if token.special)}
         """Ids of the tokens that end a turn."""
+        self.ignored: Counter[str] = Counter()
+        """Keys of messages that the template does not use -> number of conversations."""
         self.remarks: Counter[str] = Counter()
         """What a user should know about the conversations, each with how often it applies, to be put in as `count`."""
 
@@ -183,24 +187,43 @@ class ChatTemplate:
         messages = [{name: part for name, part in m.items() if name != "train"} for m in document.messages]
         tools = list(document.tools) or None
         form = bool(tools), *((m["role"], *(n for n in m if m[n]), len(m.get("tool_calls", ()))) for m in messages)
-        if form in self._ways:
-            return _Chat(document.where, [self._ways[form](m) for m in messages], tools)
+        chat = _Chat(document.where, messages, tools)
+        if form not in self._ways:
+            self._ways[form] = self._way(chat)
+        written = _Chat(document.where, [self._ways[form](message) for message in messages], tools)
+        self.ignored.update(sorted(self._unused(written)))
+        return written
+
+    def _way(self, chat: _Chat) -> Callable[[Message], Message]:
+        """How to prepare the messages of a conversation. Raises as `_as_written`."""
         problems: list[tuple[int, ConfigError]] = []
         for way in (_with_objects, _as_read, _with_parts):
             try:
-                left_out = self._left_out(_Chat(document.where, messages, tools), way)
+                left_out = self._left_out(chat, way)
             except ConfigError as error:
-                problems.append((len(messages), error))
+                problems.append((len(chat.messages), error))
                 continue
             if not left_out:
-                self._ways[form] = way
-                return _Chat(document.where, [way(message) for message in messages], tools)
+                return way
             problem = ConfigError(
-                f"{document.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, "
+                f"{chat.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, "
                 "or put a chat_template.jinja that writes it next to the tokenizer"
             )
             problems.append((len(left_out), problem))
         raise min(problems, key=lambda problem: problem[0])[1]
+
+    def _unused(self, chat: _Chat) -> set[str]:
+        """Keys of messages without which the template writes the same. The first conversation with messages of this
+        role and key shows it for all."""
+        always = ("role", "content")
+        pairs = {(m["role"], k) for m in chat.messages for k in m if k not in always and not is_empty(m[k])}
+        for role, key in pairs - self._uses.keys():
+            without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in chat.messages]
+            try:
+                self._uses[role, key] = self._render(chat, without) != self._render(chat, chat.messages)
+            except ConfigError:
+                self._uses[role, key] = True
+        return {f"messages[].{key} (of role {role})" for role, key in pairs if not self._uses[role, key]}
 
     def _left_out(self, chat: _Chat, way: Callable[[Message], Message]) -> list[str]:
         """The parts of a conversation that the template does not write."""

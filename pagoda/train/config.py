@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from pagoda.config.decode import decoded
+from pagoda.config.reading import Reading
 from pagoda.config.run import Run, StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
@@ -94,7 +95,7 @@ class OptimConfig(StatesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Run):
+class TrainConfig(Reading, Run):
     """Train or fine-tune a language model whose training state may be larger than memory. --model and --data are
     enough: Pagoda chooses everything else, and prints each choice with its reason."""
 
@@ -108,14 +109,6 @@ class TrainConfig(Run):
     """Data to train on: a file, a folder, a glob in quotes, or stdlib (the source code of Python's standard library).
     Text files, or records (JSON Lines, JSON, CSV, Parquet, Arrow) with texts (columns text, content) or conversations
     (messages, conversations; instruction and output). Of a conversation, the loss counts what assistants write."""
-    column: str | None = None
-    """Column of the records with the text or the messages. By default the first one with a known name."""
-    tokenizer: str | None = None
-    """Directory of the tokenizer, or bytes: each byte is a token. By default the tokenizer in the model's directory,
-    or bytes if it has none. Pretrained weights need a tokenizer, unless their vocabulary is that of bytes."""
-    cache: Path | None = None
-    """Directory that keeps tokenized data, 2 or 4 bytes a token, for this run and others. By default one in the user's
-    cache directory."""
     eval_data: str | None = None
     """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
     --eval-every steps, and keeps the checkpoint with the lowest."""
@@ -138,11 +131,6 @@ class TrainConfig(Run):
     """Most tokens in a sample."""
     batch_size: int = 0
     """Sequences per forward pass, on each rank. 0: as many as memory has room for, up to --tokens-per-step."""
-    seq_len: int = 0
-    """Tokens per sequence. 0: 1024 for texts, or what most conversations fit in; at most what the model has positions
-    for. In a T5, of the encoder's input and of the decoder's output each."""
-    packing: Literal["on", "off"] = "on"
-    """Whether a sequence has as many whole conversations as fit, which do not see each other, or only one."""
     tokens_per_step: int | None = None
     """Most tokens per optimizer step, from which batch size and accumulation are chosen if --batch-size is left out.
     By default 16384, or fewer, so that the epochs give at least 100 steps."""
@@ -179,9 +167,8 @@ class TrainConfig(Run):
             require_count(name, getattr(self, name), 1)
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
-        for name in ("batch_size", "seq_len", "steps", "eval_every", "patience", "sample_every"):
+        for name in ("batch_size", "steps", "eval_every", "patience", "sample_every"):
             require_count(name, getattr(self, name), 0)
-        require(self.seq_len != 1, "seq_len", self.seq_len, "at least 2 (a token and the next)")
         require(self.steps < _MOST_STEPS, "steps", self.steps, f"below {_MOST_STEPS}")
         require(self.epochs is None or 0 < self.epochs < math.inf, "epochs", self.epochs, "above 0, and finite")
         if self.epochs is not None and self.steps:
@@ -195,11 +182,6 @@ class TrainConfig(Run):
         self.lora.check_with(self)
         if self.lora.rank is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
-
-    @property
-    def packs(self) -> bool:
-        """Whether a sequence may have several conversations."""
-        return self.packing == "on"
 
     @property
     def depends_on_data(self) -> bool:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from pagoda.budgets import HOST_SHARE
 from pagoda.checkpoint.pretrained import weight_files
+from pagoda.config.reading import Reading
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.config import PlanConfig
@@ -20,7 +21,7 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import may_be_restarted, was_restarted
 from pagoda.models.build import is_encoder_decoder, model_directory, positions_of
 from pagoda.train.config import TrainConfig
-from pagoda.train.data import Rows
+from pagoda.train.inputs import rows_of
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.run_dir import LAST, RunDir, unused
@@ -104,12 +105,12 @@ def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainCon
     """The configuration with the settings that depend on the data, and the reasons."""
     reasons: list[str] = []
     tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
-    tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console)
+    tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console, asked.skip_bad)
     if not asked.seq_len:
-        seq_len, why = _sequence(asked, tokens)
+        seq_len, why = sequence_length(asked, tokens)
         asked = replace(asked, seq_len=seq_len)
         reasons += why
-    rows = len(Rows.of(tokens, asked.seq_len * (2 if is_encoder_decoder(asked.model) else 1), asked.packs))
+    rows = len(rows_of(asked, tokens))
     if asked.eval_share is None:
         holds_out = asked.eval_data is None and _kind(asked) != "random weights" and rows >= _LEAST_TO_HOLD_OUT
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
@@ -163,8 +164,8 @@ def _new_directory(asked: TrainConfig) -> Path:
     return unused(Path("runs") / stem, "-")
 
 
-def _sequence(asked: TrainConfig, tokens: Tokens) -> tuple[int, list[str]]:
-    """Tokens of a sequence."""
+def sequence_length(asked: Reading, tokens: Tokens) -> tuple[int, list[str]]:
+    """Tokens of a sequence, and why."""
     positions = positions_of(asked.model)
     most = _MOST_SEQ_LEN if positions is None else min(positions, _MOST_SEQ_LEN)
     if tokens.about.chats:

@@ -3,13 +3,13 @@
 import inspect
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
 
+from pagoda.config.reading import Reading
 from pagoda.errors import ConfigError
 from pagoda.mesh.mesh import Mesh
 from pagoda.models.build import is_encoder_decoder
@@ -23,6 +23,7 @@ from pagoda.train.tokens import Tokens, open_tokens
 
 _SHOWN = 256
 """Most tokens of the document that is shown before the first step."""
+_LENGTHS = "at least", "in the median", "at the 95th percentile", "at most"
 _PROBED = 8
 """Tokens of each of the two documents with which `_crosses` tests a model."""
 _ROUNDING, _ROUNDING_16 = 2e-6, 2e-4
@@ -30,13 +31,13 @@ _ROUNDING, _ROUNDING_16 = 2e-6, 2e-4
 causes at most 2e-7 in fp32. A model that reads the first document changes by 1e-4 or more."""
 
 
-def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
-    """The tokens of --data or --eval-data. The first rank tokenises them if they are not in the cache; the other ranks
-    find them there.
+def opened_tokens(config: Reading, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
+    """The tokens of --data or --eval-data. Prints what was read, and what was ignored or left out. The first rank
+    tokenises them if they are not in the cache; the other ranks find them there.
 
     Raises ConfigError if data or tokenizer cannot be used, and StorageError if there is no room for the tokens.
     """
-    find = partial(open_tokens, name, tokenizer, config.cache, config.column, console)
+    find = partial(open_tokens, name, tokenizer, config.cache, config.column, console, config.skip_bad)
     from_first(mesh, "the data", lambda: find() and None)
     tokens = find()
     if tokens.about.chats and is_encoder_decoder(config.model):
@@ -44,8 +45,16 @@ def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Me
             f"data {name!r} has conversations, and model {config.model!r} has an encoder and a decoder, which "
             "continue texts here: give plain text"
         )
-    say(console, *_described(tokens, tokenizer))
+    say(console, *described(tokens, tokenizer))
     return tokens
+
+
+def rows_of(config: Reading, tokens: Tokens) -> Rows:
+    """The sequences of --seq-len tokens. A model with an encoder and a decoder has twice as many in each.
+
+    Raises ConfigError if there are none.
+    """
+    return Rows.of(tokens, config.seq_len * (2 if is_encoder_decoder(config.model) else 1), config.packs)
 
 
 def batches_of(
@@ -57,9 +66,9 @@ def batches_of(
     """
     _check_vocabulary(config, model, tokens)
     continued = is_encoder_decoder(config.model)
-    rows = Rows.of(tokens, config.seq_len * (2 if continued else 1), config.packs)
+    rows = rows_of(config, tokens)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    say(console, *_sequences(rows))
+    say(console, *sequences(rows))
     evaluated: Rows | None = None
     if config.eval_data is not None:
         other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
@@ -154,8 +163,8 @@ def _check_vocabulary(config: TrainConfig, model: nn.Module, tokens: Tokens) -> 
         )
 
 
-def _described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
-    """Messages about the files that were read and those that were left out."""
+def described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
+    """Messages about what was read from the files, and what was ignored or left out."""
     about = tokens.about
     kind = "conversations" if about.chats else "documents"
     lines = [
@@ -163,16 +172,14 @@ def _described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
         f"Data: {about.source}, {about.documents:,} {kind} in {about.files:,} file{'s' * (about.files != 1)}, "
         f"{about.tokens:,} tokens, of which the loss counts {about.targets / about.tokens:.0%}",
     ]
-    if about.skipped:
-        shown = ", ".join(f"{Path(path).name} ({reason})" for path, reason in about.skipped[:3])
-        more = f" and {len(about.skipped) - 3} more" if len(about.skipped) > 3 else ""
-        lines.append(f"Skipped {len(about.skipped)} files: {shown}{more}")
-    if about.untrained:
-        lines.append(f"Left out {about.untrained:,} conversations in which the loss counts nothing")
-    return [*lines, *about.remarks]
+    if about.separates:
+        lengths = np.quantile(np.diff(tokens.ends, prepend=0), (0, 0.5, 0.95, 1)).astype(int)
+        shown = (f"{length:,} {what}" for length, what in zip(lengths, _LENGTHS, strict=True))
+        lines.append(f"Lengths in tokens: {', '.join(shown)}")
+    return [*lines, *about.seen.lines(), *about.remarks]
 
 
-def _sequences(rows: Rows) -> list[str]:
+def sequences(rows: Rows) -> list[str]:
     """Messages about how the tokens are cut into sequences."""
     about = rows.tokens.about
     padding = 1 - (rows.stops - rows.starts).sum() / (len(rows) * rows.length)

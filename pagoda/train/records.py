@@ -2,8 +2,9 @@
 
 A record is a JSON object, or a row of CSV, Parquet or Arrow. Its columns show which it is: a text, or a conversation
 (`messages`, ShareGPT's `conversations`, or a question with its answer, as Alpaca's `instruction`, `input`, `output` and
-`history`). In JSON, a list of messages is a conversation too. In tables, lists may be JSON. Records that cannot be read
-are refused with file, line and reason.
+`history`). In JSON, a list of messages is a conversation too. In tables, lists may be JSON. What a record says about
+its training is honoured; keys that nothing reads are counted, and never left out in silence. Records that cannot be
+read are refused, or left out on request, with file, line and reason.
 """
 
 import bz2
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pagoda.errors import ConfigError, needed
+from pagoda.train.seen import ROLES, Seen
 
 RECORDS = {".arrow": "arrow", ".feather": "arrow", ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json"}
 """Formats that always hold records. A folder that contains any of them is a data set."""
@@ -33,13 +35,23 @@ _CONVERSATIONS = ("messages", "conversations", "conversation")
 _PAIRS = {"instruction": "output", "prompt": "completion", "question": "answer"}
 """Columns with a question -> with its answer."""
 _ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{role: role for role in ROLES},
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"},
     **dict.fromkeys(("model", "bot", "chatbot", "ai"), "assistant"),
 }
 """Names of roles in data sets, in lower case -> the names in chat templates."""
 _WEIGHTS = ("weight", "train", "training", "loss")
-"""Names under which messages say whether they are to be trained on: 0 and false, or 1 and true."""
+"""Names under which messages, and with the first two also records, say whether they are to be trained on."""
+_NOT_COUNTED, _COUNTED = ("0", "0.0", "false"), ("1", "1.0", "true")
+"""What they say, in lower case. In tables, all is text."""
+_OF_CONVERSATIONS = ("system", "tools", "history", "tool_calls")
+"""Columns of conversations, which texts do not have."""
+_MISPLACED = {
+    "history": "it belongs to an instruction, a prompt or a question that is text. Put its turns into the messages",
+    "tool_calls": "they belong to a message of an assistant. Put them there",
+    "functions": "give tools, a list of objects with a function",
+}
+"""Columns that a conversation does not have -> what to do with them."""
 
 Message: TypeAlias = dict[str, Any]
 
@@ -59,22 +71,31 @@ class Document:
     ends: bool = True
 
 
-def read_records(path: Path, column: str | None, read: Callable[[int], None]) -> Iterator[Document]:
-    """The documents of a file of records. `column` has the text or the conversation; by default it is the first column
-    with a known name. `read` is called with the number of bytes read since its last call.
+def read_records(
+    path: Path, seen: Seen, read: Callable[[int], None], column: str | None = None, skip_bad: bool = False
+) -> Iterator[Document]:
+    """The documents of a file of records.
+
+    Args:
+      seen: gets the counts of what was read and left out.
+      read: is called with the number of bytes read since its last call.
+      column: has the text or the conversation; by default it is the first column with a known name.
+      skip_bad: whether records that cannot be read are left out.
 
     Raises ConfigError for a line or row that cannot be read, with the reason.
     """
     kind, size, done = (RECORDS | TABLES)[suffix(path)], path.stat().st_size, 0
     rows = _json_rows(path) if kind == "json" else _csv_rows(path) if kind == "csv" else _columnar_rows(path, kind)
     for where, row, position in rows:
-        if isinstance(row, list) and row and all(map(_is_message, row)):
-            row = {"messages": row}
-        if not isinstance(row, Mapping):
-            raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
-        document = _document(row, where, column)
-        _check_unicode(document)
-        yield document
+        try:
+            document = _document(row, where, column, seen)
+        except ConfigError as error:
+            if not skip_bad:
+                raise ConfigError(f"{error}. Or leave out what cannot be read, with --skip-bad") from error
+            seen.leave_out(error, where)
+        else:
+            if document is not None:
+                yield document
         if done < position <= size:
             read(position - done)
             done = position
@@ -82,8 +103,8 @@ def read_records(path: Path, column: str | None, read: Callable[[int], None]) ->
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
-    """Each row with its place and the bytes read so far. The file has lines of JSON, or one array, which is read whole.
-    An array of messages is one row."""
+    """Each row, or why it cannot be read, with its place and the bytes read so far. The file has lines of JSON, or one
+    array, which is read whole. An array of messages is one row."""
     with opened(path) as file:
         lines = (line for line in file if line.strip())
         first, second = next(lines, b"").removeprefix(codecs.BOM_UTF8).strip(), next(lines, None)
@@ -110,7 +131,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: not JSON: {error}. Each line must be one record") from error
+                row = ConfigError(f"{where}: not JSON: {error}. Each line must be one record")
             yield where, row, position
 
 
@@ -137,11 +158,11 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
         try:
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
+                found: Any = row
                 if None in row or None in row.values():
-                    raise ConfigError(
-                        f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header"
-                    )
-                yield where, row, 0
+                    fields = len(reader.fieldnames or ())
+                    found = ConfigError(f"{where}: not as many fields as the {fields} of the header")
+                yield where, found, 0
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
 
@@ -157,8 +178,41 @@ def _columnar_rows(path: Path, kind: str) -> Iterator[tuple[str, Any, int]]:
         raise ConfigError(f"{path} cannot be read as {kind}: {said[0]}") from error
 
 
-def _document(row: Mapping[str, Any], where: str, column: str | None) -> Document:
-    """The document in a row. Raises ConfigError if no column is known, or if a column has neither text nor messages."""
+def _document(row: Any, where: str, column: str | None, seen: Seen) -> Document | None:
+    """The document in a row, or None if it is left out. Counts what is in the row.
+
+    Raises ConfigError if no column is known, or if a column has neither text nor messages.
+    """
+    if isinstance(row, ConfigError):
+        raise row
+    if isinstance(row, list) and row and all(map(_is_message, row)):
+        row = {"messages": row}
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
+    left = {**row}  # what is read is taken out
+    weights = [name for name in _WEIGHTS[:2] if name != column and not is_empty(row.get(name))]
+    counted = [_is_counted(left.pop(name), f"{where} has the {name}", "record") for name in weights]
+    if not all(counted):
+        seen.leave_out(f"its {' and '.join(weights)} says so", where)
+        return None
+    name, document = _read(left, where, column)
+    if not (document.text or document.messages):
+        seen.leave_out("it is empty", where)
+        return None
+    _check_unicode(document)
+    seen.formats[name] += 1
+    seen.roles.update(message["role"] for message in document.messages)
+    seen.ignored.update(str(name) for name, value in left.items() if not is_empty(value))
+    return document
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column has no value in a row. In tables, lists may be JSON."""
+    return value is None or value in ("", "[]") or (isinstance(value, list | tuple | dict) and not value)
+
+
+def _read(row: dict[str, Any], where: str, column: str | None) -> tuple[str, Document]:
+    """The column or columns that make a row's document, and the document. Takes what it reads out of the row."""
     if column is not None and column not in row:
         raise ConfigError(f"{where}: no column {column!r}; it has {_names(row)}. Correct --column")
     conversations = [name for name in _CONVERSATIONS if _listed(row.get(name)) is not None]
@@ -166,18 +220,16 @@ def _document(row: Mapping[str, Any], where: str, column: str | None) -> Documen
     if known:
         name, value = known[0], row[known[0]]
         if name in _CONVERSATIONS or (name == column and isinstance(value, list | tuple)):
-            return _conversation(row, _messages(value, name, where), where)
-        if column is None and "role" in row:
-            raise ConfigError(
-                f"{where}: a single message, where a record or a list of messages should be: put the messages of a "
-                f"conversation into one record, or read {name} as texts with --column {name}"
-            )
+            return name, _conversation(row, _messages(row, name, where), where)
+        if column is None:
+            _check_is_text(row, name, where)
         if not isinstance(value, str | None):
             raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not text. Name another with --column")
-        return Document(where, value or "")
+        del row[name]
+        return name, Document(where, value or "")
     for asked, answered in _PAIRS.items():
         if asked in row and answered in row:
-            return _pair(row, asked, answered, where)
+            return f"{asked} and {answered}", _pair(row, asked, answered, where)
     pairs = (f"{asked} and {answered}" for asked, answered in _PAIRS.items())
     raise ConfigError(
         f"{where}: none of its columns ({_names(row)}) is known to hold text ({', '.join(_TEXTS)}) or a conversation "
@@ -185,9 +237,23 @@ def _document(row: Mapping[str, Any], where: str, column: str | None) -> Documen
     )
 
 
-def _conversation(row: Mapping[str, Any], messages: list[Message], where: str) -> Document:
+def _check_is_text(row: Mapping[str, Any], name: str, where: str) -> None:
+    """Raises ConfigError if it is not clear that a row with a text in column `name` is nothing but a text."""
+    if "role" in row:
+        raise ConfigError(
+            f"{where}: a single message, where a record or a list of messages should be: put the messages of a "
+            f"conversation into one record, or read {name} as texts with --column {name}"
+        )
+    if more := [each for each in _OF_CONVERSATIONS if not is_empty(row.get(each))]:
+        raise ConfigError(
+            f"{where}: {name} is a text, which has no {' or '.join(more)}: give messages, or read {name} alone with "
+            f"--column {name}"
+        )
+
+
+def _conversation(row: dict[str, Any], messages: list[Message], where: str) -> Document:
     """A conversation, with the system prompt and the tools that its row may have."""
-    system, tools = row.get("system") or "", row.get("tools") or ()
+    system, tools = row.pop("system", None) or "", row.pop("tools", None) or ()
     if not isinstance(system, str):
         raise ConfigError(f"{where}: system is a {type(system).__name__}, not text")
     if system and messages and messages[0]["role"] in ("system", "developer"):
@@ -199,15 +265,23 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], where: str) -
     if listed is None:
         what = "not JSON" if isinstance(tools, str) else f"a {type(tools).__name__}"
         raise ConfigError(f"{where}: tools is {what}, not a list of tools")
+    for name, remedy in _MISPLACED.items():
+        if not is_empty(row.get(name)):
+            raise ConfigError(f"{where} has the column {name}: {remedy}")
     return Document(where, messages=tuple(messages), tools=tuple(listed))
 
 
-def _messages(turns: Any, column: str, where: str) -> list[Message]:
-    """The messages in a column."""
+def _messages(row: dict[str, Any], column: str, where: str) -> list[Message]:
+    """The messages in a column. Takes them out of the row, but for keys of parts of contents, which nothing reads."""
+    turns = row.pop(column)
     listed = _listed(turns)
     if listed is None:
         raise ConfigError(f"{where}: {column} is a {type(turns).__name__}, not a list of messages")
-    return [_message(turn, f"{where}: {column}[{number}]") for number, turn in enumerate(listed)]
+    messages = [_message(turn, f"{where}: {column}[{number}]") for number, turn in enumerate(listed)]
+    contents = [turn["content"] for turn in listed if isinstance(turn.get("content"), list | tuple)]
+    keys = (key for content in contents for part in content if isinstance(part, Mapping) for key in part)
+    row |= {f"{column}[].content[].{key}": True for key in keys if key not in ("type", "text")}
+    return messages
 
 
 def _listed(value: Any) -> list[Any] | None:
@@ -269,33 +343,39 @@ def _trained(message: Message, where: str) -> bool:
         if name not in message:
             continue
         value = message.pop(name)
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise ConfigError(f"{where} has the {name} {value!r}: a message is counted (1, true) or not (0, false)")
+        trained &= _is_counted(value, f"{where} has the {name}", "message")
         if value is True and message["role"] != "assistant":
             raise ConfigError(
                 f"{where} has the {name} {value} and the role {message['role']!r}: the loss counts what assistants "
                 f"write. Leave {name} out"
             )
-        trained &= bool(value)
     return trained
 
 
-def _pair(row: Mapping[str, Any], asked: str, answered: str, where: str) -> Document:
+def _is_counted(value: Any, what: str, kind: str) -> bool:
+    """Whether a message or a record with this weight is to be trained on. Raises ConfigError if that is unclear."""
+    word = str(value).strip().lower()
+    if word not in (*_COUNTED, *_NOT_COUNTED):
+        raise ConfigError(f"{what} {value!r}: a {kind} is counted (1, true) or not (0, false)")
+    return word in _COUNTED
+
+
+def _pair(row: dict[str, Any], asked: str, answered: str, where: str) -> Document:
     """A question with its answer: each a text, or for TRL's prompt and completion, a list of messages. The loss counts
     no message of a prompt."""
-    question, answer, more = row[asked], row[answered], row.get("input") or ""
-    if asked == "prompt" and (_listed(question) is not None or _listed(answer) is not None):
-        before = _messages(question, asked, where)
+    if asked == "prompt" and (_listed(row[asked]) is not None or _listed(row[answered]) is not None):
+        before = _messages(row, asked, where)
         before = [{**message, "train": False} if message["role"] == "assistant" else message for message in before]
-        return _conversation(row, [*before, *_messages(answer, answered, where)], where)
-    alpaca = asked == "instruction"
-    history = _listed(row.get("history") or ()) if alpaca else []
+        return _conversation(row, [*before, *_messages(row, answered, where)], where)
+    question, answer = row.pop(asked), row.pop(answered)
+    more = row.pop("input", None) or "" if asked == "instruction" else ""
+    history = _listed(row.pop("history", None) or ())
     if history is None or any(not isinstance(turn, list | tuple) or len(turn) != 2 for turn in history):
-        raise ConfigError(f"{where}: history must be a list of pairs, each of an instruction and an output")
-    parts = [question, answer, *(more if alpaca else "",), *chain(*history)]
-    if not all(isinstance(part, str) for part in parts):
-        raise ConfigError(f"{where}: {asked}, {answered}{', input and history' * alpaca} must be text")
-    if alpaca and more:
+        raise ConfigError(f"{where}: history must be a list of pairs, each of {asked} and {answered}")
+    if not all(isinstance(part, str) for part in (question, answer, more, *chain(*history))):
+        extra = "input and history" if asked == "instruction" else "history"
+        raise ConfigError(f"{where}: {asked}, {answered}, {extra} must be text")
+    if more:
         question = f"{question}\n\n{more}"
     messages: list[Message] = []
     for user, assistant in (*history, (question, answer)):

@@ -115,6 +115,7 @@ def _run_page(directory: Path) -> str:
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
     plan = _read(run.plan, _PLAN, endurance=None) if run.plan.exists() else None
+    data = {"Data": listed(_read(run.data, {"lines": [str]})["lines"])} if run.data.exists() else {}
     measured = _read(run.timeline, {"step": int, **_TIMELINE}) if run.timeline.exists() else None
     predicted = plan["timeline"] if plan else None
     sections = {
@@ -124,6 +125,7 @@ def _run_page(directory: Path) -> str:
         "Speed": _speed(steps, plan),
         **({"One step": _lanes(predicted, measured)} if predicted or measured else {}),
         **({"Memory": _memory(plan, steps), "Units": _units(plan)} if plan else {}),
+        **data,
         "Checkpoints": _checkpoints(run, evals),
         **({"Why this plan": listed(plan["reasons"]), "Machine": pairs(plan["machine"].items())} if plan else {}),
         "Settings": pairs(flat(config)),

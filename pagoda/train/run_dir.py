@@ -48,6 +48,8 @@ class RunDir:
         """The settings, which a user may edit and give to another run with --config."""
         self.plan = path / "plan.json"
         """The plan and the machine, for a report."""
+        self.data = path / "data.json"
+        """What was read from --data, and what was ignored or left out, for a report."""
         self.timeline = path / "timeline.json"
         """What compute and every lane did in one step, for a report."""
         self.metrics = path / "metrics.jsonl"
@@ -81,7 +83,7 @@ class RunDir:
         """
         self.check_place()
         run = [self.config, self.metrics, self.evals, self.samples, self.checkpoints]
-        others = [self.settings, self.plan, self.timeline, self.tokenizer]
+        others = [self.settings, self.plan, self.data, self.timeline, self.tokenizer]
         if taken := [path.name for path in run + others if path.exists()]:
             what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.train.records import RECORDS, TABLES, Document, opened, read_records, suffix
+from pagoda.train.seen import Seen
 
 STDLIB = "stdlib"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -22,10 +23,6 @@ _MOST_WHOLE_BYTES = 64 << 20
 out."""
 
 
-Skipped = tuple[Path, str]
-"""A file that is left out, and why."""
-
-
 @dataclass(frozen=True)
 class Source:
     """The files of `--data`, sorted by name."""
@@ -34,15 +31,18 @@ class Source:
     files: tuple[Path, ...]
     records: bool
     """Whether the files hold records. Otherwise each file is a text."""
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    """Files of a folder that are left out, and why."""
     column: str | None = None
+    skip_bad: bool = False
+    """Whether records that cannot be read are left out."""
 
     @property
     def nbytes(self) -> int:
         return _size(self.files)
 
 
-def find(name: str, column: str | None = None) -> Source:
+def find(name: str, column: str | None = None, skip_bad: bool = False) -> Source:
     """Find the files of a path, a folder, a glob, or `"stdlib"` (this Python's standard library, without its tests).
 
     Hidden entries of a folder are ignored, unless the path or glob names them. A folder with files of records is a data
@@ -57,7 +57,7 @@ def find(name: str, column: str | None = None) -> Source:
     path = Path(name)
     found: Iterable[Path]
     if path.is_file():
-        return Source(name, (path,), records=suffix(path) in (RECORDS | TABLES), column=column)
+        return Source(name, (path,), suffix(path) in (RECORDS | TABLES), (), column, skip_bad)
     if path.is_dir():
         root, found = path, (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
     elif matches := glob.glob(name, recursive=True):  # wildcards match no hidden entries
@@ -69,10 +69,10 @@ def find(name: str, column: str | None = None) -> Source:
     files = _sorted(root, found)
     if not files:
         raise ConfigError(f"data {name!r} holds no text: there is no file in it")
-    return _of_many(name, root, files, column)
+    return _of_many(name, root, files, column, skip_bad)
 
 
-def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None) -> Source:
+def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None, skip_bad: bool) -> Source:
     """The files of a folder or a glob, as texts or as records."""
     kinds = RECORDS
     if not any(suffix(path) in RECORDS for path in files):
@@ -82,35 +82,35 @@ def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None)
     kept, skipped = [], []
     for path in files:
         if suffix(path) not in kinds:
-            skipped.append((path, "not a file of records"))
+            skipped.append((str(path), "not a file of records"))
         elif Path(name) == root and any(p.lower().startswith(_OTHER_SPLITS) for p in path.relative_to(root).parts):
-            skipped.append((path, "another split, by its name"))
+            skipped.append((str(path), "another split, by its name"))
         else:
             kept.append(path)
     if not kept:
         raise ConfigError(
-            f"data {name!r} holds only files of other splits, such as {skipped[0][0].name}: name one of them"
+            f"data {name!r} holds only files of other splits, such as {Path(skipped[0][0]).name}: name one of them"
         )
-    return Source(name, tuple(kept), records=True, skipped=tuple(skipped), column=column)
+    return Source(name, tuple(kept), True, tuple(skipped), column, skip_bad)
 
 
-def documents(source: Source, read: Callable[[int], None], skip: Callable[[Skipped], None]) -> Iterator[Document]:
-    """Every document, in order. `read` is called with the number of bytes read since its last call. `skip` is called
-    for each file of a folder that turns out not to be text.
+def documents(source: Source, seen: Seen, read: Callable[[int], None]) -> Iterator[Document]:
+    """Every document, in order. `read` is called with the number of bytes read since its last call. `seen` gets the
+    counts of what was read, and the files of a folder that turn out not to be text.
 
     Raises ConfigError for a file, line or row that cannot be read, with the reason.
     """
     for path in source.files:
         try:
             if source.records:
-                yield from read_records(path, source.column, read)
+                yield from read_records(path, seen, read, source.column, source.skip_bad)
             else:
-                yield from _texts(path, len(source.files) == 1, read, skip)
+                yield from _texts(path, len(source.files) == 1, seen, read)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _texts(path: Path, alone: bool, read: Callable[[int], None], skip: Callable[[Skipped], None]) -> Iterator[Document]:
+def _texts(path: Path, alone: bool, seen: Seen, read: Callable[[int], None]) -> Iterator[Document]:
     """A text file in pieces. A file that is not UTF-8 text is refused if it is `alone`, and left out otherwise."""
     size = path.stat().st_size
     if alone or size > _MOST_WHOLE_BYTES:
@@ -121,9 +121,9 @@ def _texts(path: Path, alone: bool, read: Callable[[int], None], skip: Callable[
     try:
         yield from list(_pieces(path))
     except _NotTextError as error:
-        skip((path, error.reason))
+        seen.skipped.append((str(path), error.reason))
     except OSError as error:
-        skip((path, error.strerror or type(error).__name__))
+        seen.skipped.append((str(path), error.strerror or type(error).__name__))
     read(size)
 
 

@@ -22,6 +22,7 @@ from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
 from pagoda.train.generate import Sample, continued, prompt_ids
+from pagoda.train.inputs import described
 from pagoda.train.loggers import Loggers
 from pagoda.train.metrics import StepMetrics
 from pagoda.train.progress import Progress, say
@@ -165,6 +166,9 @@ class Steps:
                 record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
                 record |= {"machine": machine_record(), "endurance": endurance and asdict(endurance)}
                 write_durably(self._run_dir.plan, as_lines(record).encode())
+            with self._warning_of(self._run_dir.data):
+                lines = described(self._session.batches.rows.tokens, self._tokenizer)
+                write_durably(self._run_dir.data, as_lines({"lines": lines}).encode())
         files = MetricsFiles(
             self._run_dir,
             self._mesh,

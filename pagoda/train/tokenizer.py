@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -62,6 +63,8 @@ class Tokenizer(ABC):
     """Whether attention and loss end at the end of a document. Documents of bytes are not separated."""
     end: list[int] | None = None
     """Ids that end a text or a turn, or None."""
+    ignored: Counter[str]
+    """Keys of messages that the chat template does not use -> number of conversations so far."""
 
     @abstractmethod
     def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
@@ -103,6 +106,9 @@ class ByteTokenizer(Tokenizer):
     name = "bytes of UTF-8 (ids 0 to 255)"
     vocabulary = VOCABULARY
     key = BYTES
+
+    def __init__(self) -> None:
+        self.ignored = Counter()
 
     def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
         encoded = []
@@ -155,6 +161,7 @@ class ModelTokenizer(Tokenizer):
         self._tokenizer = tokenizer
         self._before, self._after = _specials(tokenizer)
         self._chat = ChatTemplate(tokenizer)
+        self.ignored = self._chat.ignored
         # Conversations end turns with a token of their own, which may differ from the one that ends a text.
         self.end = sorted({*self._after[-1:], *self._chat.ends()}) or None
         self.name = f"{type(tokenizer).__name__} of {directory}, {len(tokenizer):,} tokens"

@@ -9,7 +9,7 @@ appears complete or not at all. Data and tokens are read whole each time they ar
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,10 +25,11 @@ from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import sync_descriptor, write_durably
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.records import Document
+from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 3
+_FORMAT = 4
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _HASH = "hash"
 """Key in about.json: the hash of everything else in it."""
@@ -59,14 +60,12 @@ class About:
     """Whether attention and loss end at the end of a document."""
     most: int = 0
     """The largest id plus one."""
-    untrained: int = 0
-    """Number of conversations that were left out because the loss counts nothing in them."""
+    seen: Seen
+    """What was read, and what was left out and why."""
     remarks: Sequence[str] = ()
     """What a user should know about the conversations."""
     fingerprint: str = ""
     """Hash of tokens and ends. A resumed run uses it to check that it reads the same data."""
-    skipped: Sequence[Sequence[str]]
-    """Files that were left out, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,16 +88,17 @@ def open_tokens(
     cache: Path | None = None,
     column: str | None = None,
     console: Console | None = None,
+    skip_bad: bool = False,
 ) -> Tokens:
     """The tokens of `--data` (file, folder, glob, or "stdlib"). They are computed now if they are not in the cache.
 
     `column` has the text or the conversation of a record. Progress is shown on `console`. Without a tokenizer, tokens
-    are bytes.
+    are bytes. With `skip_bad`, records that cannot be used are left out.
 
     Raises ConfigError if the data cannot be read or contains no text, and StorageError if the cache cannot be written.
     """
     tokenizer = tokenizer or ByteTokenizer()
-    source = find(name, column)
+    source = find(name, column, skip_bad)
     root = cache or hardware_file().parent / "tokens"
     place = root / _key(source, tokenizer)
     if not place.exists():
@@ -121,7 +121,7 @@ def _opened(place: Path) -> Tokens:
     try:
         facts = json.loads((place / _ABOUT).read_text())
         whole = facts.pop(_HASH) == _hash(facts)
-        known = About(**facts)
+        known = About(**{**facts, "seen": Seen(**facts["seen"])})
         ids = np.memmap(place / _TOKENS, dtype=f"int{8 * known.itemsize}", mode="r", shape=(known.tokens,))
         ends = np.memmap(place / _ENDS, dtype=np.int64, mode="r", shape=(known.documents,))
         whole &= known.fingerprint == "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends))
@@ -144,7 +144,7 @@ def _key(source: Source, tokenizer: Tokenizer) -> str:
         except OSError as error:  # it is refused or left out once it is read as text
             digest.update(str(error).encode())
         files.append((os.path.realpath(path), digest.hexdigest()))
-    return _hash([_FORMAT, files, source.records, source.column, tokenizer.key, np.little_endian])
+    return _hash([_FORMAT, files, source.records, source.column, source.skip_bad, tokenizer.key, np.little_endian])
 
 
 def _hash(content: Any) -> str:
@@ -156,7 +156,6 @@ class _Writer:
 
     def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
         self._folder, self._source, self._tokenizer = folder, source, tokenizer
-        self._skipped = [*source.skipped]
         self._hashes = xxhash.xxh3_64(), xxhash.xxh3_64()
         self._about = About(
             source=source.name,
@@ -164,7 +163,7 @@ class _Writer:
             itemsize=2 if tokenizer.vocabulary <= 1 << 15 else 4,
             files=len(source.files),
             separates=tokenizer.separates,
-            skipped=(),
+            seen=Seen(skipped=[*source.skipped]),
         )
 
     def write(self, console: Console) -> None:
@@ -180,7 +179,7 @@ class _Writer:
         )
         with bar, (self._folder / _TOKENS).open("wb") as tokens, (self._folder / _ENDS).open("wb") as ends:
             task = bar.add_task("", total=self._source.nbytes)
-            found = documents(self._source, lambda nbytes: bar.advance(task, nbytes), self._skipped.append)
+            found = documents(self._source, self._about.seen, lambda nbytes: bar.advance(task, nbytes))
             for batch in _batches(found):
                 self._write_batch(batch, tokens, ends)
             for file in (tokens, ends):
@@ -188,27 +187,27 @@ class _Writer:
                 sync_descriptor(file.fileno(), self._folder)
         about = self._about
         if not about.documents:
-            why = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
-            untrained = f" ({about.untrained:,} conversations in which the loss counts nothing)" * bool(about.untrained)
+            why = "; ".join(about.seen.lines())
             raise ConfigError(
-                f"data {self._source.name!r} holds no text{f' ({why})' if why else untrained}: give a file or folder "
+                f"data {self._source.name!r} holds no text{f' ({why})' if why else ''}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
             )
         about.remarks = self._tokenizer.remarks()
-        about.files -= len(self._skipped) - len(self._source.skipped)
-        about.skipped = [(str(path), reason) for path, reason in self._skipped]
+        about.seen.ignored.update(self._tokenizer.ignored)
+        self._tokenizer.ignored.clear()
+        about.files -= len(about.seen.skipped) - len(self._source.skipped)
         about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
-        facts = json.loads(json.dumps(asdict(about)))
+        facts = json.loads(json.dumps({**vars(about), "seen": vars(about.seen)}))
         write_durably(self._folder / _ABOUT, json.dumps({**facts, _HASH: _hash(facts)}, indent=1).encode())
 
     def _write_batch(self, batch: list[Document], tokens: BinaryIO, ends: BinaryIO) -> None:
         about = self._about
         kept: list[Encoded] = []
         stops: list[int] = []
-        for document, ids in zip(batch, self._tokenizer.encode(batch, first=not about.tokens), strict=True):
+        for document, ids in self._encoded(batch):
             counted = int(np.count_nonzero(ids >= 0))
             if document.messages and not counted:
-                about.untrained += 1
+                about.seen.leave_out(_untrained(document), document.where)
                 continue
             about.chats |= bool(document.messages)
             kept.append(ids)
@@ -227,6 +226,19 @@ class _Writer:
             digest.update(content.data)
             file.write(content.data)
 
+    def _encoded(self, batch: list[Document]) -> Iterator[tuple[Document, Encoded]]:
+        """Documents with their tokens. With `skip_bad`, conversations that the chat template refuses are left out."""
+        one_by_one = self._source.skip_bad and any(document.messages for document in batch)
+        for some in ([document] for document in batch) if one_by_one else [batch]:
+            try:
+                encoded = self._tokenizer.encode(some, first=not self._about.tokens)
+            except ConfigError as error:
+                if not one_by_one:
+                    raise
+                self._about.seen.leave_out(error, some[0].where)
+            else:
+                yield from zip(some, encoded, strict=True)
+
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
     """Documents to tokenise together. Leaves out empty ones."""
@@ -242,6 +254,16 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _untrained(document: Document) -> str:
+    """Why the loss counts nothing in a conversation."""
+    roles = [message["role"] for message in document.messages]
+    if "assistant" not in roles:
+        return f"no assistant speaks. Its roles: {', '.join(dict.fromkeys(roles))}"
+    if not any(message["role"] == "assistant" and message.get("train", True) for message in document.messages):
+        return "no message of its assistant is to be trained on"
+    return "the chat template writes none of its assistant's turns as the model would"
 
 
 def _text_bytes(document: Document) -> int:

@@ -19,7 +19,7 @@ from pagoda.train.config import TrainConfig
 
 OF_A_RUN = {
     # What it trains on, and where it writes.
-    "download", "data", "column", "tokenizer", "cache",
+    "download", "data", "column", "skip_bad", "tokenizer", "cache",
     "eval_data", "eval_share", "eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt",
     "sample_tokens", "packing", "tokens_per_step", "epochs", "config", "log", "seed", "out", "resume", "checkpoint",
     "save_at_end", "trace_step",

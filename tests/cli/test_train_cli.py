@@ -46,8 +46,8 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
     saved = json.loads((work.root / "run" / "config.json").read_text())
     assert (saved["steps"], saved["memory"]["host"]) == (STEPS, "1MiB")
     names = sorted(entry.name for entry in (work.root / "run").iterdir())
-    written = ["checkpoints", "config.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json", "trace.json"]
-    assert names == written
+    written = ["checkpoints", "config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    assert names == [*written, "trace.json"]
     assert [entry.name for entry in (work.root / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
     shown = capsys.readouterr().out
     assert shown.index("Plan:") < shown.index(f"step 1/{STEPS}")

@@ -71,7 +71,7 @@ def test_a_forked_process_that_uses_the_model_is_refused(wrap: Wrap, tmp_path: P
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     loss_of_layers(model).backward()
     optimizer._engine.saver._job = Handle("checkpoint")  # one is being written
-    optimizer._engine.gradients.records()[0].pending.append(Handle("d2h"))  # and a gradient is on its way
+    optimizer._engine.gradients.untaken()[0].pending.append(Handle("d2h"))  # and a gradient is on its way
 
     def use_all() -> None:
         for name, use in USES.items():
@@ -81,7 +81,7 @@ def test_a_forked_process_that_uses_the_model_is_refused(wrap: Wrap, tmp_path: P
 
     ends_well(use_all)
     optimizer._engine.saver._job = None
-    optimizer._engine.gradients.records()[0].pending.pop()
+    optimizer._engine.gradients.untaken()[0].pending.pop()
     optimizer.step()
     assert optimizer.load_checkpoint(tmp_path / "checkpoint") == {}
 

@@ -15,13 +15,14 @@ def end(scheduler: Scheduler, op: Operation) -> None:
         scheduler.ended(op)
 
 
-def end_all(scheduler: Scheduler, updates: bool = True) -> list[Operation]:
-    """All that is under way ends, and what follows, but for updates unless they shall too; returns all of it."""
+def end_all(scheduler: Scheduler, updates: bool = True, but: Kind | None = None) -> list[Operation]:
+    """All that is under way ends, and what follows, but for updates unless they shall too, and for operations of a kind
+    `but`; returns all of it."""
     done: list[Operation] = []
     while new := scheduler.take():
         done += new
         for op in new:
-            if updates or op.kind is not Kind.UPDATE:
+            if op.kind is not but and (updates or op.kind is not Kind.UPDATE):
                 end(scheduler, op)
     return done
 

@@ -1,53 +1,14 @@
-"""The scheduler in random worlds: whatever the order of events, no wrong bit, no lost gradient, no endless wait."""
+"""What the scheduler decides in small cases. Random worlds drive it in `tests/worlds`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 
-from . import worlds
 from .at_once import end_all, units_of
-from .mutants import MUTANTS, Mutant, noticed
-
-BATCH = 50
-
-
-@pytest.mark.parametrize("first", range(0, 500, BATCH))
-def test_random_worlds_hold(first: int) -> None:
-    assert [wrong for seed in range(first, first + BATCH) if (wrong := worlds.run(seed))] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(500, 20_000, 500))
-def test_more_random_worlds_hold(first: int) -> None:
-    assert [wrong for seed in range(first, first + 500) if (wrong := worlds.run(seed))] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks)
-def test_random_worlds_notice_a_broken_rule(mutant: Mutant) -> None:
-    assert noticed(mutant) is not None
-
-
-@pytest.mark.parametrize("mutant", MUTANTS[:3], ids=lambda mutant: mutant.breaks)
-def test_random_worlds_soon_notice_a_rule_of_leases_that_is_broken(mutant: Mutant) -> None:
-    assert noticed(replace(mutant, worlds=500)) is not None
-
-
-def test_the_same_events_give_the_same_operations() -> None:
-    """Nothing depends on addresses, clocks or the order of sets."""
-
-    def told(seed: int) -> list[str]:
-        world = worlds.World(seed, log=True)
-        world.run()
-        return world.log or []
-
-    assert [told(seed) for seed in range(20)] == [told(seed) for seed in range(20)]
 
 
 def plan(frames: int, **unit: Any) -> SchedulePlan:
@@ -160,11 +121,11 @@ def test_an_update_that_is_called_off_and_then_refused_counts_once_as_undone() -
     assert scheduler.usage.undone == 1
 
 
-def begun_checkpoint() -> tuple[Scheduler, list[Operation], Operation]:
-    """Of four units that are updated during backward; the reserve has room for one. Two SAVEs are under way, and an
-    UPDATE of another unit, which has begun to keep its old states there."""
+def begun_checkpoint(reserve_pages: int = 1) -> tuple[Scheduler, list[Operation], Operation]:
+    """Of four units that are updated during backward. Two SAVEs are under way, and an UPDATE of another unit, which has
+    begun to keep its old states in the reserve."""
     units = [UnitPlan(old_state_pages=1) for _ in range(4)]
-    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=1, during_backward=True))
+    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=reserve_pages, during_backward=True))
     scheduler.prepare_checkpoint()
     assert scheduler.updates.prepared
     scheduler.begin_checkpoint()
@@ -186,6 +147,47 @@ def updated(scheduler: Scheduler, unit: int) -> Operation:
     scheduler.gradient(unit, complete=True, last=True)
     (update,) = (op for op in end_all(scheduler, updates=False) if op.kind is Kind.UPDATE and op.unit == unit)
     return update
+
+
+def test_states_that_are_read_or_cannot_be_kept_are_updated_only_when_they_have_been_saved() -> None:
+    units = [UnitPlan(old_state_pages=1) for _ in range(4)]
+    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=4, during_backward=True))
+    scheduler.prepare_checkpoint()
+    scheduler.begin_checkpoint(in_place=range(4))
+    saves = scheduler.take()
+    for unit in range(4):
+        assert Kind.UPDATE not in {kind for kind, _ in made(scheduler, unit, last=True)}
+    while saves:
+        op = saves.pop()
+        scheduler.ended(op)
+        later = end_all(scheduler, but=Kind.SAVE)
+        assert op.unit in units_of(Kind.UPDATE, later)
+        saves += [other for other in later if other.kind is Kind.SAVE]
+
+
+def test_states_that_are_read_are_not_kept_besides() -> None:
+    scheduler, (save, _), _ = begun_checkpoint(reserve_pages=2)
+    assert Kind.UPDATE not in {kind for kind, _ in made(scheduler, save.unit, last=True)}
+
+
+def test_states_that_were_kept_are_saved_while_the_update_runs_and_then_leave_the_reserve() -> None:
+    scheduler, saves, update = begun_checkpoint()
+    scheduler.old_states_kept(update)
+    for op in saves:
+        scheduler.ended(op)
+    (save,) = (op for op in scheduler.take() if op.run is not None)
+    assert (save.unit, save.run) == (update.unit, update.run)
+    scheduler.ended(save)
+    assert not scheduler.checkpoint.reserve.in_use
+
+
+def test_a_checkpoint_does_not_wait_for_an_update_that_is_refused() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), during_backward=True))
+    update = updated(scheduler, 0)
+    scheduler.begin_checkpoint()
+    assert 0 not in units_of(Kind.SAVE, end_all(scheduler))
+    scheduler.refused(update)
+    assert [(op.kind, op.unit, op.version) for op in scheduler.take()] == [(Kind.SAVE, 0, 0)]
 
 
 def test_states_that_were_not_overwritten_after_all_are_saved_from_their_home() -> None:
@@ -256,3 +258,144 @@ def test_an_update_does_not_write_over_what_other_ranks_still_collect() -> None:
     assert [operation.kind for operation in request_update()] == [Kind.SHARE]
     scheduler.ended(first[Kind.SHARE])
     assert [operation.kind for operation in scheduler.take()] == [Kind.UPDATE]
+
+
+def with_buffers(count: int, **more: Any) -> Scheduler:
+    """Four units whose gradients share so many buffers."""
+    units = [UnitPlan(buffer_pages=1, speculated=True, old_state_pages=1) for _ in range(4)]
+    return Scheduler(SchedulePlan(units, plan(frames=0).trace, buffer_pool=count, **more))
+
+
+def made(scheduler: Scheduler, unit: int, complete: bool = True, last: bool = False) -> list[tuple[Kind, int]]:
+    """What a gradient leads to. All of it has ended but updates."""
+    scheduler.gradient(unit, complete=complete, last=last)
+    return [(op.kind, op.unit) for op in end_all(scheduler, updates=False)]
+
+
+def test_what_ssd_has_of_a_gradient_does_not_count_when_more_of_it_has_come() -> None:
+    scheduler = with_buffers(1)
+    assert made(scheduler, 0) == [(Kind.OFFLOAD, 0), (Kind.SPILL, 0)]
+    assert made(scheduler, 0, complete=False) == [(Kind.OFFLOAD, 0)]
+    assert made(scheduler, 1) == [(Kind.SPILL, 0), (Kind.OFFLOAD, 1), (Kind.SPILL, 1)]
+
+
+def test_no_gradient_is_written_to_ssd_where_that_has_no_room() -> None:
+    scheduler = with_buffers(1, spills=False)
+    made(scheduler, 0)
+    assert made(scheduler, 1) == []
+    assert scheduler.buffers_exhausted
+
+
+def test_a_gradient_does_not_arrive_in_a_buffer_that_an_update_reads() -> None:
+    scheduler = with_buffers(2)
+    scheduler.gradient(0, complete=True, last=True)
+    (update,) = (op for op in end_all(scheduler, updates=False) if op.kind is Kind.UPDATE)
+    assert made(scheduler, 0) == []
+    scheduler.gradient_used(update)
+    assert units_of(Kind.OFFLOAD, scheduler.take()) == [0]
+
+
+def test_a_unit_in_use_makes_no_room_though_its_neighbour_would() -> None:
+    units = [UnitPlan(lease_frames=frames) for frames in (1, 1, 2, 2)]
+    uses = [Access(unit, Phase.FORWARD) for unit in (0, 1, 2, 3, 2)]
+    scheduler = Scheduler(SchedulePlan(units, Trace((*uses, STEP)), frame_pool=4))
+    for access in uses[:3]:
+        scheduler.access(access)
+        assert 0 not in units_of(Kind.RECLAIM, end_all(scheduler))
+        if access.unit:
+            scheduler.release(access.unit)
+            assert 0 not in units_of(Kind.RECLAIM, end_all(scheduler))
+
+
+def test_updaters_do_not_wait_for_each_other() -> None:
+    units = [UnitPlan(updater=updater) for updater in (0, 0, 0, 1)]
+    scheduler = Scheduler(SchedulePlan(units, plan(frames=0).trace))
+    for unit in range(4):
+        made(scheduler, unit)
+    scheduler.end_step()
+    assert sorted(units_of(Kind.UPDATE, scheduler.take())) == [0, 1, 3]
+
+
+def speculated(ended: bool) -> tuple[Scheduler, Operation]:
+    """An update of unit 0 before `step()`."""
+    scheduler = Scheduler(plan(frames=0, speculated=True))
+    scheduler.gradient(0, complete=True, last=True)
+    (update,) = (op for op in end_all(scheduler, updates=ended) if op.kind is Kind.UPDATE)
+    return scheduler, update
+
+
+def test_a_speculative_update_that_was_refused_is_requested_again_by_step() -> None:
+    scheduler, update = speculated(ended=False)
+    scheduler.refused(update)
+    scheduler.end_step()
+    assert [(op.kind, op.undoable) for op in scheduler.take()] == [(Kind.UPDATE, False)]
+
+
+def test_a_clipped_step_undoes_a_speculative_update_and_makes_it_again() -> None:
+    scheduler, _ = speculated(ended=True)
+    scheduler.end_step(clipped=True)
+    assert [op.kind for op in end_all(scheduler)] == [Kind.UNDO, Kind.UPDATE]
+
+
+def test_a_further_gradient_undoes_a_speculative_update() -> None:
+    scheduler, _ = speculated(ended=True)
+    assert (Kind.UNDO, 0) in made(scheduler, 0)
+
+
+def test_a_drain_begins_asynchronous_updates() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), max_staleness=9))
+    made(scheduler, 0)
+    scheduler.end_step()
+    assert Kind.UPDATE not in {op.kind for op in scheduler.take()}
+    scheduler.drain(True)
+    assert units_of(Kind.UPDATE, scheduler.take()) == [0]
+
+
+def test_what_two_steps_have_used_is_expected_next_without_what_evaluations_have() -> None:
+    scheduler = Scheduler(plan(frames=0))
+    uses = [Access(unit, Phase.FORWARD) for unit in (3, 1)]
+    for _ in range(2):
+        assert scheduler.trace.accesses != (*uses, STEP)
+        for access in uses:
+            scheduler.access(Access(2, Phase.FORWARD), recorded=False)
+            scheduler.access(access)
+        scheduler.end_step()
+    assert scheduler.trace.accesses == (*uses, STEP)
+
+
+def test_a_skipped_step_updates_nothing() -> None:
+    scheduler = Scheduler(plan(frames=0))
+    made(scheduler, 0)
+    scheduler.end_step(skipped=True)
+    assert scheduler.take() == []
+
+
+def test_updates_that_were_refused_make_room_for_others() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), during_backward=True))
+    for unit in (3, 2):
+        scheduler.refused(updated(scheduler, unit))
+    assert updated(scheduler, 1).unit == 1
+
+
+def test_old_states_are_not_kept_while_an_update_waits_for_its_gradient() -> None:
+    """The room may be enough for another update, whose gradient is there."""
+    scheduler = with_buffers(1, reserve_pages=1)
+    scheduler.prepare_checkpoint()
+    scheduler.begin_checkpoint()
+    first, second = sorted({*range(4)} - {*units_of(Kind.SAVE, scheduler.take())})
+    made(scheduler, first)
+    made(scheduler, second)  # takes the buffer
+    scheduler.end_step()
+    (update,) = (op for op in scheduler.take() if op.kind is Kind.UPDATE)
+    assert update.unit == second
+    assert update.run is not None
+
+
+def test_a_lease_ends_when_its_weights_are_written_or_loaded() -> None:
+    scheduler = Scheduler(plan(frames=4))
+    scheduler.access(Access(0, Phase.FORWARD))
+    end_all(scheduler)
+    scheduler.overwritten(0)
+    assert units_of(Kind.RECLAIM, end_all(scheduler)) == [0]
+    scheduler.restored()
+    assert units_of(Kind.RECLAIM, end_all(scheduler)) == [0, 1, 2, 3]

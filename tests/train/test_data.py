@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import ConfigError
 from pagoda.train.data import IGNORED, Batches, Rows
+from pagoda.train.seen import Seen
 from pagoda.train.tokens import About, Tokens
 
 
@@ -19,7 +20,7 @@ def tokens_of(ids: Any, ends: list[int] | None = None, chats: bool = False) -> T
     about = About(
         source="a text", tokenizer="", itemsize=4, tokens=len(kept), targets=int((kept >= 0).sum()),
         target_bytes=len(kept), documents=len(ends or [0]), files=1, chats=chats, separates=ends is not None,
-        most=256, untrained=0, fingerprint="", skipped=(),
+        most=256, fingerprint="", seen=Seen(),
     )  # fmt: skip
     return Tokens(about, kept, np.array(ends or [len(kept)], dtype=np.int64))
 

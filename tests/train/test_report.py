@@ -51,7 +51,15 @@ def test_the_page_has_what_the_run_wrote_and_needs_nothing_else(directory: Path,
     assert f"{lines[0]['loss']:.4f} → {lines[-1]['loss']:.4f}" in page
     assert all(f"{line['loss']:.4f}" in page for line in evals)
     plan = json.loads((directory / "plan.json").read_text())
-    for said in (*plan["reasons"], *(unit["name"] for unit in plan["units"]), "step-000006", "exp_avg", "optim.lr"):
+    data = json.loads((directory / "data.json").read_text())["lines"]
+    for said in (
+        *data,
+        *plan["reasons"],
+        *(unit["name"] for unit in plan["units"]),
+        "step-000006",
+        "exp_avg",
+        "optim.lr",
+    ):
         assert said.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;") in page
     homes = [unit["homes"]["weight"] for unit in plan["units"]]
     assert all(page.count(f'<span class="tier-{tier}"') == homes.count(tier) for tier in ("device", "host", "ssd"))

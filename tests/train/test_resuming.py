@@ -237,5 +237,5 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written_and_r
     run(replace(config, resume=resume), Console(quiet=True))
     assert (tmp_path / "exported" / "config.json").exists() == resume
     assert curve(config) == curve(done)
-    names = ["checkpoints", "config.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    names = ["checkpoints", "config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
     assert sorted(path.name for path in config.out.iterdir()) == names

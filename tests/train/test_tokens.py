@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from pagoda.errors import ConfigError, StorageError
 from pagoda.train import tokens as tokens_module
 from pagoda.train.records import read_records
+from pagoda.train.seen import Seen
 from pagoda.train.sources import find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
@@ -63,7 +64,7 @@ def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path, monkeypatch:
     tokens = open_tokens(str(tmp_path))
     assert text_of(tokens) == "eins\nzwei ä drei\n{}"
     assert tokens.about.files == 3
-    assert [(Path(path).name, reason) for path, reason in tokens.about.skipped] == [
+    assert [(Path(path).name, reason) for path, reason in tokens.about.seen.skipped] == [
         ("c.bin", "binary (holds NUL bytes)"),
         ("d.txt", "not UTF-8"),
     ]
@@ -185,7 +186,7 @@ CONVERSATIONS: dict[str, tuple[str, Any, list[Any]]] = {
 def test_a_conversation_is_read_as_it_is_meant(case: str, tmp_path: Path) -> None:
     name, content, meant = CONVERSATIONS[case]
     (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    found = read_records(tmp_path / name, None, lambda _: None)
+    found = read_records(tmp_path / name, Seen(), lambda _: None)
     assert [list(document.messages) for document in found] == meant
 
 
@@ -201,8 +202,8 @@ def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path) -> None:
 
 def test_tools_are_a_list_or_its_json(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "search"}}]
-    rows = [{"messages": [], "tools": given} for given in (tools, json.dumps(tools))]
-    found = read_records(write_lines(tmp_path / "a.jsonl", rows), None, lambda _: None)
+    rows = [{"messages": TALK, "tools": given} for given in (tools, json.dumps(tools))]
+    found = read_records(write_lines(tmp_path / "a.jsonl", rows), Seen(), lambda _: None)
     assert [[*document.tools] for document in found] == [tools, tools]
 
 
@@ -212,7 +213,7 @@ def test_a_folder_of_records_is_a_data_set_without_its_other_splits(model: Model
     (tmp_path / "README.md").write_text("a long text beside them " * 100)
     source = find(str(tmp_path))
     assert [path.name for path in source.files] == ["train.jsonl"]
-    assert {path.name: reason for path, reason in source.skipped} == {
+    assert {Path(path).name: reason for path, reason in source.skipped} == {
         "README.md": "not a file of records",
         "test-00000.jsonl": "another split, by its name",
     }

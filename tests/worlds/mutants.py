@@ -1,123 +1,290 @@
-"""Mutants: each breaks one rule of the package's own code, and random worlds must notice.
+"""Mutants of what carries out a step: each breaks one line of the runtime, the stream of updates or the ranks.
 
-    python -m tests.worlds.mutants               # the table: mutant, worlds until it was noticed, what they said
-    python -m tests.worlds.mutants leases 60     # of modules whose name contains a text, in at most 60 worlds each
-
-The mutants are those of `tests/schedule/mutants.py`. The changed functions run in place of the real ones in a process
-that is forked for each mutant, and ends with it.
+A wait is left out, a slot is given back too early, an error is lost: random worlds must notice each. The scheduler's
+own mutants are in `mutants_of_schedule.py`.
 """
 
-import inspect
-import os
-import pickle
-import select
-import signal
-import sys
-import time
-from types import FunctionType, ModuleType
-from typing import Any
+from dataclasses import dataclass
+from types import ModuleType
 
-from tests.schedule.mutants import MUTANTS, Mutant
+from pagoda.autograd import stepper
+from pagoda.ranks import gathering, reducing
+from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, speculation, store, updaters, updates
+from pagoda.schedule import stream
 
-from . import world
-
-WORLD_S = 30
-"""A world takes a tenth of a second: one that takes this long runs for ever."""
+from . import mutants_of_schedule
 
 
-def put_in(mutant: Mutant) -> None:
-    """Run the changed functions in place of the real ones, in this process."""
-    real = mutant.module
-    changed = ModuleType(real.__name__)
-    sys.modules[real.__name__] = changed
-    try:
-        text = inspect.getsource(real).replace(mutant.old, mutant.new)
-        exec(compile(text, f"<{real.__name__}>", "exec"), changed.__dict__)
-    finally:
-        sys.modules[real.__name__] = real
-    _replace(vars(real), vars(changed), real.__name__)
+@dataclass(frozen=True)
+class Mutant:
+    """One change of the source."""
+
+    module: ModuleType
+    breaks: str
+    old: str
+    new: str
 
 
-def _replace(real: Any, changed: Any, module: str) -> None:
-    """Give functions the code of others with the same names, also in classes."""
-    for name, value in [*changed.items()]:
-        mine = real.get(name)
-        if isinstance(value, type) and isinstance(mine, type) and value.__module__ == module:
-            _replace(vars(mine), vars(value), module)
-        for ours, theirs in zip(_functions(mine), _functions(value), strict=False):
-            if theirs.__module__ == module and ours.__code__ != theirs.__code__:
-                ours.__code__, ours.__defaults__ = theirs.__code__, theirs.__defaults__
-
-
-def _functions(value: Any) -> list[FunctionType]:
-    """The functions behind a name: of a property, a static method or a wrapper too."""
-    if isinstance(value, property):
-        return [each for each in (value.fget, value.fset) if isinstance(each, FunctionType)]
-    value = getattr(value, "__func__", value)
-    value = getattr(value, "__wrapped__", value)
-    return [value] if isinstance(value, FunctionType) else []
-
-
-def noticed(mutant: Mutant, worlds: int) -> tuple[int, str] | None:
-    """The number of worlds, of at most `worlds`, that it takes to notice a mutant, and what the last one says."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            with os.fdopen(writing, "wb", buffering=0) as told:
-                _run_worlds(mutant, worlds, told)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    found: tuple[int, str] | None = None
-    with os.fdopen(reading, "rb", buffering=0) as told:
-        seed = 0
-        while True:
-            ready, _, _ = select.select([told], [], [], WORLD_S)
-            if not ready:
-                found = seed + 1, f"a world takes more than {WORLD_S} s"
-                break
-            try:
-                seed, found = pickle.load(told)
-            except EOFError:
-                break
-            if found is not None:
-                break
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return found
-
-
-def _run_worlds(mutant: Mutant, worlds: int, told: Any) -> None:
-    put_in(mutant)
-    with world.alone():
-        for seed in range(worlds):
-            pickle.dump((seed, None), told)
-            wrong = world.run(seed)
-            if wrong is not None:
-                pickle.dump((seed, (seed + 1, wrong.partition(": ")[2])), told)
-                return
-
-
-def main() -> None:
-    os.environ["PAGODA_POISON"] = "1"
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    limit = int(sys.argv[2]) if len(sys.argv) > 2 else 3_000
-    with world.alone():
-        assert world.run(0) is None  # imports and compiles what worlds need
-    survivors = count = 0
-    for mutant in MUTANTS:
-        if wanted not in mutant.module.__name__ and wanted not in mutant.breaks:
-            continue
-        started = time.perf_counter()
-        found = noticed(mutant, limit)
-        survivors += found is None
-        count += 1
-        worlds, words = found or (limit, "SURVIVED")
-        seconds = time.perf_counter() - started
-        print(f"{mutant.breaks:80} {worlds:5} {seconds:5.1f} s  {words[:150]}", flush=True)
-    print(f"{count} mutants, {survivors} survived")
-
-
-if __name__ == "__main__":
-    main()
+_CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
+    driver: {
+        "an event of the thread that has the lock is processed at once": (
+            "if self._holder != threading.get_ident():",
+            "if True:",
+        ),
+        "who waits is not told of what has changed": (
+            "            self._changed.notify_all()\n",
+            "            pass\n",
+        ),
+        "a wait that nothing can end is not noticed": (
+            "while not until() and not self.scheduler.idle:",
+            "while not until():",
+        ),
+        "of the events that come meanwhile, one is processed": (
+            "while self._events:",
+            "if self._events:",
+        ),
+        "the last event comes first": (
+            "self._events.popleft()",
+            "self._events.pop()",
+        ),
+        "an event between its check and its wait is missed": (
+            "            with self._changed:\n"
+            "                self._check()\n"
+            "                while not until() and not self.scheduler.idle:\n",
+            "            self._check()\n"
+            "            idle = self.scheduler.idle\n"
+            "            with self._changed:\n"
+            "                while not until() and not idle:\n",
+        ),
+    },
+    executor: {
+        "who reads weights in place does not see a guess that stands": (
+            "        if self._leases.in_place(gradient.unit):\n            self._leases.lease_home(gradient.unit)\n",
+            "",
+        ),
+        "the parts of a gradient's update that others make are not waited for": (
+            "after = [record.payload.shown for record in operation.gradients]",
+            "after = []",
+        ),
+    },
+    leases: {
+        "frames are refilled while compute's queue reads them": (
+            "self._freed = self._device.fence()",
+            "pass",
+        ),
+        "frames are free while a view of them lives": (
+            "> FRESH_USE_COUNT",
+            "> FRESH_USE_COUNT + 1",
+        ),
+        "frames are refilled while they are being filled": (
+            "(*after, *earlier)",
+            "after",
+        ),
+        "a copy to the device does not wait for the read": (
+            "(read_handle,), nbytes, label",
+            "(), nbytes, label",
+        ),
+        "a fetch ends when its copy is queued": (
+            "event = self._device.copy_in(",
+            "self._device.copy_in(",
+        ),
+        "weights that backward needs are free to change": (
+            "unit.packed or ",
+            "",
+        ),
+        "the weights in place are leased where they were": (
+            "            if before.base.data_ptr() == base.data_ptr():\n                return\n",
+            "            return\n",
+        ),
+    },
+    gradients: {
+        "a gradient is copied before compute has made it": (
+            "grad, self._device.fence(), accumulate",
+            "grad, PAST, accumulate",
+        ),
+        "an OFFLOAD ends before its gradient has arrived": (
+            "                return taken\n",
+            "                return PAST\n",
+        ),
+        "a second backward replaces the gradient": (
+            "kernel = self._kernels.add_gradient if accumulate else",
+            "kernel = self._kernels.add_gradient if False else",
+        ),
+        "a landing buffer is read before the copy has ended": (
+            "piece, issued).synchronize()",
+            "piece, issued)",
+        ),
+        "a gradient that was read back is looked for where it was": (
+            "            self._place(operation.gradients[0].payload, operation)\n",
+            "            pass\n",
+        ),
+        "a gradient of the step before stays": (
+            "                del self._of_step[gradient.unit.index]",
+            "                pass",
+        ),
+        "norms are read before gradients have arrived": (
+            "        wait_all(list(self.pending))",
+            "        pass",
+        ),
+        "two gradients of a step are opened for one unit": (
+            "            if gradient is None:\n                shared",
+            "            if True:\n                shared",
+        ),
+    },
+    updates: {
+        "a block's work ends with its last part": (
+            "all_of(handles).then(partial",
+            "handles[-1].then(partial",
+        ),
+        "gradients are free before they are read": (
+            "            self._begin(update)\n        else",
+            "            update.used()\n            self._begin(update)\n        else",
+        ),
+    },
+    stream: {
+        "a slot is free while its block is updated": (
+            "        if flow.blocks.streamed and flow.error is None:\n            self._act(Do.WRITE, block)",
+            "        if flow.blocks.streamed and flow.error is None:\n"
+            "            self._free.append(block.slot)\n"
+            "            self._act(Do.WRITE, block)",
+        ),
+        "a slot that a read fills is free": (
+            "        if block.is_read:\n            self._free.append(_slot_of(block))",
+            "        self._free.append(_slot_of(block))",
+        ),
+        "gradients are read before the last block": (
+            "if not flow.not_updated and not flow.is_used:",
+            "if not flow.updating and not flow.is_used:",
+        ),
+        "an update ends before its last block is written": (
+            "if not flow.begun and not flow.has_more and not flow.is_over:",
+            "if not flow.has_more and not flow.is_over:",
+        ),
+        "what was read ahead for another unit is kept": (
+            "if ahead is None or ahead.unit != flow.unit:",
+            "if ahead is None:",
+        ),
+    },
+    updaters: {
+        "an update on the device ends when it is queued": (
+            "queued = partial(device.pipe, pipe, work, read)",
+            "queued = lambda: device.pipe(pipe, work, read) and None",
+        ),
+    },
+    lanes: {
+        "work begins before what it waits for": (
+            "pending = [other for other in after if not other.succeeded]",
+            "pending = []",
+        ),
+        "several handles end with the one before the last": (
+            "last = left == 0",
+            "last = left == min(1, len(handles) - 1)",
+        ),
+        "work in a device's queue ends at once": (
+            "                event.synchronize()\n",
+            "                pass\n",
+        ),
+        "who comes after the end hears nothing": (
+            "                return\n        callback(self._error)",
+            "                return",
+        ),
+        "who waits is not woken": (
+            "            self._changed.notify_all()\n",
+            "            pass\n",
+        ),
+        "an error of work is lost": (
+            "            return None, error\n",
+            "            return None, None\n",
+        ),
+        "a wait ends though work has failed": (
+            "        self._wait_for(_DONE)\n        if self._error is not None:",
+            "        self._wait_for(_DONE)\n        if False:",
+        ),
+    },
+    store: {
+        "what lies around on a page is not read": (
+            "                if frozen or elements.nbytes != window.nbytes:\n",
+            "                if False:\n",
+        ),
+    },
+    speculation: {
+        "the old states go while the update reads them": (
+            "if self._confirmed and self._ended:",
+            "if self._confirmed or self._ended:",
+        ),
+    },
+    capture: {
+        "pages are not kept when they are read": (
+            "        if kept is None:\n            self._freeze(unit)\n",
+            "",
+        ),
+        "two states are kept in one place": (
+            "            at += pages\n",
+            "            pass\n",
+        ),
+        "a checkpoint reads what compute reads": (
+            "extent = store.newest_extent(piece.unit, piece.state)",
+            "extent = piece.state",
+        ),
+        "two threads land in one buffer": (
+            "self._bounce = Ring([spare.part(PageRun(0, piece))])",
+            "self._bounce = Ring([spare.part(PageRun(0, piece))] * 2)",
+        ),
+    },
+    stepper: {
+        "a step does not wait until gradients have arrived": (
+            "            gradient.settle()\n",
+            "            pass\n",
+        ),
+        "a step leaves gradients with autograd": (
+            "            if gradient.made:\n                self._offload(gradient, last=False)",
+            "            pass",
+        ),
+    },
+    gathering: {
+        "a lease is gathered before this rank's slice is there": (
+            "work, (own,), weights.nbytes",
+            "work, (), weights.nbytes",
+        ),
+        "a slice is shared before it is updated": (
+            "(updated,), nbytes, alike",
+            "(), nbytes, alike",
+        ),
+        "weights are lent for ever": (
+            "            self._executor.take_back(unit)\n",
+            "            pass\n",
+        ),
+        "frozen weights are not gathered": (
+            "for spans in (self._shards.frozen_slices(spec), self._shards.trained_slices(spec)):",
+            "for spans in (self._shards.trained_slices(spec),):",
+        ),
+    },
+    reducing: {
+        "a gradient is reduced before it is copied": (
+            "(*filling.copies, announced), nbytes",
+            "(announced,), nbytes",
+        ),
+        "a gradient is reduced before it has a buffer": (
+            "            self._await_buffer(gradient, opened)\n",
+            "",
+        ),
+        "a buffer is filled while it is reduced": (
+            "            self._gradients.meter.wait_for(use)\n",
+            "            pass\n",
+        ),
+        "what others add replaces what is there": (
+            "accumulate = slot in gradient.present and not everyone[slot] & DROPPED",
+            "accumulate = False",
+        ),
+        "another rank's gradient goes to no buffer": (
+            "            opened.set()\n            return ended",
+            "            return ended",
+        ),
+    },
+}
+"""Module -> what a mutant breaks -> the text that it changes, and what that becomes."""
+MUTANTS = tuple(
+    Mutant(module, breaks, *text)
+    for module, of in (*mutants_of_schedule.CHANGES.items(), *_CHANGES.items())
+    for breaks, text in of.items()
+)

@@ -28,6 +28,10 @@ class _Work:
     def wait(self, _timeout: object = None) -> None:
         self._finish()
 
+    def is_completed(self) -> bool:
+        """After an error: a rank is gone, so nothing more will arrive."""
+        return True
+
 
 class Group(NamedTuple):
     """Some ranks, by their place in it."""
@@ -156,23 +160,31 @@ class Network:
         given: torch.Tensor,
         into_sizes: Sequence[int] | None = None,
         given_sizes: Sequence[int] | None = None,
-        group: Any = None,
-    ) -> None:
+        *,
+        group: Any,
+        async_op: bool,
+    ) -> _Work:
         number, places = self._next(group), len(group.ranks)
         parts = given.split(list(given_sizes) if given_sizes else given.numel() // places)
         for rank, part in zip(group.ranks, parts, strict=True):
             self._put(group, number, rank, "all_to_all", part)
-        for rank, part in zip(
-            group.ranks, into.split(list(into_sizes) if into_sizes else into.numel() // places), strict=True
-        ):
-            self._take(group, number, rank, "all_to_all", part)
+        arriving = into.split(list(into_sizes) if into_sizes else into.numel() // places)
+        return self._taking(group, number, "all_to_all", arriving)
 
-    def all_gather(self, into: Sequence[torch.Tensor], given: torch.Tensor, group: Group) -> None:
+    def all_gather(self, into: Sequence[torch.Tensor], given: torch.Tensor, group: Group, async_op: bool) -> _Work:
         number = self._next(group)
         for rank in group.ranks:
             self._put(group, number, rank, "all_gather", given)
-        for rank, part in zip(group.ranks, into, strict=True):
-            self._take(group, number, rank, "all_gather", part)
+        return self._taking(group, number, "all_gather", into)
+
+    def _taking(self, group: Group, number: int, what: str, arriving: Sequence[torch.Tensor]) -> _Work:
+        """Receives one part from each rank."""
+
+        def take() -> None:
+            for rank, part in zip(group.ranks, arriving, strict=True):
+                self._take(group, number, rank, what, part)
+
+        return _Work(take)
 
     def broadcast(self, tensor: torch.Tensor, group: Group, async_op: bool, group_src: int) -> _Work:
         number, source = self._next(group), group.ranks[group_src]

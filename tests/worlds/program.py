@@ -102,6 +102,7 @@ class Program:
             self.device.finish()
             self.optimizer.close()
             self.device.stop()
+            self.scheduler.at_end()
         finally:
             if not self.engine.accesses.closed:  # it cannot be closed in a world that is over
                 self.engine._dropped.detach()
@@ -126,21 +127,31 @@ class Program:
         if rules.mode == "asynchronous":
             settings["update"] = pagoda.Updates("async", max_staleness=rules.staleness)
             settings["clip_grad_norm"] = LIMIT if rules.clips else None
+        if rules.speculates:
+            settings["update"] = pagoda.Updates(speculate=True)
         if rules.announced:
             settings["accumulation_steps"] = rules.accumulation
         rule = WholeSGD() if rules.whole else rules.rule
-        for memory in self._memories():
+        sizes, split = self._first_sizes()
+        for tries in range(20):
+            memory = self._memory(sizes, split if tries < 10 else None)
             try:
                 self.model, self.optimizer = pagoda.wrap(
                     self.model, rule, memory=memory, mesh=self.world.mesh(self.rank), **settings
                 )
                 break
-            except (BudgetError, ConfigError) as error:
-                refusal = error
+            except BudgetError as error:
+                refusal: Exception = error
+                least = error.needed_bytes if error.tier in sizes else None
+                for tier in sizes if least is None else (str(error.tier),):
+                    sizes[tier] = int(max(sizes[tier], least or 0) * (1.0 + 0.2 * self.rng.random())) + 1
+            except ConfigError as error:
+                refusal, split = error, None
         else:
             raise ViolationError(f"no memory is enough: {refusal}")
         self.note(rules, memory)
         self.engine: Engine = self.optimizer._engine
+        self.scheduler = self.engine.scheduler
         self.units: list[LiveUnit] = []
         """By layer."""
         for layer in layers:
@@ -150,23 +161,24 @@ class Program:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(partial(self.delivered, layer.number, slot))
 
-    def _memories(self) -> Iterator[pagoda.Memory]:
-        """Memories to try, from small to large."""
+    def _first_sizes(self) -> tuple[dict[str, int], pagoda.Split | None]:
+        """Budgets to try first, which may be too small."""
         rules = self.rules
-        elements = sum(sum(sizes) for sizes in rules.sizes)
-        share, total = 0.05 + 1.5 * rules.scarce, 16 * elements + (1 << 16)
-        split = pagoda.Split(device_update_share=rules.device_updates) if rules.device_updates else None
-        while share < 40:
-            memory: dict[str, Any] = {"host": int(share * total), "page_size": 4096, "unit_limit": rules.unit_limit}
-            if rules.ssd:
-                memory["ssd"] = f"{self.folder}:{64 << 20}"
-                memory["ssd_checkpoints"] = int(rules.keeps_pages)
-            if rules.device:
-                memory |= {"device": f"cpu:{int(share * total / 2)}", "split": split}
-            yield pagoda.Memory(**memory)
-            share *= 1.2
-            if share > 10:
-                split = None
+        least = (0.05 + 1.5 * rules.scarce) * (16 * sum(map(sum, rules.sizes)) + (1 << 16))
+        split = (
+            pagoda.Split(device_update_share=rules.device_updates) if rules.device and rules.device_updates else None
+        )
+        return {"host": int(least), **({"device": int(least / 2)} if rules.device else {})}, split
+
+    def _memory(self, sizes: dict[str, int], split: pagoda.Split | None) -> pagoda.Memory:
+        rules = self.rules
+        memory: dict[str, Any] = {"host": sizes["host"], "page_size": 4096, "unit_limit": rules.unit_limit}
+        if rules.ssd:
+            memory["ssd"] = f"{self.folder}:{64 << 20}"
+            memory["ssd_checkpoints"] = int(rules.keeps_pages)
+        if rules.device:
+            memory |= {"device": f"cpu:{sizes['device']}", "split": split}
+        return pagoda.Memory(**memory)
 
     # --- what layers report ---
 
@@ -282,7 +294,7 @@ class Program:
         roll = self.rng.random()
         if self.rules.mode == "during backward":
             return
-        if roll < 0.05:
+        if roll < 0.1:
             self.begin_checkpoint()
         elif roll > 0.97:
             self.drain()
@@ -316,6 +328,7 @@ class Program:
         self.optimizer.param_groups[0]["lr"] = lr
         self.note("step", self.step_number, "lr", lr)
         refused = False
+        self.check_held(self.held)
         try:
             self.optimizer.step()
         except NonFiniteGradientError:
@@ -562,8 +575,12 @@ class Program:
         """Drop views of weights, of all steps or those `before` one. They must have kept their values."""
         old = [each for each in self.held if before is None or each[-1] < before]
         self.held = [each for each in self.held if before is not None and each[-1] >= before]
-        for view, value, layer, step in old:
-            if step == self.step_number or self.in_frames(layer):  # weights in their home change with the step
+        self.check_held(old)
+
+    def check_held(self, views: Sequence[tuple[torch.Tensor, float, int, int]]) -> None:
+        """Views keep their values. Of weights in their home, they change with the step."""
+        for view, value, layer, step in views:
+            if step == self.step_number or self.in_frames(layer):
                 self.check_values(view, value, f"a view of layer {layer} has {{}}, not {value}")
 
     def in_frames(self, layer: int) -> bool:
@@ -577,7 +594,7 @@ class Program:
         self.let_go(before=number)
         if self.rng.random() < self.rules.checkpoints:
             self.begin_checkpoint()
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.3:
             self.end_checkpoint()
         roll = self.rng.random()
         if roll < 0.15:

@@ -27,6 +27,8 @@ class Rules:
     mode: str
     accumulation: int
     announced: bool
+    speculates: bool
+    """Whether all units with room for it are updated before it is known whether gradients are clipped."""
     staleness: int
     device: bool
     """Whether weights are leased in a separate memory."""
@@ -71,8 +73,9 @@ class Rules:
     @staticmethod
     def draw(rng: Random) -> "Rules":
         count = rng.randint(1, 6)
-        mode = rng.choice(["clipped", "clipped", "during backward", "asynchronous", "plain"])
-        device, whole = rng.random() < 0.5, rng.random() < 0.15
+        mode = rng.choice([*["clipped"] * 4, *["during backward"] * 2, *["asynchronous"] * 2, "plain"])
+        announced = mode == "during backward" or (mode == "clipped" and rng.random() < 0.7)
+        device, whole = rng.random() < 0.55, rng.random() < 0.12
         queued = device and not whole and rng.random() < 0.7
         ranks = 2 if not queued and not whole and rng.random() < 0.25 else 1
         experts = rng.randint(1, count - 2) if count > 2 and ranks == 1 and rng.random() < 0.2 else 0
@@ -89,7 +92,8 @@ class Rules:
             precision=rng.choice(["fp32", "bf16"]),
             mode=mode,
             accumulation=rng.choice([1, 1, 2]),
-            announced=mode == "during backward" or (mode == "clipped" and rng.random() < 0.7),
+            announced=announced,
+            speculates=announced and mode == "clipped" and rng.random() < 0.7,
             staleness=rng.choice([1, 1, 2, 3]),
             device=device,
             queued=queued,
@@ -103,9 +107,9 @@ class Rules:
             reorders=rng.choice([0.0, 0.0, 0.3]),
             changes=rng.choice([0.0, 0.0, 0.3]),
             clips=rng.random() < 0.3,
-            failures=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.0, 0.005, 0.02]),
-            infinite=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.0, 0.03]),
-            checkpoints=rng.choice([0.0, 0.2, 0.5]),
+            failures=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.01, 0.04]),
+            infinite=0.0 if ranks > 1 else rng.choice([0.0, 0.06]) if announced else rng.choice([0.0, 0.0, 0.06]),
+            checkpoints=rng.choice([0.0, 0.3, 0.8]),
             keeps_pages=rng.random() < 0.5,
             small_pieces=rng.random() < 0.5,
             cut=mode != "asynchronous" and rng.random() < 0.3,

@@ -21,6 +21,11 @@ from typing import Any
 from pagoda import process
 
 _NEVER = 1 << 62
+_LANES = (
+    *("compute", "device", "pagoda-h2d", "pagoda-d2h", "pagoda-ssd_read", "pagoda-ssd_write", "pagoda-update"),
+    *("pagoda-device_update", *["pagoda-checkpoint"] * 3, *["nobody"] * 4),
+)
+"""How names of threads begin. The last ones are of none."""
 
 
 class ViolationError(AssertionError):
@@ -42,6 +47,8 @@ class Thread:
         self.waiters: list[Thread] = []
         """Threads that wait for its end."""
         self.ended = False
+        self.lazy = False
+        """Whether it hardly goes on where another can."""
         self.rank = 0
         """Of the program to which it belongs."""
         self.real: threading.Thread | None = None
@@ -73,12 +80,14 @@ class Threads:
         self._rate = rng.choice([4.0, 15.0, 60.0])
         """Chances to give up a turn for each one that is taken, on average."""
         self._left = self._gap()
+        self._lazy = rng.choice(_LANES)
+        """Threads whose names begin so hardly go on where another can."""
         self.all: list[Thread] = []
         self.running = self._new("compute")
 
     def _new(self, name: str) -> Thread:
         thread = Thread(name, self._rng.random())
-        thread.world = self
+        thread.world, thread.lazy = self, name.startswith(self._lazy)
         self.all.append(thread)
         return thread
 
@@ -175,10 +184,13 @@ class Threads:
         roll = rng.random()
         if roll < 0.1:
             runnable[int(rng.random() * len(runnable))].priority = rng.random()
+        others = runnable if roll > 0.97 else [each for each in runnable if not each.lazy] or runnable
         if roll < 0.25:
-            return runnable.pop(int(rng.random() * len(runnable)))
-        best = max(range(len(runnable)), key=lambda at: runnable[at].priority)
-        return runnable.pop(best)
+            chosen = others[int(rng.random() * len(others))]
+        else:
+            chosen = max(others, key=lambda thread: thread.priority)
+        runnable.remove(chosen)
+        return chosen
 
     def end(self, cause: BaseException | None = None) -> None:
         """End the world: every thread that waits gets OverError."""

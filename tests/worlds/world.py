@@ -1,10 +1,12 @@
 """A random world: programs that train through the package, in turns with the package's threads.
 
-All of the package runs as for users. What lies below it is make-believe: threads, drives, devices, and the network.
+All of the package runs as for users. What lies below it is make-believe: threads, locks and time (`threads.py`), drives
+(`disk.py`), devices (`device.py`), and the network (`network.py`). The model's layers (`model.py`) and the program
+(`program.py`) know by `truth.py` what they must read. `observers.py` sees each event and operation of the scheduler,
+and knows what must never be. `mutants.py` breaks a line of the package; `noticing.py` says which world notices.
 
-    python -m tests.worlds.world 1000          # worlds with seeds 0 to 999
-    python -m tests.worlds.world 1 4711        # that one, with what its program does printed
-    python -m tests.worlds.world 1000 --ranks  # some of them with two ranks
+    python -m tests.worlds.world 1000    # worlds with seeds 0 to 999
+    python -m tests.worlds.world 1 4711  # that one, with what its program does printed
 """
 
 import gc
@@ -19,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,18 +28,22 @@ from unittest import mock
 
 import torch
 
-from pagoda import api
+from pagoda import api, engine
 from pagoda.memory.ssd import record, store as ssd_store
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
+from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import Ranks
 from pagoda.prepare import construct as writers
 from pagoda.ranks import service, transport
 from pagoda.runtime import gradients as runtime_gradients, lanes, store as runtime_store, updaters
+from pagoda.schedule import updates as schedule_updates
+from pagoda.schedule.operations import schedule_plan
 
 from .device import slow_copy, slow_kernel
 from .disk import Drive
 from .network import Network
+from .observers import Observed
 from .program import Program, require
 from .rules import Rules
 from .threads import OverError, Threads, ViolationError, in_turns
@@ -65,13 +70,10 @@ class AtOnce:
 class World:
     """One run."""
 
-    def __init__(self, seed: int, log: bool = False, haste: int = 0, ranks: bool = False) -> None:
-        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns. `ranks`:
-        some worlds have two ranks."""
+    def __init__(self, seed: int, log: bool = False, haste: int = 0) -> None:
+        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns."""
         self.seed = seed
         self.rules = Rules.draw(Random(seed))
-        if not ranks:
-            self.rules = replace(self.rules, ranks=1)
         self.haste = Random(7 * seed + haste + 1)
         """Decides everything but what programs do."""
         self.log: list[str] | None = [] if log else None
@@ -82,6 +84,9 @@ class World:
         self.given: dict[tuple[int, int, int], dict[int, float]] = {}
         """(step, layer, slot) -> the sum of the gradients of each rank."""
         self.programs: list[Program] = []
+        self.schedulers: list[Observed] = []
+        self.fetches: list[tuple[Any, ...]] = []
+        """What ranks have fetched, in order."""
 
     def run(self) -> None:
         """Run the world. Raises ViolationError."""
@@ -117,6 +122,16 @@ class World:
             program.run()
         self.network.leave(program.rank)
 
+    def _open_scheduler(self, plan: Plan, _: int | None) -> Observed:
+        self.schedulers.append(Observed(schedule_plan(plan), self._require, self.fetches))
+        return self.schedulers[-1]
+
+    def _require(self, holds: bool, message: str) -> None:
+        """Like `require`, where an error might be handled as one of the package."""
+        if not holds:
+            self.threads.end(ViolationError(message))
+            raise OverError
+
     def mesh(self, rank: int) -> Mesh | None:
         """For `wrap`."""
         size = self.rules.ranks
@@ -137,10 +152,12 @@ class World:
             (ssd_store, "PageFile", self.drive.file),
             (record, "PageFile", self.drive.file),
             (writers, "ThreadPoolExecutor", AtOnce),
+            (engine, "open_scheduler", self._open_scheduler),
             (api, "open_device", lambda _: self.programs[self.threads.running.rank].device),
             (runtime_store, "copy_bytes", slow_copy(self.threads)),
             (updaters, "update_kernel", pauses(updaters.update_kernel)),
             (runtime_gradients, "_WORTH_BYTES", 2048 if self.rules.small_pieces else 256 << 10),
+            (schedule_updates, "CALM_STEPS", 1),
             (lanes, "INLINE_BYTES", 128 << 10 if self.rules.inline else 0),
         ]
         if self.rules.ranks > 1:
@@ -176,9 +193,10 @@ def alone() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def run(seed: int, log: bool = False, ranks: bool = False) -> str | None:
+def run(seed: int, log: bool = False) -> str | None:
     """Run a world; what went wrong in it, if anything."""
-    world = World(seed, log, ranks=ranks)
+    gc.freeze()  # a collection looks at this world's objects alone
+    world = World(seed, log)
     wrong = None
     try:
         world.run()
@@ -195,13 +213,13 @@ def run(seed: int, log: bool = False, ranks: bool = False) -> str | None:
 
 def main() -> None:
     os.environ["PAGODA_POISON"] = "1"
-    numbers, ranks = [int(each) for each in sys.argv[1:] if each.isdigit()], "--ranks" in sys.argv
+    numbers = [int(each) for each in sys.argv[1:]]
     with alone():
         if len(numbers) > 1:
-            print(run(numbers[1], log=True, ranks=ranks))
+            print(run(numbers[1], log=True))
             return
         started = time.perf_counter()
-        wrong = [found[:300] for seed in range(numbers[0]) if (found := run(seed, ranks=ranks))]
+        wrong = [found[:300] for seed in range(numbers[0]) if (found := run(seed))]
         print(*wrong[:20], f"{numbers[0]} worlds, {len(wrong)} wrong, {time.perf_counter() - started:.1f} s", sep="\n")
 
 

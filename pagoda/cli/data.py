@@ -1,0 +1,27 @@
+"""`pagoda data`: what `pagoda train` would read from data, with an example."""
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from pagoda.config.commands import DataConfig
+from pagoda.train.progress import say
+
+
+def run(config: DataConfig, console: Console) -> int:
+    """Print what is read, ignored, left out and cut, and an example. Returns the exit code."""
+    from pagoda.mesh.mesh import open_mesh
+    from pagoda.models.build import model_directory
+    from pagoda.train.defaults import sequence_length
+    from pagoda.train.inputs import example, opened_tokens, rows_of, sequences
+    from pagoda.train.tokenizer import open_tokenizer
+
+    tokenizer = open_tokenizer(model_directory(config.model), config.tokenizer)
+    tokens = opened_tokens(config, config.data, tokenizer, open_mesh(), console)
+    if not config.seq_len:
+        seq_len, reasons = sequence_length(config, tokens)
+        config = replace(config, seq_len=seq_len)
+        say(console, *(f"Chosen: {reason}" for reason in reasons))
+    rows = rows_of(config, tokens)
+    say(console, *sequences(rows), *example(rows, tokenizer))
+    return 0

@@ -1,0 +1,705 @@
+"""Observers: they see each event and operation of a world's scheduler, and know what must never be.
+
+Each has books of its own, so what the scheduler overlooks shows whatever its own records say. They notice at once what
+would give a wrong value only later, or only with other luck.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from pagoda.memory.page import PageRun
+from pagoda.plan.trace import Access
+from pagoda.schedule.event_log import EVENTS
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.records import GradientRecord, Lease
+from pagoda.schedule.scheduler import Scheduler
+from pagoda.schedule.updates import MOST_ADMITTED
+
+Require = Callable[[bool, str], None]
+Key = tuple[int, int]
+"""A gradient: its unit and step."""
+TORN = -1
+"""The version of what is being written."""
+
+
+class Observed(Scheduler):
+    """The scheduler of a world. A method of an observer that has an event's name gets the event before the scheduler
+    does; `after_NAME` gets it afterwards, `on_read` a unit that compute may read from then on, and `on_KIND` each
+    operation of that kind that has been issued meanwhile."""
+
+    def __init__(self, plan: SchedulePlan, require: Require, fetches_of_ranks: list[tuple[Any, ...]]) -> None:
+        """`fetches_of_ranks`: what any rank has fetched, in order."""
+        super().__init__(plan)
+        self.fetches_of_ranks = fetches_of_ranks
+        self.fetched = 0
+        """How many of these this rank has fetched."""
+        self.facts = Facts(self, require)
+        self.observers = [self.facts, *(kind(self, require) for kind in OBSERVERS)]
+        self.event = ""
+        """The event that is being processed."""
+        for name in EVENTS:
+            before, after = self._methods(name), self._methods(f"after_{name}")
+            setattr(self, name, partial(self._observe, name, getattr(self, name), before, after))
+        self._on = {kind: self._methods(f"on_{kind}") for kind in Kind}
+        self._on_read = self._methods("on_read")
+
+    def _methods(self, name: str) -> list[Callable[..., None]]:
+        return [getattr(observer, name) for observer in self.observers if hasattr(observer, name)]
+
+    def _observe(self, name: str, event: Any, before: Any, after: Any, *arguments: Any, **settings: Any) -> None:
+        self.event = name
+        for method in before:
+            method(*arguments, **settings)
+        issued = len(self._out)
+        event(*arguments, **settings)
+        for unit in self.facts.begin_reads():
+            for method in self._on_read:
+                method(unit)
+        for operation in self._out[issued:]:
+            for method in self._on[operation.kind]:
+                method(operation)
+        for method in after:
+            method(*arguments, **settings)
+
+    def at_end(self) -> None:
+        """The program is over, and everything that it has asked for has ended."""
+        for observer in self.observers:
+            observer.at_end()
+
+
+class Observer:
+    """Something that sees events and operations."""
+
+    def __init__(self, scheduler: Observed, require: Require) -> None:
+        self.scheduler, self.require = scheduler, require
+        self.plan, self.units = scheduler.plan, scheduler.plan.units
+        self.facts = scheduler.facts if hasattr(scheduler, "facts") else None
+        self.start()
+
+    def start(self) -> None:
+        """Before the first event."""
+
+    def at_end(self) -> None:
+        """After the last one."""
+
+
+class Facts(Observer):
+    """What the others need to know, and no more than events say. An update changes a unit that nothing else changes,
+    applies each gradient once, and only a whole one that the program has asked for."""
+
+    def start(self) -> None:
+        self.step = 0
+        self.uses: Counter[int] = Counter()
+        """Unit -> forwards and backwards that have begun to use it."""
+        self.reads: Counter[int] = Counter()
+        """Unit -> those of them that have found its weights."""
+        self.newest = [0] * len(self.units)
+        """By unit, the version of its newest states."""
+        self.due = [0] * len(self.units)
+        """By unit, the updates that are final or will be."""
+        self.edition = [0] * len(self.units)
+        """By unit, how often its states were replaced by other means than an update."""
+        self.writer: dict[int, Operation] = {}
+        """Unit -> the UPDATE or UNDO that changes its states now."""
+        self.made: Counter[Key] = Counter()
+        """Gradient -> its parts that autograd has made."""
+        self.arrived: Counter[Key] = Counter()
+        """Gradient -> its parts that are in its buffer."""
+        self.open: set[Key] = set()
+        """Gradients of this step that no final update has taken."""
+        self.asked: set[Key] = set()
+        """Gradients whose update the program has asked for, and that is not final yet."""
+        self.useless: set[Key] = set()
+        """Gradients that were dropped, or that a final update has read."""
+        self.lost: set[Key] = set()
+        """Gradients of which a part has failed to arrive, or to be read back."""
+        self.kept: set[object] = set()
+        """Updates that have become final before `step()` or with it."""
+
+    # --- compute ---
+
+    def access(self, access: Access, recorded: bool = True) -> None:
+        self.uses[access.unit] += 1
+
+    def release(self, unit: int) -> None:
+        self.uses[unit] -= 1
+        self.reads[unit] = min(self.reads[unit], self.uses[unit])
+
+    def begin_reads(self) -> list[int]:
+        """Compute goes on where it can: with which units."""
+        begun = [unit for unit, uses in self.uses.items() if uses > self.reads[unit] and self.scheduler.ready(unit)]
+        for unit in begun:
+            self.reads[unit] = self.uses[unit]
+        return begun
+
+    def overwritten(self, unit: int) -> None:
+        self.edition[unit] += 1
+
+    # --- gradients ---
+
+    def gradient(self, unit: int, *_: Any, **__: Any) -> None:
+        self.made[unit, self.step] += 1
+        self.open.add((unit, self.step))
+
+    def reduce(self, unit: int, here: bool, *_: Any) -> None:
+        if not here:
+            self.gradient(unit)
+
+    def end_step(self, clipped: bool = False, skipped: bool = False, changed: Any = (), unused: Any = ()) -> None:
+        dropped = {key for key in self.open if skipped or key[0] in unused}
+        self.useless |= dropped
+        self.asked |= self.open - dropped
+        for unit, _ in self.open - dropped:
+            self.due[unit] += 1
+        self._next_step()
+
+    def drop_gradients(self) -> None:
+        self.useless |= self.open
+        self._next_step()
+
+    def _next_step(self) -> None:
+        self.open = set()
+        self.step += 1
+
+    def needs(self, record: GradientRecord) -> bool:
+        """Whether an update may still read a gradient."""
+        return key_of(record) not in self.useless | self.lost
+
+    # --- updates ---
+
+    def on_update(self, op: Operation) -> None:
+        unit, require = op.unit, self.require
+        require(unit not in self.writer, f"UPDATE of unit {unit} during another one")
+        before = self.newest[unit]
+        require(
+            before == op.version - len(op.gradients), f"UPDATE of unit {unit} from version {before} to {op.version}"
+        )
+        others = [each for each in self.writer.values() if self._shares_updater(each, unit)]
+        require(len(others) < MOST_ADMITTED, f"{len(others) + 1} updates in one lane")
+        for record in op.gradients:
+            key = key_of(record)
+            require(self.arrived[key] == self.made[key], f"UPDATE before the gradient {key} has arrived")
+            require(not op.undoable or key in self.open, f"UPDATE with {key} may be undone, but it is asked for")
+            require(op.undoable or key in self.asked, f"UPDATE with {key}, which nobody has asked for")
+            require(key not in self.useless | self.lost, f"UPDATE with {key}, which was lost, dropped or applied")
+            if not op.undoable:
+                self.asked.discard(key)
+        self.writer[unit] = op
+
+    def _shares_updater(self, op: Operation, unit: int) -> bool:
+        return op.kind is Kind.UPDATE and self.units[op.unit].updater == self.units[unit].updater
+
+    def on_keep(self, op: Operation) -> None:
+        (record,) = op.gradients
+        key = key_of(record)
+        if op.about is None:
+            self.require(self.plan.during_backward and key in self.open, f"an update with {key} is final too early")
+            self.open.discard(key)
+            self.asked.add(key)
+            self.due[op.unit] += 1
+            return
+        self.require(key in self.asked, f"KEEP of an update with {key}, which nobody has asked for")
+        self.kept.add(op.about)
+        self.asked.discard(key)
+        if op.about.has_read:
+            self.useless.add(key)
+
+    def gradient_used(self, op: Operation) -> None:
+        if self.is_final(op):
+            self.useless |= {*map(key_of, op.gradients)}
+
+    def is_final(self, op: Operation) -> bool:
+        """Whether nothing undoes an UPDATE."""
+        return not op.undoable or op.about in self.kept
+
+    def weights_written(self, op: Operation) -> None:
+        self.newest[op.unit] = op.version
+
+    def on_undo(self, op: Operation) -> None:
+        self.require(op.unit not in self.writer, f"UNDO of unit {op.unit} before its update has ended")
+        self.require(op.about not in self.kept, f"UNDO of unit {op.unit}, whose update is final")
+        self.writer[op.unit] = op
+
+    def ended(self, op: Operation) -> None:
+        if op.kind is Kind.UNDO and op.about.has_written:
+            self.newest[op.unit] -= 1
+        if op.kind is Kind.OFFLOAD:
+            self.arrived[key_of(op.gradients[0])] += 1
+        self._over(op)
+
+    def failed(self, op: Operation) -> None:
+        if op.kind in (Kind.OFFLOAD, Kind.RELOAD):
+            self.lost.add(key_of(op.gradients[0]))
+        self._over(op)
+
+    def refused(self, op: Operation) -> None:
+        if not op.undoable:
+            self.due[op.unit] -= len(op.gradients)
+            self.useless |= {*map(key_of, op.gradients)}
+        self._over(op)
+
+    def _over(self, op: Operation) -> None:
+        if op.kind in (Kind.UPDATE, Kind.UNDO):
+            del self.writer[op.unit]
+
+    def restored(self) -> None:
+        self.require(not self.writer, "states are replaced while something changes them")
+        self.newest, self.due = [0] * len(self.units), [0] * len(self.units)
+        self.edition = [each + 1 for each in self.edition]
+        self.useless |= self.asked
+        self.asked.clear()
+
+    def after_restored(self) -> None:
+        self.require(not self.scheduler.broken, "what has failed stays so")
+
+    def at_end(self) -> None:
+        self.require(not self.asked and not self.writer, f"the gradients {sorted(self.asked)} are not applied")
+
+
+def key_of(record: GradientRecord) -> Key:
+    return record.unit, record.step
+
+
+class Frames(Observer):
+    """A frame belongs to one lease. It is free once it is filled and nothing uses its lease."""
+
+    def start(self) -> None:
+        self.owners: dict[int, Lease] = {}
+        self.filled: set[Lease] = set()
+        self.failed_to_fill: set[Lease] = set()
+        self.ending: set[Lease] = set()
+        """Leases that may have references."""
+
+    def on_fetch(self, op: Operation) -> None:
+        for frame in span(op.run):
+            self.require(frame not in self.owners, f"frame {frame} has two leases, the second one of unit {op.unit}")
+            self.owners[frame] = op.about
+
+    def issued(self, op: Operation) -> None:
+        self.filled.add(op.about)
+
+    def ended(self, op: Operation) -> None:
+        if op.kind is Kind.FETCH:
+            self.filled.add(op.about)
+
+    def failed(self, op: Operation) -> None:
+        if op.kind is Kind.FETCH:
+            self.failed_to_fill.add(op.about)
+
+    def on_read(self, unit: int) -> None:
+        if self.units[unit].lease_frames:
+            self.require(
+                self.scheduler.lease(unit) in self.filled, f"compute reads unit {unit}, whose lease is not filled"
+            )
+
+    def on_reclaim(self, op: Operation) -> None:
+        if op.run is not None:
+            self.require(not self.facts.reads[op.unit], f"unit {op.unit} is evicted while it is used")
+            self.ending.add(op.about)
+
+    def reclaimed(self, op: Operation, freed: bool) -> None:
+        if freed:
+            self.let_go(op)
+
+    def let_go(self, op: Operation) -> None:
+        if op.run is None:
+            return
+        filled = op.about in self.filled | self.failed_to_fill or self.plan.ranks_fetch_alike
+        self.require(filled, f"the frames of unit {op.unit} are free before they are filled")
+        self.ending.remove(op.about)
+        for frame in span(op.run):
+            del self.owners[frame]
+
+    def at_end(self) -> None:
+        in_use = self.scheduler.leases.frames.in_use
+        self.require(in_use == len(self.owners), f"{in_use} frames are in use, not {len(self.owners)}")
+        for lease in self.owners.values():
+            current = self.scheduler.lease(lease.unit) is lease or lease in self.ending
+            self.require(current, f"a lease of unit {lease.unit} that has ended keeps its frames")
+
+
+class Homes(Observer):
+    """What reads weights in their home finds the version that it wants, and nothing writes there meanwhile."""
+
+    def start(self) -> None:
+        self.held = [[0, 0] for _ in self.units]
+        """By unit, the version of the weights in each extent."""
+        self.before: dict[Operation, int] = {}
+        """UPDATE -> the version that was in the extent that it writes."""
+        self.front = [0] * len(self.units)
+        """By unit, the extent that is read."""
+        self.fetches: dict[Operation, int] = {}
+        """FETCHes and the extents that they read."""
+        self.lent: Counter[int] = Counter()
+        """Unit -> other ranks that read it, or wait for it."""
+        self.sharing: dict[Operation, int] = {}
+        """SHAREs and their units."""
+
+    def on_fetch(self, op: Operation) -> None:
+        unit, held = op.unit, self.held[op.unit][self.front[op.unit]]
+        incomplete = any(unit == shared for shared in self.sharing.values())
+        waits = bool(op.gradients) or op.undoing is not None
+        if waits:
+            self.require(self.plan.ranks_fetch_alike, f"FETCH of unit {unit} before its update has ended")
+        else:
+            self.require(held == op.version, f"FETCH of version {op.version} of unit {unit}, whose home has {held}")
+            self.require(not incomplete, f"FETCH of unit {unit}, of which other ranks have a part")
+            writer = self.facts.writer.get(unit)
+            apart = self.plan.max_staleness is not None and writer is not None and writer.home != self.front[unit]
+            undone = writer is None or apart or (writer.kind is Kind.UPDATE and writer.about.has_written)
+            self.require(undone, f"FETCH of unit {unit}, which is being written")
+        self.fetches[op] = self.front[unit]
+
+    def on_publish(self, op: Operation) -> None:
+        self.front[op.unit] = op.home
+
+    def on_keep(self, op: Operation) -> None:
+        if op.about is not None:
+            self.front[op.unit] = op.about.extent
+
+    def on_share(self, op: Operation) -> None:
+        self.require(self.units[op.unit].shared, f"SHARE of unit {op.unit}, which this rank has alone")
+        self.sharing[op] = op.unit
+
+    def on_update(self, op: Operation) -> None:
+        unit, require, asynchronous = op.unit, self.require, self.plan.max_staleness is not None
+        same = op.home == self.front[unit]
+        require(asynchronous or same is not op.undoable, f"UPDATE of unit {unit} to extent {op.home}")
+        read = self.facts.reads[unit] and not self.units[unit].lease_frames and (same or not asynchronous)
+        require(not read, f"UPDATE of unit {unit}, which compute reads")
+        require(asynchronous or not self.lent[unit], f"UPDATE of unit {unit}, which another rank reads")
+        for fetch, extent in self.fetches.items():
+            over = fetch.unit == unit and fetch.version < op.version and (extent == op.home or not asynchronous)
+            require(not over, f"UPDATE of unit {unit}, whose version {fetch.version} is being fetched")
+        others = [each for each, shared in self.sharing.items() if shared == unit and each.about is not op.about]
+        require(not others, f"UPDATE of unit {unit}, of which other ranks have yet to send the one before")
+        self.before[op] = self.held[unit][op.home]
+        self.held[unit][op.home] = TORN
+
+    def weights_written(self, op: Operation) -> None:
+        self.held[op.unit][op.home] = op.version
+        del self.before[op]
+        if self.plan.max_staleness is None and not op.undoable:
+            self.front[op.unit] = op.home
+
+    def on_undo(self, op: Operation) -> None:
+        reads = self.facts.reads[op.unit] and not self.units[op.unit].lease_frames
+        fetched = any(fetch.unit == op.unit and not fetch.undoing for fetch in self.fetches)
+        self.require(not reads and not fetched, f"UNDO of unit {op.unit}, which somebody reads")
+
+    def refused(self, op: Operation) -> None:
+        self.held[op.unit][op.home] = self.before.pop(op)
+
+    def ended(self, op: Operation) -> None:
+        self.fetches.pop(op, None)
+        self.sharing.pop(op, None)
+
+    failed = ended
+
+    def others_read(self, unit: int) -> None:
+        self.lent[unit] += 1
+
+    def others_have_read(self, unit: int) -> None:
+        self.lent[unit] -= 1
+
+    def restored(self) -> None:
+        self.require(not self.fetches, "states are replaced while weights are fetched")
+        self.held = [[0, 0] for _ in self.units]
+        self.before.clear()
+
+
+class Buffers(Observer):
+    """A page belongs to one gradient, and nobody takes a page, or moves it, while a gradient needs it."""
+
+    def start(self) -> None:
+        self.pages: dict[int, GradientRecord] = {}
+        self.homes: dict[tuple[int, int], GradientRecord] = {}
+        """(unit, home) -> the gradient there."""
+        self.place: dict[GradientRecord, PageRun] = {}
+        self.moving: dict[Operation, GradientRecord] = {}
+        """OFFLOADs, SPILLs and RELOADs."""
+        self.read_by: dict[Operation, Sequence[GradientRecord]] = {}
+        """UPDATEs that read gradients."""
+        self.spilled: dict[GradientRecord, int] = {}
+        """Gradient -> how many of its parts SSD has."""
+
+    def on_offload(self, op: Operation) -> None:
+        (record,) = op.gradients
+        self._check_at_rest(op, but=Kind.OFFLOAD)
+        self._take(op, record)
+        self.moving[op] = record
+
+    def on_spill(self, op: Operation) -> None:
+        (record,) = op.gradients
+        self.require(self.plan.spills, "SPILL where SSD has no room")
+        needed = key_of(record) not in self.facts.useless
+        self.require(needed, f"SPILL of the gradient {key_of(record)}, which nobody needs")
+        self._check_at_rest(op)
+        self._check_there(record)
+        self.moving[op] = record
+
+    def on_reload(self, op: Operation) -> None:
+        (record,) = op.gradients
+        self._check_at_rest(op)
+        self.require(self._is_on_ssd(record), f"RELOAD of the gradient {key_of(record)}, which SSD does not have")
+        self._take(op, record)
+        self.moving[op] = record
+
+    def on_update(self, op: Operation) -> None:
+        for record in op.gradients:
+            self._check_there(record)
+            moved = [each.kind for each, of in self.moving.items() if of is record]
+            self.require(not moved, f"UPDATE with the gradient {key_of(record)} during {moved}")
+        self.read_by[op] = op.gradients
+
+    def gradient_used(self, op: Operation) -> None:
+        del self.read_by[op]
+
+    def ended(self, op: Operation) -> None:
+        record = self.moving.pop(op, None)
+        if op.kind is Kind.SPILL:
+            self.spilled[record] = self.facts.arrived[key_of(record)]
+
+    def failed(self, op: Operation) -> None:
+        self.moving.pop(op, None)
+        self.read_by.pop(op, None)
+
+    def refused(self, op: Operation) -> None:
+        self.read_by.pop(op, None)
+
+    def _check_at_rest(self, op: Operation, but: Kind | None = None) -> None:
+        record = op.gradients[0]
+        self.require(
+            not self._is_busy(record, but), f"{op.kind} of the gradient {key_of(record)}, which is moved or read"
+        )
+
+    def _is_busy(self, record: GradientRecord, but: Kind | None = None) -> bool:
+        moved = any(of is record and op.kind is not but for op, of in self.moving.items())
+        return moved or any(record in records for records in self.read_by.values())
+
+    def _is_on_ssd(self, record: GradientRecord) -> bool:
+        return self.spilled.get(record) == self.facts.arrived[key_of(record)]
+
+    def _check_there(self, record: GradientRecord) -> None:
+        """The gradient is in its pages."""
+        there = all(self.pages.get(page) is record for page in span(self.place.get(record)))
+        self.require(there, f"the gradient {key_of(record)} is not in its buffer")
+
+    def _take(self, op: Operation, record: GradientRecord) -> None:
+        """A gradient takes a place. The one that was there must be on SSD, or not needed any more."""
+        if op.run is None:
+            self.require(op.home < self.plan.gradient_homes, f"unit {op.unit} has no home {op.home} for gradients")
+            self._replace(self.homes.get((op.unit, op.home)), record)
+            self.homes[op.unit, op.home] = record
+            homes = sum(each is record for each in self.homes.values())
+            self.require(homes == 1, f"the gradient {key_of(record)} has {homes} homes")
+            return
+        if self.place.get(record) != op.run:
+            for page in span(self.place.get(record)):
+                if self.pages.get(page) is record:
+                    del self.pages[page]
+        for page in span(op.run):
+            self._replace(self.pages.get(page), record)
+            self.pages[page] = record
+        self.place[record] = op.run
+
+    def _replace(self, before: GradientRecord | None, record: GradientRecord) -> None:
+        if before is not None and before is not record:
+            free = not self._is_busy(before) and (self._is_on_ssd(before) or not self.facts.needs(before))
+            self.require(free, f"the gradient {key_of(record)} takes the place of {key_of(before)}")
+
+    def at_end(self) -> None:
+        gradients = self.scheduler.gradients
+        self.require(gradients.pages.in_use == 0, "a gradient that nobody needs has a buffer")
+        free = {*map(len, gradients._homes)}
+        self.require(free == {self.plan.gradient_homes}, "a gradient that nobody needs has a home")
+
+
+class Checkpoint(Observer):
+    """A checkpoint reads the states of the step after which it began: in their home, where nothing changes them, or in
+    the reserve, each page of which has one unit's."""
+
+    def start(self) -> None:
+        self.wanted: dict[int, int] = {}
+        """Unit -> the version that is to be read."""
+        self.in_place: Collection[int] = ()
+        self.under_way = False
+        self.reading: dict[Operation, int] = {}
+        """SAVEs and their units."""
+        self.reserve: dict[int, int] = {}
+        """Page of the reserve -> unit."""
+        self.copied: set[int] = set()
+        """Units whose old states the reserve has."""
+
+    def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
+        self.require(not self.wanted, "a checkpoint begins before the one before is read")
+        self.wanted = dict(enumerate(self.facts.due))
+        self.in_place, self.under_way = in_place, True
+
+    def end_checkpoint(self) -> None:
+        self.under_way = False
+
+    def on_save(self, op: Operation) -> None:
+        unit, wanted = op.unit, self.wanted.get(op.unit)
+        self.require(op.version == wanted, f"SAVE of version {op.version} of unit {unit}, not {wanted}")
+        if op.run is not None:
+            self.require(unit in self.copied, f"SAVE of unit {unit} before its old states are kept")
+        else:
+            whole = unit not in self.facts.writer and self.facts.newest[unit] == wanted
+            self.require(whole, f"SAVE of unit {unit}, which has version {self.facts.newest[unit]} or is being written")
+        self.reading[op] = unit
+
+    def on_update(self, op: Operation) -> None:
+        unit, require, before = op.unit, self.require, op.version - len(op.gradients)
+        read_at_home = any(save.unit == unit and save.run is None for save in self.reading)
+        require(not read_at_home, f"UPDATE of unit {unit}, which a checkpoint reads")
+        require(not (op.undoable and self.under_way), "an UPDATE takes room that a checkpoint needs")
+        if op.run is None:
+            lost = self.wanted.get(unit) == before and unit not in self.copied
+            require(not lost, f"UPDATE of unit {unit}, which a checkpoint needs")
+            return
+        require(self.wanted.get(unit) == before, f"states of unit {unit} are kept that no checkpoint needs")
+        require(unit not in self.in_place, f"the states of unit {unit} cannot be kept")
+        require(op.run.count == self.units[unit].old_state_pages, f"kept states of unit {unit} fill other pages")
+        for page in span(op.run):
+            require(page not in self.reserve, f"page {page} of the reserve is unit {self.reserve.get(page)}'s")
+            self.reserve[page] = unit
+
+    def old_states_kept(self, op: Operation) -> None:
+        self.copied.add(op.unit)
+
+    def refused(self, op: Operation) -> None:
+        unit = op.unit
+        if not op.undoable and self.wanted.get(unit, 0) > self.facts.newest[unit]:
+            self.wanted[unit] -= len(op.gradients)
+        if op.run is not None and unit not in self.copied:
+            self._give_back(unit)
+
+    def ended(self, op: Operation) -> None:
+        if op.kind is Kind.SAVE:
+            del self.wanted[op.unit], self.reading[op]
+            self._give_back(op.unit)
+
+    failed = ended
+
+    def _give_back(self, unit: int) -> None:
+        self.copied.discard(unit)
+        self.reserve = {page: of for page, of in self.reserve.items() if of != unit}
+
+    def restored(self) -> None:
+        self.wanted, self.reserve, self.under_way = {}, {}, False
+        self.copied.clear()
+
+    def after_restored(self) -> None:
+        self.require(not self.scheduler.checkpoint.left, "the checkpoint outlives a restore")
+
+    def at_end(self) -> None:
+        reserve = self.scheduler.checkpoint.reserve
+        self.require(reserve is None or not reserve.in_use, "the reserve holds states that nobody needs")
+
+
+class ReadAhead(Observer):
+    """States are read ahead only where an update will find them unchanged."""
+
+    def start(self) -> None:
+        self.at_rest = False
+        """Whether compute has used nothing since the last drain."""
+        self.ahead: dict[int, tuple[int, int, int]] = {}
+        """Updater -> (unit, version, edition) of what it has read."""
+
+    def access(self, *_: Any, **__: Any) -> None:
+        self.at_rest = False
+
+    def drain(self, draining: bool) -> None:
+        if draining:
+            self.at_rest = True
+            self.ahead.clear()
+
+    def on_read_ahead(self, op: Operation) -> None:
+        unit, facts = op.unit, self.facts
+        self.require(not self.at_rest, "READ_AHEAD while the program may write states")
+        self.require(self.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
+        self.require(unit not in facts.writer, f"READ_AHEAD of unit {unit}, which is being changed")
+        self.require(facts.due[unit] <= facts.newest[unit], f"READ_AHEAD of unit {unit}, whose update is queued")
+        guess = self.scheduler.weights(unit).guess
+        undoable = guess is not None and guess.has_written
+        self.require(not undoable, f"READ_AHEAD of unit {unit}, whose update may be undone")
+        self.ahead[self.units[unit].updater] = unit, facts.newest[unit], facts.edition[unit]
+
+    def on_update(self, op: Operation) -> None:
+        unit = op.unit
+        ahead = self.ahead.pop(self.units[unit].updater, None)
+        now = op.version - len(op.gradients), self.facts.edition[unit]
+        stale = ahead is not None and ahead[0] == unit and ahead[1:] != now
+        self.require(not stale, f"UPDATE of unit {unit} from states that were read ahead too early")
+
+
+class Expectations(Observer):
+    """A step that was like the one before is what the next ones are expected to be; another one is not."""
+
+    def start(self) -> None:
+        self.accesses: list[Access] = []
+        """What this step has used, without experts."""
+        self.used_any = False
+        self.before: list[Access] | None = None
+        """The same of the step before."""
+        self.routed = {unit for unit, of in enumerate(self.units) if of.routed}
+
+    def access(self, access: Access, recorded: bool = True) -> None:
+        self.used_any |= recorded
+        if recorded and access.unit not in self.routed and self.accesses[-1:] != [access]:
+            self.accesses.append(access)
+
+    def end_step(self, *_: Any, **__: Any) -> None:
+        self.expected, self.assumed = self._trace(), self.scheduler.trace.assumed
+
+    def after_end_step(self, *_: Any, **__: Any) -> None:
+        if self.used_any:
+            if self.assumed or self.accesses == self.before:
+                self.require(self._trace() == self.accesses, "two steps were alike, but the trace is another")
+            elif not self.routed:
+                self.require(self._trace() == self.expected, "the trace is another, but no two steps were alike")
+            self.before = self.accesses
+        self.accesses, self.used_any = [], False
+
+    def _trace(self) -> list[Access]:
+        trace: list[Access] = []
+        for access in self.scheduler.trace.accesses[:-1]:
+            if access.unit not in self.routed and trace[-1:] != [access]:
+                trace.append(access)
+        return trace
+
+
+class Agreement(Observer):
+    """Where ranks must fetch alike, only what all of them see at the same point of their programs starts a fetch. So
+    all ranks fetch the same."""
+
+    ALONE: ClassVar = frozenset(
+        (
+            *("issued", "ended", "failed", "refused", "old_states_kept", "gradient_used", "weights_written"),
+            *("reduce", "others_read", "others_have_read"),
+        )
+    )
+    """Events that a rank has by itself."""
+
+    def on_fetch(self, op: Operation) -> None:
+        alone = self.scheduler.event in self.ALONE
+        if self.plan.ranks_fetch_alike:
+            self.require(not alone, f"{self.scheduler.event} starts a fetch, which other ranks have elsewhere")
+            self._compare((op.unit, op.run, op.version))
+
+    def _compare(self, fetch: tuple[Any, ...]) -> None:
+        fetches, place = self.scheduler.fetches_of_ranks, self.scheduler.fetched
+        self.scheduler.fetched += 1
+        if place == len(fetches):
+            fetches.append(fetch)
+        self.require(fetches[place] == fetch, f"one rank fetches {fetches[place]}, another {fetch}")
+
+
+OBSERVERS: tuple[type[Observer], ...] = (Frames, Homes, Buffers, Checkpoint, ReadAhead, Expectations, Agreement)
+
+
+def span(run: PageRun | None) -> range:
+    return range(0) if run is None else range(run.start, run.stop)
