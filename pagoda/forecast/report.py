@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from pagoda.forecast.activations import MALLOC
 from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.pipeline import PipelineForecast
 from pagoda.forecast.record import plan_record, timeline_record
@@ -116,6 +117,9 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
         yield Text("Fits.", style="bold green")
         yield plan_table(forecast.plan)
     yield Text(f"Besides pages, activations take {forecast.activations}.")
+    if forecast.machine.hardware.device is None:
+        kept = format_bytes((MALLOC - 1) * forecast.activations.total)
+        yield Text(f"malloc may keep up to {kept} more, in freed blocks that it cannot reuse.")
     yield from (Text(f"- {note}") for note in (*forecast.notes, *forecast.resolved))
     if forecast.choice is not None:
         yield _figures(forecast)
