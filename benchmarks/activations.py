@@ -4,43 +4,51 @@
 
 `peak`: for every policy and place at three shapes, the most that graphs kept against what follows from the sizes that
 a step with everything kept has shown; with "auto", of the policies that it chose. `estimate`: what `pagoda plan` says
-before a run, against the peak resident memory of a process less its pages. benchmarks/sequence.py has the longest
-sequences.
+before a run, against what a process grows by, with malloc as it is and without what it keeps. benchmarks/sequence.py
+has the longest sequences.
 """
 
 import ctypes
 import gc
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 import tyro
 
 import pagoda
 from beyond_memory import resident_bytes
 from pagoda.config.training import ActivationMode
-from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.activations import chunking_helps, estimate_activations
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.model_description import describe_model
-from pagoda.plan.activations import Policy, peak_of
+from pagoda.forecast.model_description import describe_model, widths
+from pagoda.models.build import build_model
+from pagoda.plan.activations import Policy, peak_of, recomputes
+from pagoda.prepare.deferred_logits import chunked_loss
 from script import write
 from training import Paged, Workload
 
 MIB = 1 << 20
-WARM_UP = Workload("llama-15m", 1, 32)
 POLICIES: tuple[ActivationMode, ...] = ("keep", "recompute", "offload", "recompute+offload", "auto")
 PLACES = ("host", "ssd")
 """Where offloaded activations go: from a CPU arena that stands in for a device, or from RAM."""
 SHAPES = (Workload("llama-15m", 1, 256), Workload("llama-15m", 4, 256), Workload("gpt2", 1, 256))
+LAYERS = 4
+"""Layers of the models whose activations are estimated, so that a step takes seconds."""
 ESTIMATED: tuple[tuple[Workload, ActivationMode], ...] = (
-    (Workload("llama-15m", 8, 512), "recompute"),
-    (Workload("llama-15m", 8, 512), "keep"),
-    (Workload("llama-15m", 8, 512), "offload"),
+    (Workload("smollm2-135m", 4, 256), "recompute"),
+    (Workload("smollm2-360m", 4, 256), "recompute"),
+    (Workload("qwen3-0.6b", 2, 256), "recompute"),
     (Workload("llama-110m", 4, 256), "recompute"),
-    (Workload("gpt2", 2, 512), "recompute"),
-    (Workload("gpt2", 2, 512), "keep"),
+    (Workload("llama3.2-1b", 1, 256), "recompute"),
+    (Workload("gpt2", 4, 256), "recompute"),
 )
+EXACT = "glibc.malloc.mmap_threshold=131072"
+"""With this, malloc returns every freed block of 128 KiB or more to the system."""
 
 
 def steps(case: Workload, memory: pagoda.Memory, activations: ActivationMode, count: int) -> Paged:
@@ -93,35 +101,53 @@ def memory_for(place: str, ssd: Path, activations: int | None) -> pagoda.Memory:
 
 
 def estimate(ssd: Path) -> list[dict[str, object]]:
-    """The estimate of `pagoda plan` against resident memory, each case in a process of its own."""
+    """The estimate of `pagoda plan` against what a process grows by in a step, each case in processes of its own: one
+    in which malloc returns every freed block at once, so that it grows by activations alone, and a usual one."""
     rows: list[dict[str, object]] = []
-    for case, activations in ESTIMATED:
-        with multiprocessing.get_context("spawn").Pool(1) as fresh:
-            rows.append(fresh.apply(_beside_pages, (case, activations, ssd)))
-        print(rows[-1])
+    for case in ESTIMATED:
+        row: dict[str, object] = {"model": case[0].model, "tokens": case[0].tokens, "activations": case[1]}
+        for name, tunables in (("measured_mib", EXACT), ("with_malloc_mib", "")):
+            os.environ["GLIBC_TUNABLES"] = tunables  # read when a process starts
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:
+                row["estimated_mib"], row[name] = fresh.apply(_grown, case)
+        rows.append(row)
+        print(row, flush=True)
     return rows
 
 
-def _beside_pages(case: Workload, activations: ActivationMode, ssd: Path) -> dict[str, object]:
-    described = describe_model(PlanConfig(model=case.model, seq_len=case.seq_len), count_flops=False)
-    expected = estimate_activations(described, case.tokens, 2, activations, chunked_loss=False)
-    memory = pagoda.Memory(host="6GiB", ssd=f"{ssd}:8GiB" if "offload" in activations else None)
-    steps(WARM_UP, memory, activations, 1).close()
+def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
+    """MiB of activations that are estimated, and by which the process grows in a step of a few layers."""
+    torch.manual_seed(0)
+    with pagoda.init():
+        model = build_model(case.model, seq_len=case.seq_len, layers=LAYERS)
+    sizes = widths(model.config.get_text_config())
+    chunked = chunking_helps(sizes, case.tokens, case.tokens, 4, recomputes(activations))
+    if chunked:
+        chunked_loss(model)
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(), memory=pagoda.Memory(host="6GiB"), precision="fp32", activations=activations
+    )
+
+    def step(batch_size: int, seq_len: int) -> None:
+        ids = torch.randint(sizes.vocab, (batch_size, seq_len))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.drain()
+
+    step(1, 32)
+    step(1, 32)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident_bytes("self", "VmRSS")
-    paged = steps(case, memory, activations, 1)
-    pages = paged.optimizer.stats.peak_bytes["host"]
-    paged.close()
-    beside = resident_bytes("self", "VmHWM") - before - pages
-    return {
-        "model": case.model,
-        "tokens": case.tokens,
-        "activations": activations,
-        "estimated_mib": expected.total // MIB,
-        "measured_mib": beside // MIB,
-    }
+    step(case.batch_size, case.seq_len)
+    grown = resident_bytes("self", "VmHWM") - before
+    described = describe_model(PlanConfig(model=case.model, seq_len=case.seq_len), count_flops=False)
+    described = replace(described, layers=LAYERS)
+    expected = estimate_activations(described, case.tokens, 4, activations, chunked_loss=chunked)
+    optimizer.close()
+    return expected.total // MIB, grown // MIB
 
 
 SECTIONS: dict[str, Callable[[Path], list[dict[str, object]]]] = {"peak": peak, "estimate": estimate}

@@ -72,7 +72,8 @@ states otherwise, and count four forward passes with attention as a full square.
 
 Each case is planned as `pagoda plan` does it:
 
-- AdamW in bf16 with fp32 moments, ZeRO stage 3, data parallel, one micro-batch, clipping: 14 bytes a parameter.
+- AdamW in bf16 with fp32 moments, ZeRO stage 3, data parallel, one micro-batch, clipping: 12 bytes of state a
+  parameter, and 2 of gradient.
 - Layers are recomputed. If their inputs do not fit on the GPU, they are copied to RAM or drives and back.
 - Pages may use nine tenths of RAM and drives, and what CUDA (1 GiB) and activations leave of the GPU.
 - The plan is the fastest of a short search. Units have at most 512 MiB, and larger matrices are cut into tiles. Models

@@ -275,7 +275,7 @@ def tables(result: dict[str, Any]) -> str:
     settings = result["settings"]
     parameters = next(iter(result["memory"].values()))["parameters"]
     lines = [
-        f"{result['machine']}, one core a rank ({os.cpu_count()} cores), {settings['model']} "
+        f"{result['machine']}, one core a rank ({result['cores']} cores), {settings['model']} "
         f"({parameters / 1e6:.1f} M parameters).",
         "",
         "| tokens a rank and step | ranks | | step | memory of a rank | sent by a rank |",
@@ -312,11 +312,11 @@ def main() -> None:
         return
     result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     if arguments.part != "docs":
-        result["machine"] = cpu_name()
         settings = {key: getattr(arguments, key) for key in ("model", "rounds", "threads", "ranks", "kinds")}
         settings["tokens_and_steps"] = [list(pair) for pair in TOKENS_AND_STEPS]
         if result.get("settings") != settings:  # figures of another shape go
-            result = {"machine": result["machine"], "settings": settings}
+            result = {"settings": settings}
+        result |= {"machine": cpu_name(), "cores": os.cpu_count()}
         if arguments.part in ("all", "speed"):
             result["speed"] = speed(arguments)
         if arguments.part in ("all", "memory"):

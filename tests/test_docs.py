@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import tyro
 
-from pagoda.cli.main import COMMANDS, parse
+from pagoda.cli.main import COMMANDS, main, parse
 from tests.test_house import HOUSE
+from tests.text_files import chats, write_lines, write_pretrained
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 RUNNABLE = [ROOT / "README.md", *sorted((DOCS / "tutorials").glob("*.md"))]
-FOREIGN_FLAGS = {"--nproc-per-node", "--max-restarts"}
-"""torchrun's."""
+FOREIGN_FLAGS = {"--nproc-per-node", "--max-restarts", "--local-dir"}
+"""Those of torchrun and hf."""
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -58,6 +59,11 @@ def flags_of(config: type) -> set[str]:
     return set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", shown.getvalue()))
 
 
+def losses_in(text: str) -> list[float]:
+    """The losses of the steps that a text shows."""
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", text, re.MULTILINE)]
+
+
 @pytest.fixture(scope="module")
 def flags() -> dict[str, set[str]]:
     """Subcommand -> its flags."""
@@ -73,8 +79,10 @@ def test_the_code_of_a_page_runs(
     script.write_text("\n".join(blocks(page, "python")))
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(script), run_name="__main__")
-    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
+    losses, shown = map(losses_in, (capsys.readouterr().out, "\n".join(blocks(page, "text"))))
     assert not losses or losses[-1] < 0.9 * losses[0], "the model of the page learns"
+    if "manual_seed" in script.read_text():
+        assert losses == pytest.approx(shown or losses, rel=0.02), "the page shows what it prints"
 
 
 @every_page
@@ -145,3 +153,25 @@ def test_contributing_lists_the_parts_of_the_package_in_the_order_of_imports() -
 
 def test_the_readme_fits_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def shape(line: str) -> str:
+    """A line of output without what differs between runs: numbers, their units, and the lane of the longest stall."""
+    line = re.sub(r"no stalls|stalls \S+ \(\w+\)", "stalls", line)
+    return " ".join(re.sub(r"[\d.,:e-]*\d[\d.,:]*(?: [KMGT]i?B| M\b)?|(?<= )-(?= )", "#", line).split())
+
+
+def test_the_output_of_train_in_the_readme_is_what_train_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the words, with a model that trains in milliseconds and the flags of the readme."""
+    monkeypatch.chdir(tmp_path)
+    write_pretrained(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    (tmp_path / "pages").mkdir()
+    write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats(80)])
+    (words,) = (words for words in commands(ROOT / "README.md") if words[0] == "train")
+    words = [*words[: words.index("--download")], *words[words.index("--download") + 1 :]]
+    assert main([{"400MiB": "600KiB"}.get(word, word) for word in words]) == 0
+    printed = {shape(line) for line in capsys.readouterr().out.splitlines()}
+    shown = next(block for block in blocks(ROOT / "README.md", "text") if "Chosen" in block)
+    assert not {shape(line) for line in shown.splitlines()} - printed

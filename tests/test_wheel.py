@@ -1,19 +1,19 @@
 """The wheel: it builds, installs beside the packages it needs, says its version, and trains."""
 
-import os
-import shutil
-import subprocess
+import re
 import sys
 import sysconfig
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
+from nightly import installs
 
 import pagoda
 from pagoda.__main__ import main
 
-ROOT = Path(pagoda.__file__).parent.parent
 SCRIPT = """
 import pagoda, torch
 from torch import nn
@@ -44,24 +44,31 @@ def test_version_is_that_of_the_distribution(
 
 @pytest.mark.slow
 def test_the_wheel_installs_and_trains(tmp_path: Path) -> None:
-    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def run(*command: object) -> str:
-        line = [*map(str, command)]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=alone, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    source, wheels, venv = (tmp_path / name for name in ("source", "wheels", "venv"))
-    shutil.copytree(ROOT / "pagoda", source / "pagoda", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, source)
-    run(sys.executable, "-m", "venv", "--without-pip", venv)
-    (wheel,) = wheels.glob("pagoda_train-*.whl")
-    python = venv / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel)
+    """With the packages of this environment: `tests/nightly/installs.py` installs them, too."""
+    built, venv = installs.wheel(tmp_path, "--no-build-isolation"), tmp_path / "venv"
+    installs.run([sys.executable, "-m", "venv", "--without-pip", str(venv)])
+    python = str(venv / "bin" / "python")
+    installs.run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", str(built)])
     own = Path(sysconfig.get_path("purelib", "venv", {"base": str(venv), "platbase": str(venv)}))
     (own / "needed.pth").write_text(sysconfig.get_path("purelib"))  # the line alone: its own .pth files are not read
-    assert run(venv / "bin" / "pagoda", "--version").split() == ["pagoda", wheel.name.split("-")[1]]
-    run(python, "-P", "-c", SCRIPT)
+    printed = installs.run([str(venv / "bin" / "pagoda"), "--version"], tmp_path)
+    assert printed.split() == ["pagoda", built.name.split("-")[1]]
+    installs.run([python, "-P", "-c", SCRIPT], tmp_path)
+
+
+def test_nightly_installations_have_the_bounds_of_torch_and_transformers() -> None:
+    """The least and the newest version of each, with each Python that the package names."""
+    project = tomllib.loads((installs.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = " ".join((*project["dependencies"], *extras["transformers"]))
+    newest = re.findall(r"^(torch|transformers)==(\S+)$", (installs.ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pins = {f"{name}=={version}" for name, version in newest}
+    pins |= {
+        f"{name}=={bound}.0" for name, bound in re.findall(r"(torch|transformers)>=(2\.\d+|5\.[1-9]\d*)", required)
+    }
+    workflow = yaml.safe_load((installs.ROOT / ".github" / "workflows" / "nightly.yml").read_text())
+    matrix = workflow["jobs"]["install"]["strategy"]["matrix"]
+    assert {pin for packages in matrix["packages"] for pin in packages.split() if "==" in pin} == pins
+    pythons = {name.rpartition(" ")[2] for name in project["classifiers"] if name.startswith("Programming Language")}
+    assert {*matrix["python"]} == pythons
+    assert project["version"] == yaml.safe_load((installs.ROOT / "CITATION.cff").read_text())["version"]

@@ -14,7 +14,7 @@ from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import check_absent, committed
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.live import ModelTensors, live_weights
-from pagoda.checkpoint.model_config import ADAPTER, TIES, skeleton, untied
+from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, TIES, skeleton, untied
 from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, listed
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
@@ -100,6 +100,7 @@ def export(
                 return Exported(files, len(values), sum(value.nbytes for value in values.values()), as_dtype)
         elif merge:
             raise CheckpointError(f"{weights.name} has no adapter to merge: export it without --merge.")
+        _check_not_quantized(weights)
         tensors, record = _tensors(weights, record, as_dtype, adapted)
         shards = _shards(tensors, max_shard_bytes)
         if weights.is_first:
@@ -122,10 +123,21 @@ def exported_by_reference(checkpoint: SavedCheckpoint) -> tuple[dict[str, LazyTe
     record, dtype = weights.record, weights.dtype
     if record is None:
         raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build one")
+    _check_not_quantized(weights)
     adapted = AdaptedModel(record, lambda name: _whole(weights, name, dtype)) if ADAPTER in record else None
     tensors, described = _tensors(weights, record, dtype, adapted)
     assert described is not None, "as `record`"
     return tensors, {**described, "config": _config(described, dtype)}
+
+
+def _check_not_quantized(weights: ModelTensors) -> None:
+    """Raises CheckpointError if there are quantized weights, which no other model has."""
+    if weights.record is not None and weights.record.get(QUANTIZED):
+        raise CheckpointError(
+            f"{weights.name} has quantized weights, which cannot be exported, and into which no adapter can be merged. "
+            "Export the adapter alone (without --merge), and merge it into the original model: "
+            'peft.PeftModel.from_pretrained(model, "ADAPTER").merge_and_unload()'
+        )
 
 
 def _weights_in(checkpoint: SavedCheckpoint) -> ModelTensors:

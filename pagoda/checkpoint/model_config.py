@@ -9,9 +9,12 @@ from torch import nn
 from pagoda.errors import CheckpointError
 from pagoda.models.build import import_transformers
 from pagoda.models.lora import adapter_settings
+from pagoda.parameters.quantized import is_quantized
 
 ADAPTER = "adapter"
 """Key of peft's settings in a record."""
+QUANTIZED = "quantized"
+"""Key in a record: whether the model has quantized parameters."""
 TIES = "ties"
 """Key in a record: each further name of a parameter -> its first name."""
 
@@ -29,6 +32,7 @@ def model_record(model: nn.Module) -> dict[str, Any] | None:
     return {
         "class": type(model).__name__,
         TIES: _ties(model),
+        QUANTIZED: any(map(is_quantized, model.parameters())),
         "config": json.loads(config.to_json_string(use_diff=True)),
         "generation_config": None if generation is None else json.loads(generation.to_json_string(use_diff=True)),
     }

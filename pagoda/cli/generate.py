@@ -1,28 +1,33 @@
 """`pagoda generate`: continues a prompt with a trained model."""
 
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from pagoda.config.commands import GenerateConfig
+from pagoda.config.training import Tiles
 from pagoda.errors import ConfigError
 from pagoda.train.progress import say
 from pagoda.train.records import Message
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pagoda.optimizer import PagedOptimizer
+
 
 def run(config: GenerateConfig, console: Console) -> int:
     """Print what the model writes after the prompt. Returns the exit code."""
-    from pagoda.api import load, wrap
-    from pagoda.optim import AdamW
     from pagoda.train.generate import continued
     from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
 
     weights, directory = _places(config)
     has_tokenizer = directory.is_dir() and tokenizer_files(directory)
     tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
-    model = load(weights).requires_grad_(False)
-    model, optimizer = wrap(model, AdamW(), memory=config.memory)
+    model, optimizer = _opened(weights, config)
     try:
         chat = tokenizer.chats if config.chat is None else config.chat
         seed = config.seed if config.draw else None
@@ -41,6 +46,34 @@ def _messages(config: GenerateConfig) -> list[Message]:
     system = [] if config.system is None else [("system", config.system)]
     said = zip(cycle(("user", "assistant")), config.prompt, strict=False)
     return [{"role": role, "content": content} for role, content in (*system, *said)]
+
+
+def _opened(weights: Path, config: GenerateConfig) -> "tuple[nn.Module, PagedOptimizer]":
+    """The wrapped model of a directory or of a run's checkpoint."""
+    from pagoda.api import load, wrap
+    from pagoda.checkpoint.directory import read_manifest
+    from pagoda.checkpoint.model_config import QUANTIZED
+    from pagoda.config.training import MixedPrecision
+    from pagoda.memory.identity import MANIFEST
+    from pagoda.models.build import build_model
+    from pagoda.optim import AdamW
+    from pagoda.prepare.construct import init
+    from pagoda.train.model import ready
+    from pagoda.train.run_dir import RunDir
+
+    record = read_manifest(weights).get("model") if (weights / MANIFEST).is_file() else None
+    if not isinstance(record, dict) or not record.get(QUANTIZED):
+        model = load(weights).requires_grad_(False)
+        return wrap(model, AdamW(), memory=config.memory, tiles=Tiles(tile_limit=config.tile_limit))
+    # Quantized weights cannot be exported, so the run's own model is built again. It refuses tiles.
+    trained = replace(RunDir(config.source).started_config(), memory=config.memory, tile_limit=config.tile_limit)
+    with init():
+        model = build_model(trained.model, seq_len=trained.seq_len)
+    model = ready(trained, model, Console(quiet=True), from_files=False)
+    rule = trained.optim.build(trained.seed, trained.optimizer)
+    model, optimizer = wrap(model, rule, memory=config.memory, precision=trained.part(MixedPrecision))
+    optimizer.load_checkpoint(weights)
+    return model, optimizer
 
 
 def _places(config: GenerateConfig) -> tuple[Path, Path]:

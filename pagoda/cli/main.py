@@ -5,16 +5,18 @@ no traceback). 128 + signal: interrupted.
 """
 
 import io
+import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import IO, Annotated, Any, Union, cast
+from typing import IO, Any, cast
 
-import tyro
 from rich.console import Console
 
+from pagoda.cli.flags import parsed, with_flags
 from pagoda.cli.train import defaults_of
 from pagoda.config.commands import (
     CalibrateConfig,
@@ -25,7 +27,7 @@ from pagoda.config.commands import (
     InspectConfig,
     ReportConfig,
 )
-from pagoda.errors import PagodaError, StorageError
+from pagoda.errors import PagodaError, StorageError, unknown_name
 from pagoda.forecast.config import PlanConfig
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import discard
@@ -46,6 +48,11 @@ class Command:
     dataclass's defaults."""
     interrupted: str = "interrupted; nothing was written"
     """The message after Ctrl-C."""
+
+    @property
+    def purpose(self) -> str:
+        """What it is for, in a sentence."""
+        return " ".join(str(self.config.__doc__).split()).partition(". ")[0].rstrip(".")
 
 
 COMMANDS = (
@@ -103,7 +110,7 @@ class _Console(Console):
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (by default the process's own). Returns its exit code.
 
-    Raises SystemExit: 0 after --help, 2 for flags that cannot be parsed.
+    Raises SystemExit after --help.
     """
     output = _Output(sys.stdout)
     try:
@@ -119,16 +126,31 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
-    interrupted = "interrupted"
+    interrupted, settings = "interrupted", next((each.config for each in COMMANDS if [each.name] == args[:1]), None)
     try:
-        command, config = parse(args)
-        interrupted = command.interrupted
-        code: int = import_module(f"pagoda.cli.{command.name}").run(config, _Console())
-        return code
+        with _warnings_in_one_line(settings):
+            command, config = parse(args)
+            interrupted = command.interrupted
+            code: int = import_module(f"pagoda.cli.{command.name}").run(config, _Console())
+            return code
     except PagodaError as error:
-        return _tell(str(error), USER_ERROR)
+        return _tell(with_flags(str(error), settings), USER_ERROR)
     except KeyboardInterrupt:
         return _tell(interrupted, _INTERRUPTED)
+
+
+@contextmanager
+def _warnings_in_one_line(settings: type | None) -> Iterator[None]:
+    """Inside, warnings are one line each. Those that only the developers of a library can heed are not shown."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        _tell(f"warning: {with_flags(str(message), settings)}", 0)
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at its import of GPUs that are not there
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.showwarning = show
+        yield
 
 
 def _tell(message: str, code: int) -> int:
@@ -139,20 +161,28 @@ def _tell(message: str, code: int) -> int:
 
 
 def parse(args: Sequence[str]) -> tuple[Command, Any]:
-    """The subcommand that `args` name, with its configuration."""
-    arms = []
-    for command in COMMANDS:
-        chosen = bool(args) and args[0] == command.name
-        default = command.defaults(args[1:]) if chosen and command.defaults else None
-        given = {} if default is None else {"default": default}
-        arms.append(Annotated[command.config, tyro.conf.subcommand(command.name, **given)])
-    # tyro turns a union into subcommands, and a union needs a second member.
-    union = Union[(*arms, Annotated[None, tyro.conf.Suppress])]  # type: ignore[valid-type]
-    config: Any = tyro.cli(
-        union,
-        args=args,
-        prog="pagoda",
-        description="Train PyTorch models larger than memory: their state lives in pages on GPU, RAM and SSD. `pagoda "
-        "--version` prints the version.",
-    )
-    return next(command for command in COMMANDS if isinstance(config, command.config)), config
+    """The subcommand that `args` name, with its configuration.
+
+    Raises ConfigError for an unknown subcommand and for flags that cannot be read, and SystemExit after --help.
+    """
+    name, *flags = args or ("",)
+    if name in ("-h", "--help"):
+        print(_HELP)
+        raise SystemExit(0)
+    command = next((command for command in COMMANDS if command.name == name), None)
+    if command is None:
+        names = [command.name for command in COMMANDS]
+        given = f"there is no command {name!r}." if name else "a command is missing."
+        raise unknown_name(name, names, given, f"Commands: {', '.join(names)}. `pagoda --help` describes them.")
+    default = command.defaults(flags) if command.defaults else None
+    return command, parsed(command.config, flags, f"pagoda {name}", default)
+
+
+_HELP = "\n".join(
+    [
+        "usage: pagoda COMMAND [flags]\n",
+        "Train PyTorch models larger than memory: their state lives in pages on GPU, RAM and SSD.\n",
+        *(f"  {command.name:<10} {command.purpose}" for command in COMMANDS),
+        "\n`pagoda COMMAND --help` lists its flags. `pagoda --version` prints the version.",
+    ]
+)

@@ -16,7 +16,7 @@ class DataConfig(Reading):
     """Say what `pagoda train` would read from data: formats, roles, lengths, the share of tokens that the loss counts,
     keys that are ignored, what is left out or cut and why, and one example."""
 
-    data: Annotated[str, tyro.conf.Positional]
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """A file, a folder, a glob in quotes, or stdlib, as in --data of `pagoda train`."""
     model: str
     """The model that `pagoda train` would train, which gives the tokenizer and the longest sequence: a Hugging Face
@@ -67,6 +67,8 @@ class GenerateConfig:
     """Format the prompt with the tokenizer's chat template. By default it is used if there is one."""
     memory: Memory = field(default_factory=Memory)
     """Where the weights may live."""
+    tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are fetched in tiles."""
 
     def __post_init__(self) -> None:
         require_count("tokens", self.tokens, 1)

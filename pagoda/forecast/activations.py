@@ -28,6 +28,10 @@ _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 Megatron-LM (arXiv 2205.05198) counts 34 bytes per token and hidden element in 16 bits, with an MLP four times as wide.
 That is (9 + 2 * 4) * 2. Backward holds the gradients of some of these tensors at a time."""
 
+MALLOC = 4
+"""By how many times its activations a process that computes on the CPU may grow. glibc's malloc cannot reuse most of
+the aligned blocks that torch frees, because small pieces between them stay in use. `benchmarks/activations.py estimate`
+measures it."""
 _WHOLE_TENSORS = 8
 """How many of the tensors of hidden width every tensor-parallel rank holds whole. Megatron-LM counts 10 of 18 bytes for
 them. Ranks divide all other tensors."""

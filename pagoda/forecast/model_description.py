@@ -97,15 +97,16 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
             root, flops = tiled(root, flops, config.tile_elements)
         layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
         heads, divisions = shape.heads, OF_PAPERS
+        params = root.numel
         hidden, ffn, vocab = shape.hidden, shape.ffn * max(1, top_k), shape.vocab
     else:
-        root, flops, built, layers = _tree_of_transformers(config, name, count_flops)
+        root, params, flops, built, layers = _tree_of_transformers(config, name, count_flops)
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
     elsewhere = (ranks - 1) * sum(module.numel for module in root.modules() if module.routed)
     return ModelDescription(
         name=name,
-        params=root.numel + elsewhere,
+        params=params + elsewhere,
         root=root,
         forward_flops=flops,
         layers=layers,
@@ -130,15 +131,17 @@ def _check_experts(shape: PaperShape, ranks: int) -> None:
 
 def _tree_of_transformers(
     config: PlanConfig, name: str, count_flops: bool
-) -> tuple[ModuleSpec, dict[str, float], Any, int]:
-    """Module tree, FLOPs per module, text configuration and number of layers. The layers of a built-in decoder are
-    alike, so two of them are built, without values, and stand for all."""
+) -> tuple[ModuleSpec, int, dict[str, float], Any, int]:
+    """Module tree, number of parameters, FLOPs per module, text configuration and number of layers. The layers of a
+    built-in decoder are alike, so two of them are built, without values, and stand for all. In the tree, quantized
+    parameters count as what they take."""
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
     from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
     from pagoda.models.lora import add_adapters
     from pagoda.prepare.construct import describe
     from pagoda.prepare.operator_tiles import Tiling
+    from pagoda.prepare.quantize import linear_layers, pack_without_values
 
     ranks, most_elements = config.expert_parallel, config.tile_elements
     cuts_stacks, in_blocks = not isinstance(config.rule, TensorRule), any(s.per > 1 for s in config.rule.own_states())
@@ -148,18 +151,24 @@ def _tree_of_transformers(
         alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
         with counting.weightless():
             model: Any = build_model(name, seq_len=config.seq_len, layers=_DESCRIBED if alike else None)
+            packed = linear_layers(model) if config.quantize is not None else {}
             if config.lora.rank is not None:
                 model = add_adapters(model, config.lora)
             Tiling(model, most_elements, cuts_stacks=cuts_stacks, in_blocks=in_blocks, exchange=first)
             counted = counting.forward_flops(model, config.batch_size, config.seq_len) if count_flops else {}
-            root = describe(model)
+            whole = root = describe(model)
+            if config.quantize is not None:
+                for layer in packed.values():
+                    pack_without_values(layer, config.quantize)
+                root = describe(model, weight=config.states[0].dtype)
     except ConfigError as error:
         if name not in str(error) or "unknown model" not in str(error):
             raise
         raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
     if alike:
+        whole, _ = _repeated(whole, counted, layers)
         root, counted = _repeated(root, counted, layers)
-    return root, counted, model.config.get_text_config(), layers
+    return root, whole.numel, counted, model.config.get_text_config(), layers
 
 
 def _repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:

@@ -10,17 +10,20 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from pagoda.forecast.activations import MALLOC
 from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.pipeline import PipelineForecast
 from pagoda.forecast.record import plan_record, timeline_record
 from pagoda.forecast.wear import wear
 from pagoda.memory.sizes import format_bytes
+from pagoda.plan.placement import MEANING
 from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """A table with a row per state and a column per tier, with sums and budgets, followed by the automatic choices."""
+    """A table with a row per state and a column per tier, with sums and budgets; then what lines mean, and the
+    automatic choices."""
     tiers = [tier for tier, lines in plan.bytes.items() if lines]
     states = list(dict.fromkeys(state for tier in tiers for state in plan.bytes[tier]))
     title = Text(
@@ -35,7 +38,9 @@ def plan_table(plan: Plan) -> RenderableType:
     table.add_row("in all", *(format_bytes(sum(plan.bytes[tier].values())) for tier in tiers), style="bold")
     budgets = (getattr(plan.budgets, tier) for tier in tiers)
     table.add_row("budget", *("-" if budget is None else format_bytes(budget) for budget in budgets))
-    return Group(title, table, *(Text(f"- {reason}") for reason in plan.reasons))
+    lines = [f"{line} = {MEANING[line]}" for line in states if line in MEANING]
+    explained = [Text(f"Here, {'; '.join(lines)}.")] if lines else []
+    return Group(title, table, *explained, *(Text(f"- {reason}") for reason in plan.reasons))
 
 
 def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
@@ -112,6 +117,9 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
         yield Text("Fits.", style="bold green")
         yield plan_table(forecast.plan)
     yield Text(f"Besides pages, activations take {forecast.activations}.")
+    if forecast.machine.hardware.device is None:
+        kept = format_bytes((MALLOC - 1) * forecast.activations.total)
+        yield Text(f"malloc may keep up to {kept} more, in freed blocks that it cannot reuse.")
     yield from (Text(f"- {note}") for note in (*forecast.notes, *forecast.resolved))
     if forecast.choice is not None:
         yield _figures(forecast)

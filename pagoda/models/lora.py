@@ -51,6 +51,8 @@ class LoraConfig:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
         if self.rank is not None and run.tensor_parallel > 1:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tensor-parallel")
+        if self.rank is None and run.quantize is not None:
+            raise ConfigError("--quantize is for a model whose adapters train: give --lora.rank too, such as 16")
 
 
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":

@@ -15,7 +15,7 @@ from torch import nn
 from pagoda.errors import ConfigError
 from pagoda.mesh.dtensors import as_dtensor
 
-_ALIGN_BYTES = 256
+ALIGN_BYTES = 256
 """Each tensor inside a parameter begins at a multiple of this many bytes, as parameters do in their unit."""
 _KEPT = "Params4bit"
 """bitsandbytes' class of packed weights. Its autograd function keeps them in its context, where no hook sees them."""
@@ -85,7 +85,7 @@ class QuantizedForm:
             rebuild = context, param.shape, param.stride()
         inner, end = [], 0
         for name, tensor in tensors.items():
-            offset = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+            offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
             inner.append(_Inner(name, tensor.dtype, tuple(tensor.shape), offset))
             end = offset + inner[-1].nbytes
         return cls(tuple(inner), weight, type(param), rebuild)

@@ -20,6 +20,24 @@ LINES_AFTER_STATES = (
     *(WORK, COLLECTIVE_BUFFERS, SERVING, ACTIVATIONS),
 )
 """The lines of a tier that are not homes of states, in the order in which tables show them."""
+MEANING: Mapping[str, str] = {
+    WEIGHT_BACK: "the weights that asynchronous updates write",
+    GRAD_QUEUE: "gradients that wait for their asynchronous update",
+    SPARE: "pages for new values while checkpoints keep the old ones",
+    UNDO: "a second version of states that are updated before it is known whether gradients are clipped",
+    LEASES: "weights while forward and backward use them",
+    UPDATE_RING: "blocks of state that pass through the device for their update",
+    STAGING: "gradients on their way to an update or to SSD",
+    RING: "blocks of state from SSD that pass through RAM for their update",
+    FETCH_RING: "pieces of weights on their way from SSD to the device",
+    BOUNCE: "pieces of gradients from the device that are added in RAM",
+    CHECKPOINT: "states that change before a checkpoint has written them",
+    WORK: "fp32 copies of the parameter that is being updated",
+    COLLECTIVE_BUFFERS: "gradients while ranks add them up",
+    SERVING: "weights on SSD that ranks send each other",
+    ACTIVATIONS: "offloaded activations, and buffers on their way to SSD",
+}
+"""What a line holds that is not the home of a state."""
 
 ACTIVATION_BUFFERS = 4
 """Number of buffers between activations and SSD: two on their way out, two on their way back."""
@@ -41,20 +59,7 @@ class Budgets:
 class Placement:
     """The home of every extent, and the pages of every line of the plan.
 
-    A line with the name of a state is the home of that state. The other lines:
-
-    - LEASES: weights while they are used.
-    - STAGING: gradients on their way to the update or to SSD.
-    - RING: blocks of weights and moments that stream through RAM.
-    - FETCH_RING: pieces of weights on their way from SSD to a separate device.
-    - BOUNCE: pieces of gradients from it that are added in RAM.
-    - COLLECTIVE_BUFFERS: whole gradients that several ranks add up, and their sums.
-    - SERVING: weights on SSD that ranks send each other: a message, or the largest unit if every rank has all weights.
-    - CHECKPOINT: states that a checkpoint has not written when their next update comes.
-    - SPARE: pages on SSD for changes while checkpoints keep their own pages. Frozen weights need none.
-    - WORK: fp32 copies for the update of a rule that computes on them, one parameter at a time.
-    - UNDO: a second version of the states of speculated units: the old ones, and the new ones until they are confirmed.
-    - ACTIVATIONS: buffers through which activations go to SSD. A step shows how many bytes are offloaded.
+    A line with the name of a state is the home of that state. `MEANING` explains the other lines.
     """
 
     homes: Mapping[tuple[int, str], str]

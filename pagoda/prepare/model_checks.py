@@ -64,13 +64,14 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Check that all weights have one dtype. Compute uses one dtype for all, so it would change a model that mixes
     dtypes.
 
-    Adapters in fp32 over frozen 16-bit weights are an exception, because trained parameters have an fp32 master anyway:
-    that everything computes in `dtype` is then only a warning. Any other mixture raises ConfigError. If all have one
-    dtype, a warning names those that transformers would keep in fp32, wherever the model comes from.
+    Quantized weights have a check of their own. Adapters in fp32 over frozen 16-bit weights are an exception, because
+    trained parameters have an fp32 master anyway: that everything computes in `dtype` is then only a warning. Any other
+    mixture raises ConfigError. If all have one dtype, a warning names those that transformers would keep in fp32,
+    wherever the model comes from.
     """
     names: dict[tuple[bool, torch.dtype], str] = {}
     for name, param in model.named_parameters():
-        if param.is_floating_point():
+        if param.is_floating_point() and not is_quantized(param):
             names.setdefault((param.requires_grad, param.dtype), name)
     dtypes = {of for _, of in names}
     if len(dtypes) <= 1:

@@ -21,6 +21,7 @@ UPDATE_BYTES = 28
 """Memory traffic of AdamW on the bf16 split master, per parameter: 14 bytes read, 12 written, and 2 to clear the
 gradient for the next step."""
 
+_REACHED_SHARE = 0.6
 _CPU_UPDATE_SHARE = 0.6
 _GPU_UPDATE_SHARE = 0.9
 _FP32_SHARE = 0.8
@@ -30,13 +31,23 @@ _NETWORK_SHARE = 0.8
 _DRIVE_WRITES = 600
 
 
-def _device(name: str, gib: float, memory: float, bf16: float, reached: tuple[float, str], fp32: float) -> DeviceSpeeds:
-    """A GPU by its datasheet: memory in GiB, bandwidth in bytes/s, rates in TFLOP/s."""
+_REACHED = (
+    f"assumed: {_REACHED_SHARE} of peak; Megatron-LM reaches 0.57 on A100s, collectives included, arXiv 2205.05198, "
+    "table 5"
+)
+
+
+def _device(
+    name: str, gib: float, memory: float, bf16: float, fp32: float, reached: tuple[float, str] | None = None
+) -> DeviceSpeeds:
+    """A GPU by its datasheet: memory in GiB, bandwidth in bytes/s, rates in TFLOP/s. `reached`: the bf16 rate of a
+    transformer, and its source."""
+    flops, why = reached or (round(_REACHED_SHARE * bf16), _REACHED)
     sheet = f"{name} datasheet"
     return DeviceSpeeds(
         memory_bytes=Figure(gib * _GIB, sheet),
         memory_bytes_per_s=Figure(memory, sheet),
-        bf16=MatmulRate(Figure(bf16 * _TFLOP, f"{sheet}, dense"), Figure(reached[0] * _TFLOP, reached[1])),
+        bf16=MatmulRate(Figure(bf16 * _TFLOP, f"{sheet}, dense"), Figure(flops * _TFLOP, why)),
         fp32=MatmulRate(
             Figure(fp32 * _TFLOP, f"{sheet}, without TF32"),
             Figure(fp32 * _TFLOP * _FP32_SHARE, f"assumed: {_FP32_SHARE} of peak"),
@@ -129,6 +140,26 @@ def _dgx(
     )
 
 
+def _workstation(name: str, device: DeviceSpeeds, link: Link) -> Hardware:
+    """One GPU in a desktop computer with a drive for consumers."""
+    return Hardware(
+        name=name,
+        cpu=_cpu(Figure(128 * _GIB, "assumed: 4 x 32 GB"), 16, 89.6 * _GB, "assumed: 2 channels of DDR5-5600"),
+        device=device,
+        link=link,
+        ssd=_drive(
+            Figure(2 * _TB, "Samsung 990 PRO 2 TB datasheet"),
+            Figure(7.45 * _GB, "Samsung 990 PRO 2 TB datasheet"),
+            Figure(
+                1.5 * _GB,
+                "assumed: as the 980 PRO 1 TB once its cache is full (TechPowerUp); the 990 PRO's datasheet "
+                "has 6.9 GB/s into the cache",
+            ),
+            Figure(1_200 * _TB, "Samsung 990 PRO 2 TB datasheet"),
+        ),
+    )
+
+
 def _one_of(node: Hardware, name: str) -> Hardware:
     """One GPU of a node, with its part of the processors and RAM, a link of its own and one drive."""
     of, whole = node.gpus_per_node, node.cpu
@@ -150,22 +181,22 @@ _V100 = _device(
     32,
     900 * _GB,
     125.0,
-    (70.0, "achievable peak of a V100 in ZeRO-Infinity, arXiv 2104.07857"),
     15.7,
+    (70.0, "achievable peak of a V100 in ZeRO-Infinity, arXiv 2104.07857"),
 )
-_A100_REACHED = (187.0, "assumed: 0.6 of peak; PatrickStar, arXiv 2108.05818, plots 154 TFLOP/s a GPU with offload")
 _A100_40G = replace(
-    _device("NVIDIA A100 SXM4 40GB", 40, 1_555 * _GB, 312.0, _A100_REACHED, 19.5),
+    _device("NVIDIA A100 SXM4 40GB", 40, 1_555 * _GB, 312.0, 19.5),
     memory_bytes=Figure(42_405_855_232.0, "deviceQuery on an A100-SXM4-40GB, in PC2 Paderborn's documentation"),
 )
-_A100_80G = _device("NVIDIA A100 SXM4 80GB", 80, 2_039 * _GB, 312.0, _A100_REACHED, 19.5)
-_HOPPER_REACHED = (600.0, "assumed: 0.61 of peak")
-_H100 = _device("NVIDIA H100 SXM5 80GB", 80, 3_350 * _GB, 989.4, _HOPPER_REACHED, 66.9)
+_A100_80G = _device("NVIDIA A100 SXM4 80GB", 80, 2_039 * _GB, 312.0, 19.5)
+_H100 = _device("NVIDIA H100 SXM5 80GB", 80, 3_350 * _GB, 989.4, 66.9)
 _H200 = replace(
-    _device("NVIDIA H200 SXM5 141GB", 141, 4_800 * _GB, 989.4, _HOPPER_REACHED, 66.9),
+    _device("NVIDIA H200 SXM5 141GB", 141, 4_800 * _GB, 989.4, 66.9),
     memory_bytes=Figure(143_771.0 * (1 << 20), "nvidia-smi on an H200: 143,771 MiB; unverified"),
 )
-_RTX4090 = _device("NVIDIA GeForce RTX 4090", 24, 1_008 * _GB, 165.2, (140.0, "assumed: 0.85 of peak"), 82.6)
+_H100_PCIE = _device("NVIDIA H100 PCIe 80GB", 80, 2_000 * _GB, 756.0, 51.0)
+_RTX6000_ADA = _device("NVIDIA RTX 6000 Ada", 48, 960 * _GB, 364.2, 91.1)
+_RTX4090 = _device("NVIDIA GeForce RTX 4090", 24, 1_008 * _GB, 165.2, 82.6)
 
 _XEON_8168 = (48, 256 * _GB, "2 Xeon Platinum 8168, 6 channels of DDR4-2666 each, as in the DGX-2; unverified")
 _EPYC_7742 = (128, 409.6 * _GB, "2 EPYC 7742, 8 channels of DDR4-3200 each, as in the DGX A100")
@@ -245,22 +276,11 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             _one_of(_A100_80G_NODE, "a100-80g"),
             _one_of(_H100_NODE, "h100"),
             _one_of(_H200_NODE, "h200"),
-            Hardware(
-                name="rtx4090",
-                cpu=_cpu(Figure(128 * _GIB, "assumed: 4 x 32 GB"), 16, 89.6 * _GB, "assumed: 2 channels of DDR5-5600"),
-                device=_RTX4090,
-                link=_link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16"),
-                ssd=_drive(
-                    Figure(2 * _TB, "Samsung 990 PRO 2 TB datasheet"),
-                    Figure(7.45 * _GB, "Samsung 990 PRO 2 TB datasheet"),
-                    Figure(
-                        1.5 * _GB,
-                        "assumed: as the 980 PRO 1 TB once its cache is full (TechPowerUp); the 990 PRO's datasheet "
-                        "has 6.9 GB/s into the cache",
-                    ),
-                    Figure(1_200 * _TB, "Samsung 990 PRO 2 TB datasheet"),
-                ),
+            _workstation("rtx4090", _RTX4090, _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")),
+            _workstation(
+                "rtx6000-ada", _RTX6000_ADA, _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")
             ),
+            _workstation("h100-pcie", _H100_PCIE, _GEN5_LINK),
         )
     }
 )

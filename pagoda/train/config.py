@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
 
 from pagoda.config.decode import decoded
 from pagoda.config.reading import Reading
@@ -41,7 +43,7 @@ _EVALUATIONS = 10
 class OptimConfig(StatesConfig):
     """Settings of the optimizer, and its learning rate over the run."""
 
-    lr: float | None = None
+    lr: Annotated[float | None, tyro.conf.arg(aliases=["--lr"])] = None
     """Peak learning rate. By default 3e-4 for random weights, 2e-5 for all of a pretrained model, 2e-4 for adapters."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment. By default 0.9 and 0.95 for adamw, else the optimizer's own."""

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from pagoda.budgets import HOST_SHARE
+from pagoda.budgets import HOST_SHARE, compute_device
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.config.reading import Reading
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.activations import MALLOC, estimate_activations
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.memory.ram import free_ram
@@ -193,8 +193,13 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[int, int, 
     itemsize = 4 if asked.precision == "fp32" else 2
     room, of = _room(asked)
 
+    asks_for_room = asked.memory.activation_bytes is not None
+    kept = MALLOC if compute_device(asked.memory).type == "cpu" and not asks_for_room else 1
+
     def takes(batch: int) -> int:
-        return estimate_activations(described, batch * seq_len, itemsize, asked.activations, asked.chunked_loss).total
+        """Bytes by which the process grows."""
+        estimated = estimate_activations(described, batch * seq_len, itemsize, asked.activations, asked.chunked_loss)
+        return kept * estimated.total
 
     if takes(1) > room:
         raise BudgetError(
@@ -213,7 +218,8 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[int, int, 
             enough = f"so that the data give at least {_STEPS} steps"
             why += f", {enough if sequences >= _STEPS * ranks else f'as the data give fewer than {_STEPS} steps'}"
     reasons = [
-        f"--batch-size {batch}: activations take about {format_bytes(takes(batch))} of {format_bytes(room)} ({of})",
+        f"--batch-size {batch}: activations take about {format_bytes(takes(batch))} of {format_bytes(room)} ({of})"
+        + ", with what malloc keeps" * (kept > 1),
         f"--accumulation-steps {passes}: {why}",
     ]
     return batch, passes, reasons

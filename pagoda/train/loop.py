@@ -3,32 +3,28 @@
 import os
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
-from torch import nn
 
 from pagoda.api import plan_of, wrap
-from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
-from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh, open_mesh
 from pagoda.mesh.world import was_restarted
 from pagoda.models.build import build_model, model_directory
 from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
-from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import init
-from pagoda.prepare.deferred_logits import chunked_loss
-from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
+from pagoda.prepare.quantize import package_of
+from pagoda.train.choice import choose_plan, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.inputs import batches_of, example, keep_apart, opened_tokens
+from pagoda.train.model import ready
 from pagoda.train.progress import expected, lasting, say
 from pagoda.train.ranks import from_first
 from pagoda.train.resume import Beginning, begin
@@ -55,6 +51,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     console = Console(quiet=True) if mesh.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
+        if config.quantize is not None:
+            package_of(config.quantize)
         if config.download:
             from_first(mesh, "the download of the model", lambda: _download(config.model))
         config = completed(config, mesh, console)
@@ -83,15 +81,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     with init():
         built = build_model(config.model, seq_len=config.seq_len)
     batches, evaluated = batches_of(config, tokens, tokenizer, built, mesh, console)
-    if checkpoint is None:
-        _give_weights(config, built, console)
-    if chunks_loss(config, built):
-        chunked_loss(built)
-        say(console, "Loss: in chunks, so that logits are never whole")
-    if config.lora.rank is not None:
-        built = add_adapters(built, config.lora)
-        trained = sum(param.numel() for param in built.parameters() if param.requires_grad)
-        say(console, f"Adapters: rank {config.lora.rank}, {trained:,} parameters train, and the model's own are frozen")
+    built = ready(config, built, console, from_files=checkpoint is None)
     if config.tensor_parallel > 1:
         divide(built, config.model, mesh.tensor)
     # The last checkpoints and the best one.
@@ -134,39 +124,6 @@ def _download(name: str) -> None:
     if not is_hub_name(name):
         raise ConfigError(f"--download is for a model of the Hugging Face Hub, ORG/NAME, and --model is {name!r}")
     download(name)
-
-
-def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
-    """Let the model start from the weights next to its config.json, if there are any. Prints which weights it starts
-    from.
-
-    Raises ConfigError if files are missing in the directory.
-    """
-    directory = model_directory(config.model)
-    if directory is None or not _downloaded(directory, is_hub_name(config.model)):
-        say(console, f"Weights: random, seed {config.seed}")
-        return
-    found = attach_weights(model, directory)
-    line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
-    say(console, line, *found.warnings())
-
-
-def _downloaded(directory: Path, from_hub: bool) -> list[Path]:
-    """The weight files of a directory. Raises ConfigError if it seems to be an incomplete download. `from_hub`: it is
-    in the Hugging Face cache."""
-    files = weight_files(directory)
-    missing = [path.name for path in files if not path.exists()]
-    if missing:
-        raise ConfigError(
-            f"{directory} lacks {len(missing)} of its {len(files)} files of weights ({missing[0]}), as if its download "
-            "had been interrupted: run hf download again, which fetches what is missing"
-        )
-    if not files and (from_hub or (directory / ".cache" / "huggingface").is_dir()):
-        raise ConfigError(
-            f"{directory} was downloaded without weights: run hf download again (of a gated model, accept its terms "
-            "and run hf auth login first). To start from random weights, copy config.json alone to another directory"
-        )
-    return files
 
 
 def _check_trace(config: TrainConfig, run_dir: RunDir, done: int) -> None:

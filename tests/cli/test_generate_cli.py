@@ -77,6 +77,7 @@ def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.Captu
     assert generated(capsys, *args) == said
     assert (folder / "run").stat().st_mtime_ns == before, "weights go from the checkpoint to pages, by no other file"
     assert generated(capsys, str(folder / "again"), *args[1:3]) == said
+    assert generated(capsys, *args, "--tile-limit", "8KiB") == said
     assert generated(capsys, *args, "--draw") == generated(capsys, *args, "--draw") != said
 
 
@@ -125,8 +126,7 @@ def test_what_cannot_be_continued_is_refused_in_words(
 ) -> None:
     run, model = folder / "run", folder / "model"
     for flags in (("--tokens", "0"), ("--seed", "-1")):
-        with pytest.raises(SystemExit):
-            main(["generate", str(run), "--prompt", "a", *flags])
+        assert main(["generate", str(run), "--prompt", "a", *flags]) == 2
     assert "--prompt is empty" in refused(capsys, run, "--prompt", "", "--chat", False)
     assert "the model has 256 positions" in refused(capsys, run, "--prompt", "a b " * 300)
     assert "names a checkpoint of a run" in refused(capsys, model, "--prompt", "a", "--checkpoint", "best")

@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.cli.main import main
 from pagoda.models.shapes import is_built_in
+from pagoda.plan.placement import MEANING
 from tests.forecast.machines import SMALL
 
 KEYS = {
@@ -54,6 +55,10 @@ def test_it_prints_the_plan_the_figures_and_what_would_help(plan: Command, machi
     for said in ("Fits.", "exp_avg_sq", "budget", "tokens/s", "of peak", "binding lane", "drive wear", "compute waits"):
         assert said in done.stdout
     assert "What would help" in done.stdout
+    said = " ".join(done.stdout.split())
+    for line in re.findall(r"│ (\w+) +│", done.stdout):
+        if line in MEANING:
+            assert f"{line} = {MEANING[line]}" in said
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     step_us = json.loads(trace.read_text())["otherData"]["step_s"] * 1e6
     assert {"compute", "d2h", "ssd_read", "ssd_write", "update"} == {span["cat"] for span in spans}
@@ -91,8 +96,8 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
             "is 3, which",
         ),
         (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
-        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
-        (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "tile_limit is '1'"),
+        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "--batch-size is 99999999999"),
+        (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "--tile-limit is '1'"),
     ],
 )
 def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str, ...], complaint: str) -> None:

@@ -56,6 +56,14 @@ def test_a_machine_has_as_many_gpus_as_its_name_says_and_otherwise_one(name: str
         assert machine.cpu.memory_bytes.value < node.cpu.memory_bytes.value
 
 
+def test_gpus_reach_the_same_share_of_their_peak_unless_a_source_says_another() -> None:
+    for machine in MACHINES.values():
+        rate = machine.device.bf16
+        if rate.reached_flop_per_s.source.startswith("assumed"):
+            share = rate.reached_flop_per_s.value / rate.peak_flop_per_s.value
+            assert share == pytest.approx(0.6, abs=0.005), machine.name
+
+
 def test_an_unknown_machine_lists_the_names_and_the_closest() -> None:
     assert find_machine("h100") is MACHINES["h100"]
     with pytest.raises(ConfigError, match=r"Did you mean 'a100-80g'\?.*rtx4090"):

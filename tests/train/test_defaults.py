@@ -12,9 +12,12 @@ from rich.console import Console
 from pagoda.cli.main import main, parse
 from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.model_description import describe_model
 from pagoda.mesh.mesh import open_mesh
 from pagoda.models.lora import LoraConfig
-from pagoda.train import OptimConfig, TrainConfig, run
+from pagoda.train import OptimConfig, TrainConfig, defaults, run
 from pagoda.train.defaults import completed
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
@@ -160,6 +163,18 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="pipe cannot be read: it is not a regular file"):
         read_settings(tmp_path / "pipe")
+
+
+def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = describe_model(PlanConfig(model=str(folder / "random"), seq_len=16), count_flops=False)
+    one = estimate_activations(described, 16, 2, "recompute").total
+    monkeypatch.setattr(defaults, "free_ram", lambda: 4 * one + (1 << 20))
+    asked = TrainConfig(model=str(folder / "random"), seq_len=16, memory=Memory(host="1MiB"))
+    batch, _, (why, _) = defaults._batch(asked, 1, 1e9)
+    assert batch == 1, "a second sequence would fit if malloc kept nothing"
+    assert why.endswith("with what malloc keeps")
+    roomy = replace(asked, memory=Memory(host="1MiB", activations=4 * one))
+    assert defaults._batch(roomy, 1, 1e9)[0] > 1
 
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:

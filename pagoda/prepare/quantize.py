@@ -1,0 +1,91 @@
+"""Frozen linear layers in 4 or 8 bits, under adapters.
+
+Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (NeurIPS 2023), for 4 bits.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagoda.checkpoint.waiting import source_of
+from pagoda.errors import ConfigError, needed
+from pagoda.parameters.quantized import ALIGN_BYTES
+
+PACKAGES = {"4bit": "bitsandbytes", "8bit": "torchao"}
+"""Format -> the package that has its layers."""
+
+
+def package_of(bits: str) -> Any:
+    """The package that has the layers of a format. Raises ConfigError if it is not installed."""
+    return needed(PACKAGES[bits], f"--quantize {bits} needs {PACKAGES[bits]}: pip install 'pagoda-train[quantized]'")
+
+
+def quantize(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:
+    """Replace the linear layers of a transformers model by frozen ones that compute in `dtype` on `device`. Their
+    weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that
+    wait are read layer by layer.
+
+    Returns the number of weights that were quantized. Raises ConfigError if there are none.
+    """
+    package, make = package_of(bits), {"4bit": _in_4_bits, "8bit": _in_8_bits}[bits]
+    layers = linear_layers(model)
+    for name, module in layers.items():
+        made = make(package, _values(module, dtype), device)
+        made.bias = None if module.bias is None else module.bias.requires_grad_(False)
+        model.set_submodule(name, made)
+    return sum(module.weight.numel() for module in layers.values())
+
+
+def linear_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of a transformers model that are quantized, by name: as in transformers, all linear ones except the
+    output layer and those whose weights are tied. Raises ConfigError if there are none."""
+    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    output: Any = model.get_output_embeddings()  # type: ignore[operator]
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module) and module is not output}
+    found: dict[str, Any] = {name: module for name, module in linear.items() if uses[id(module.weight)] == 1}
+    if not found:
+        raise ConfigError(f"--quantize is for linear layers, and a {type(model).__name__} has none: leave it out")
+    return found
+
+
+def pack_without_values(layer: Any, bits: str) -> None:
+    """Give a linear layer a weight of as many bytes as it has in pages once it is quantized. For plans: the layer can
+    no longer compute."""
+    count, rows = layer.weight.numel(), layer.weight.shape[0]
+    # In 8 bits, each row has a scale of 4 bytes and a zero point of 1.
+    inner, last = ((), -(-count // 2)) if bits == "4bit" else ((count, 4 * rows), rows)
+    nbytes = sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in inner) + last
+    layer.weight = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8, device="meta"), requires_grad=False)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _values(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weights of a linear layer, [outputs, inputs]. They are not in memory afterwards if they were not before."""
+    source = source_of(module.weight)
+    values = module.weight.detach() if source is None else source.values.whole()
+    return (values if type(module) is nn.Linear else values.T.contiguous()).to(dtype)
+
+
+def _in_4_bits(bitsandbytes: Any, values: torch.Tensor, device: torch.device) -> Any:
+    outputs, inputs = values.shape
+    form = {"quant_type": "nf4", "compress_statistics": True}
+    made = bitsandbytes.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=values.dtype, device="meta", **form)
+    weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, module=made, **form)
+    made.weight = weight.to(values.device)  # packs it
+    made.weight.quant_state.to(device)  # the scales are in no page, so nothing else moves them
+    return made
+
+
+def _in_8_bits(torchao: Any, values: torch.Tensor, _: torch.device) -> Any:
+    outputs, inputs = values.shape
+    made = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta"))
+    made[0].weight = nn.Parameter(values, requires_grad=False)
+    torchao.quantization.quantize_(made, torchao.quantization.Int8WeightOnlyConfig())
+    return made[0]

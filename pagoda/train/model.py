@@ -1,0 +1,78 @@
+"""The model of a run before it is wrapped: its weights, its loss, its quantized layers and its adapters."""
+
+from pathlib import Path
+
+from rich.console import Console
+from torch import nn
+
+from pagoda.budgets import compute_device
+from pagoda.checkpoint.pretrained import attach_weights, weight_files
+from pagoda.errors import ConfigError
+from pagoda.memory.sizes import format_bytes
+from pagoda.models.build import model_directory
+from pagoda.models.hub import is_hub_name
+from pagoda.models.lora import add_adapters
+from pagoda.optim.rule import DTYPES
+from pagoda.prepare.deferred_logits import chunked_loss
+from pagoda.prepare.quantize import quantize
+from pagoda.train.choice import chunks_loss
+from pagoda.train.config import TrainConfig
+from pagoda.train.progress import say
+
+
+def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files: bool) -> nn.Module:
+    """The model of a run, made from one that was built in `pagoda.init()`, ready for `wrap`. Prints what is done.
+
+    `from_files`: it starts from the weights in its directory, if there are any. Otherwise a checkpoint will be loaded,
+    and the files are read only for weights that are quantized, because these cannot wait.
+
+    Raises ConfigError if files are missing, or if layers cannot be quantized or adapted.
+    """
+    if from_files or config.quantize is not None:
+        _give_weights(config, model, console)
+    if chunks_loss(config, model):
+        chunked_loss(model)
+        say(console, "Loss: in chunks, so that logits are never whole")
+    if config.quantize is not None:
+        count = quantize(model, config.quantize, DTYPES[config.precision], compute_device(config.memory))
+        say(console, f"Quantized: {count:,} parameters in {config.quantize.removesuffix('bit')} bits")
+    if config.lora.rank is not None:
+        model = add_adapters(model, config.lora)
+        trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        say(console, f"Adapters: rank {config.lora.rank}, {trained:,} parameters train, and the model's own are frozen")
+    return model
+
+
+def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
+    """Let the model start from the weights next to its config.json, if there are any. Prints which weights it starts
+    from.
+
+    Raises ConfigError if files are missing in the directory.
+    """
+    directory = model_directory(config.model)
+    if directory is None or not _downloaded(directory, is_hub_name(config.model)):
+        if config.quantize is not None:
+            raise ConfigError(f"--quantize is for pretrained weights, which {config.model!r} lacks: leave it out")
+        say(console, f"Weights: random, seed {config.seed}")
+        return
+    found = attach_weights(model, directory)
+    line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
+    say(console, line, *found.warnings())
+
+
+def _downloaded(directory: Path, from_hub: bool) -> list[Path]:
+    """The weight files of a directory. Raises ConfigError if it seems to be an incomplete download. `from_hub`: it is
+    in the Hugging Face cache."""
+    files = weight_files(directory)
+    missing = [path.name for path in files if not path.exists()]
+    if missing:
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} of its {len(files)} files of weights ({missing[0]}), as if its download "
+            "had been interrupted: run hf download again, which fetches what is missing"
+        )
+    if not files and (from_hub or (directory / ".cache" / "huggingface").is_dir()):
+        raise ConfigError(
+            f"{directory} was downloaded without weights: run hf download again (of a gated model, accept its terms "
+            "and run hf auth login first). To start from random weights, copy config.json alone to another directory"
+        )
+    return files

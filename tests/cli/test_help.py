@@ -1,0 +1,88 @@
+"""Help is in groups, mistakes in flags are one line, and messages have the names of flags."""
+
+import warnings
+
+import pytest
+
+from pagoda.cli.flags import with_flags
+from pagoda.cli.main import COMMANDS, main
+from pagoda.config.commands import GenerateConfig
+from pagoda.train.config import TrainConfig
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_help_of_train_begins_with_what_is_needed_and_has_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = help_of("train", capsys)
+    assert "--data" in "\n".join(shown.splitlines()[:10])
+    essential, memory, advanced = (shown.index(f"\n{group}:\n") for group in ("essential", "memory", "advanced"))
+    assert essential < shown.index("\n  --data STR") < shown.index("\n  --optim.lr FLOAT, --lr FLOAT") < memory
+    assert memory < shown.index("\n  --memory.ssd DIR") < advanced < shown.index("\n  --trace-step INT")
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_every_command_has_help_in_lines_of_a_terminal(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = help_of(command, capsys)
+    assert shown.startswith(f"usage: pagoda {command} ")
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("", "a command is missing. Commands: train, plan"),
+        ("trian", "there is no command 'trian'. Did you mean 'train'? Commands: train, plan"),
+        ("train", "Missing from pagoda train: --model STR (pagoda train --help lists all flags)"),
+        ("generate runs/x", "Missing from pagoda generate: --prompt"),
+        ("train --model m --lerning-rate 3", "Unrecognized options: --lerning-rate, 3"),
+        ("train --model m --optim.rl 3", "Unrecognized options: --optim.rl, 3; did you mean --optim.lr?"),
+        ("train --model m --steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
+        ("train --model m --precision fp8", "invalid choice 'fp8' for argument '--precision'"),
+        ("train --model m --batch-size -2", "--batch-size is -2; it must be a whole number, at least 0 (pagoda"),
+        ("train --model m --memory.host lots", "--memory.host: 'lots' is not a size"),
+        ("plan --model gpt2 --hardware h100 --tile-limit 1", "--tile-limit is '1'; it must be at least 4096 bytes"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_way_out(args: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"pagoda: {said}")
+    assert len(err.splitlines()) == 1
+    assert "tyro" not in err
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("Raise memory.host, or add memory.ssd='DIR'.", "Raise --memory.host, or add --memory.ssd DIR."),
+        ("with pagoda.Tiles(tile_limit=...), layers", "with --tile-limit, layers"),
+        ("use wrap(activations='keep') or 'offload'.", "use --activations keep or 'offload'."),
+        ("speculate=True: give clip_grad_norm, too", "speculate=True: give --clip-grad-norm, too"),
+        ("precision is 'x'; use bf16", "--precision is 'x'; use bf16"),
+        ("/data/seq_len/x and --memory.ssd are as they were", "/data/seq_len/x and --memory.ssd are as they were"),
+        ("memory.split=None chooses it", "memory.split=None chooses it"),
+    ],
+)
+def test_messages_of_the_command_name_flags(message: str, said: str) -> None:
+    assert with_flags(message, TrainConfig) == said
+
+
+def test_messages_name_only_flags_that_the_command_has() -> None:
+    assert with_flags("Raise memory.host, or lower seq_len", GenerateConfig) == "Raise --memory.host, or lower seq_len"
+
+
+def test_warnings_are_one_line_and_those_for_developers_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object) -> int:
+        warnings.warn("`x` will be removed", FutureWarning, stacklevel=1)
+        warnings.warn("memory.host is small", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr("pagoda.cli.generate.run", run)
+    assert main(["generate", "run", "--prompt", "text"]) == 0
+    assert capsys.readouterr().err == "pagoda: warning: --memory.host is small\n"

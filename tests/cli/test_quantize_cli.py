@@ -1,0 +1,141 @@
+"""`pagoda train --quantize`: adapters over weights in 4 or 8 bits, with the losses of transformers."""
+
+import importlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+import pagoda
+from pagoda.cli.main import main
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.model_description import describe_model
+from pagoda.models.lora import LoraConfig
+from pagoda.prepare.quantize import PACKAGES
+from pagoda.train.metrics import read_metrics
+from tests.cli.workspace import Workspace, curve
+from tests.tiny import write_model
+
+ADAPTED = ("--lora.rank", "4", "--lora.targets", "q_proj", "v_proj")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base") / "model"
+    write_model(directory, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def work(model: Path, tmp_path: Path) -> Workspace:
+    usual: dict[str, Any] = {"steps": 4, "seq_len": 16, "precision": "fp32", "optim__lr": 1e-2, "memory__host": "1MiB"}
+    (tmp_path / "eval.txt").write_text("pack my box with five dozen liquor jugs. " * 12)
+    usual |= {"optim__schedule": "constant", "eval_data": tmp_path / "eval.txt", "eval_every": 4}
+    return Workspace(tmp_path, model, **usual, checkpoint_every=2, quantize="4bit")
+
+
+def as_transformers_has_it(bits: str) -> Any:
+    if bits == "8bit":
+        return TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig())
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize("bits", PACKAGES)
+def test_losses_are_those_of_the_model_that_transformers_quantizes_and_a_resumed_run_has_the_same_bits(
+    bits: str, model: Path, work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(PACKAGES[bits])
+    from peft import PeftModel
+
+    whole = work.train("whole", *ADAPTED, quantize=bits)
+    assert "Quantized: " in capsys.readouterr().out
+    work.train("cut", *ADAPTED, steps=2, quantize=bits)
+    assert main(["train", "--resume", "--out", str(work.root / "cut"), "--steps", "4"]) == 0
+    assert curve(work.metrics("cut")) == curve(whole)
+    assert main(["export", str(work.root / "whole"), str(work.root / "adapter")]) == 0
+
+    generate = ["generate", str(work.root / "whole"), "--prompt", "pack my", "--tokens", "6"]
+    capsys.readouterr()
+    assert main(generate) == 0
+    written = capsys.readouterr().out
+    config = as_transformers_has_it(bits)
+    plain = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(plain, str(work.root / "adapter")).requires_grad_(False)
+    wrapped, optimizer = pagoda.wrap(adapted, pagoda.AdamW(), precision="fp32", memory=pagoda.Memory(host="64MiB"))
+    text = (work.root / "eval.txt").read_bytes()
+    ids = torch.tensor([*text[: len(text) // 16 * 16]]).view(-1, 16)
+    with torch.no_grad():
+        after = wrapped.eval()(input_ids=ids, labels=ids).loss.item()
+        (found,) = wrapped.generate(torch.tensor([[*b"pack my"]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        with wrapped.disable_adapter():
+            before = wrapped(input_ids=ids, labels=ids).loss.item()
+    optimizer.close()
+    evals = read_metrics(work.root / "whole" / "evals.jsonl")
+    assert [line["loss"] for line in evals] == pytest.approx([before, after], rel=1e-6)
+    assert after < before
+    assert written == bytes(found.tolist()).decode(errors="replace") + "\n"
+
+
+@pytest.mark.parametrize("bits", PACKAGES)
+def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
+    bits: Literal["4bit", "8bit"], model: Path, work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(PACKAGES[bits])
+    work.train("run", *ADAPTED, steps=1, quantize=bits, precision="bf16", memory__host="16MiB")
+    units = json.loads((work.root / "run" / "plan.json").read_text())["units"]
+    asked: dict[str, Any] = {"model": str(model), "seq_len": 16, "accumulation_steps": 1, "precision": "bf16"}
+    asked["lora"] = LoraConfig(rank=4, targets=("q_proj", "v_proj"))
+    whole, planned = describe_model(PlanConfig(**asked)), describe_model(PlanConfig(**asked, quantize=bits))
+    assert planned.root.numel == sum(unit["parameters"] for unit in units)
+    assert planned.root.numel < whole.root.numel / (2.5 if bits == "4bit" else 1.5)
+    assert planned.params == whole.params
+    assert main(["export", str(work.root / "run"), str(work.root / "out"), "--merge"]) == 2
+    assert re.search(r"quantized weights, .*without --merge.*merge_and_unload", capsys.readouterr().err)
+    assert not (work.root / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), "give --lora.rank too"),
+        ((*ADAPTED, "--model", "llama-15m"), "--quantize is for pretrained weights, which 'llama-15m' lacks"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(
+    flags: tuple[str, ...], words: str, work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(work.args("run", *flags)) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not (work.root / "run").exists()
+
+
+def test_a_model_that_is_quantized_already_is_refused(
+    model: Path, work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(model, work.root / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert main(work.args("run", *ADAPTED, model=copy)) == 2
+    assert re.search(r"copy has quantized weights.*name the directory of the original", capsys.readouterr().err)
+
+
+def test_without_bitsandbytes_the_message_says_how_to_get_it(
+    work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert main(work.args("run", *ADAPTED)) == 2
+    assert "--quantize 4bit needs bitsandbytes: pip install 'pagoda-train[quantized]'" in capsys.readouterr().err

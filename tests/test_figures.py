@@ -1,0 +1,217 @@
+"""Figures on the pages are those of the files in benchmarks/results, and plans are what `pagoda plan` says now."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+import cards
+import roofline
+import two_ranks
+from marks import between_marks
+from pagoda.memory.sizes import format_bytes
+from peer_suite import report as peers
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "cards.py": ("cards", cards.table),
+    "peers.py": ("peers", peers.tables),
+    "roofline.py": ("roofline", roofline.tables),
+    "two_ranks.py": ("ranks", two_ranks.tables),
+}
+"""Script between whose marks a page has a table -> the file of results, and what makes the table of it."""
+
+
+@cache
+def results(name: str) -> Any:
+    """What a benchmark has measured."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def words(text: str) -> str:
+    """A text on one line."""
+    return " ".join(text.split())
+
+
+def system(name: str, tokens: int = 512) -> str:
+    """The time of a step of a system, over that of plain PyTorch."""
+    return f"{results('peers')['speed']['bf16']['figures'][name]['tokens'][str(tokens)]['ratio']['median']:.2f}"
+
+
+def largest(name: str, ram: str = "12GiB") -> str:
+    """The largest model of a system."""
+    return f"{results('peers')['largest']['figures'][ram][name]['parameters'] / 1e6:,.0f} M"
+
+
+def beyond_memory(model: str) -> tuple[str, str]:
+    """The state of a model that trains on SSD, and the memory of its process."""
+    of = next(one for one in results("beyond_memory") if one["model"] == model)
+    return f"{sum(of['plan_bytes']['ssd'].values()) / 2**30:.1f} GiB", format_bytes(of["peak_rss"])
+
+
+def errors(name: str, **of: object) -> list[float]:
+    """By how much forecasts were wrong, as shares; `of` selects cases."""
+    cases = [case for case in results(name) if of.items() <= case.items()]
+    return [abs(case["predicted_s"] / case["measured_s"] - 1) for case in cases]
+
+
+def regrets(model: str, placement: str, clipping: bool) -> str:
+    """How much faster another plan was, in the last run."""
+    runs = [
+        one["regret"]
+        for one in results("regret")
+        if (one["model"], one["placement"], one["clipping"]) == (model, placement, clipping)
+    ]
+    return f"{runs[-1]:.1%}"
+
+
+def in_readme() -> Iterator[str]:
+    """The texts of README.md that have figures."""
+    yield f"{largest('pagoda-ssd')} or more, on SSD | {system('pagoda-ram')} in RAM, {system('pagoda-ssd')} on SSD"
+    yield f"{largest('deepspeed-nvme-all')} on NVMe"
+    yield f"{system('deepspeed-cpu')} in RAM, {system('deepspeed-nvme-all')} on NVMe"
+    yield f"{largest('fsdp2-offload')}, no SSD | {system('fsdp2-offload')} |"
+    (large, in_large), (small, in_small) = beyond_memory("llama-8b"), beyond_memory("llama-1b")
+    yield f"`llama-8b` with 8-bit moments ({large}) trains in a process of {in_large},"
+    yield f"`llama-1b` ({small}) in {in_small}"
+    wrong = errors("predict_bf16")
+    yield f"took {median(wrong):.1%} more or less time than planned in the median, and {max(wrong):.0%} at worst"
+
+
+def in_benchmarks() -> Iterator[str]:
+    """The texts of docs/benchmarks.md that have figures of a result file, except for generated tables."""
+    in_ram, on_ssd = results("step_time")["results"]
+    yield f"all state in RAM, 2,048 tokens, clipping: against plain PyTorch | {in_ram['ratio_ram']:.2f} ("
+    yield f"moments on SSD, 2,048 tokens, clipping: against the limit | {in_ram['ratio_ssd']:.2f} ("
+    yield f"all state in RAM, 512 tokens, no clipping: against plain PyTorch | {on_ssd['ratio_ram']:.2f} ("
+    yield f"moments on SSD, 512 tokens, no clipping: against the limit | {on_ssd['ratio_ssd']:.2f} ("
+    for of in results("beyond_memory"):
+        state, process = beyond_memory(of["model"])
+        ram = "1 GiB" if of["host_budget"] == 2**30 else f"{of['host_budget'] >> 20:,} MiB"
+        yield f"| `{of['model']}` | {state} | {ram} | {of['limit'] >> 30} GiB | {process} |"
+    length = results("sequence_length")
+    yield f"at least {length['pagoda']:,} tokens with a chunked loss, and {length['plain']:,} with plain PyTorch"
+    bf16, fp32 = errors("predict_bf16"), errors("predict")
+    yield f"bf16, {len(bf16)} cases | fp32, {len(fp32)} cases"
+    yield f"{median(bf16):.1%}; {max(bf16):.1%} | {median(fp32):.1%}; {max(fp32):.1%} | 5%; 15%"
+    places = ("RAM", "SSD state", "all on SSD")
+    each = ["; ".join(f"{median(errors(n, placement=p)):.1%}" for p in places) for n in ("predict_bf16", "predict")]
+    yield f"in the median: state in RAM; moments on SSD; all on SSD | {each[0]} | {each[1]} |"
+    llama = [regrets("llama-15m", *case) for case in (("SSD state", False), ("SSD state", True), ("all on SSD", False))]
+    yield f"`llama-15m`, moments on SSD: {llama[0]}, and with clipping {llama[1]} (target 3%, **missed**)"
+    yield f"Everything on SSD: {llama[2]}, **missed**."
+    llama = [regrets("llama-110m", place, clip) for place in places[1:] for clip in (False, True)]
+    yield f"`llama-110m`, moments on SSD: {llama[0]}, and with clipping {llama[1]}"
+    yield f"Everything on SSD: {llama[2]}, **missed**, and with clipping {llama[3]}."
+    ratios = {of["name"]: of["ratio"] for of in results("cpu_update")["figures"] if "ratio" in of}
+    rules = [
+        f"{rule} {dtype}" for rule in ("adamw", "adam", "sgd", "sgd momentum", "lion") for dtype in ("bf16", "fp32")
+    ]
+    yield f"| {min(ratios[rule] for rule in rules):.2f} to {max(ratios[rule] for rule in rules):.2f} |"
+    yield f"| {ratios['adamw fp16, gradients fp16']:.2f}; {ratios['adamw bf16, moments bf16']:.2f} | the same |"
+    clipped = [f"{of['ratio']:.2f}" for of in results("clipping")["figures"]]
+    yield f"state in RAM; moments on SSD | {'; '.join(clipped)} |"
+    ssd = results("ssd")
+    shares = ssd["streaming_share_of_raw"], ssd["streaming_share_of_raw_without_hashing"]
+    yield f"| {shares[0]:.2f} (target 0.95, **missed**); {shares[1]:.2f} without hashing |"
+    tiles = results("tiling")
+    yield f"{tiles['bytes_ratio']:.1f} times fewer weight bytes; {tiles['time_ratio']:.1f} times faster"
+    loss = results("sequence_throughput")
+    low, high = loss["ratio_quartiles"]
+    yield f"| {loss['ratio']:.2f} (quartiles {low:.2f} to {high:.2f}) (target 0.95, **missed**) |"
+    late = results("async_update")
+    yield f"{late['throughput_over_sync']:.2f} times (target 1.8); {late['final_loss_difference']:.1%} higher"
+    yield f"{results('late_weights')['final_loss'] / late['sync_final_loss'] - 1:.1%} higher |"
+    saved = results("checkpoint")["results"]
+    call = saved["ssd"]["call_s"]
+    yield f"the call of `save_checkpoint` takes {call['median'] * 1e3:.0f} ms (at most {call['max'] * 1e3:.0f} ms of 6)"
+    ram = saved["ram"]
+    yield f"steps while {ram['written_bytes'] / 1e9:.1f} GB are written take {ram['step_while_written']:.2f} times"
+    yield f"The drive needs {ram['drive_s']:.1f} s for these bytes, and a step takes {ram['step_s']:.1f} s"
+
+
+def in_other_pages() -> Iterator[tuple[str, str]]:
+    """Pages, and their texts that have figures of a result file."""
+    shares = [of["measured_mib"] / of["estimated_mib"] for of in results("activations") if of["checkpointing"]]
+    yield "plan.md", f"measured between {min(shares):.2f} and {max(shares):.2f} times the estimate with checkpointing"
+    given_back, kept = ([run["step_s"] for run in runs] for runs in results("page_faults")["runs"].values())
+    yield (
+        "design.md",
+        f"{max(given_back) - 0.02:.2f} s, and {min(kept):.2f} to {max(kept):.2f} s once malloc kept freed",
+    )
+    adamw, adafactor, lion = (f"{of['last_tenth']:.3f}" for of in results("optimizers")["figures"])
+    yield "optimizers.md", f"{adamw} with AdamW (learning rate 1e-3), {adafactor} with Adafactor (3e-2,"
+    yield "optimizers.md", f"and {lion} with Lion (2e-4)"
+    compiled = {name: f"{of['ratio']:.2f}" for name, of in results("compiled").items() if isinstance(of, dict)}
+    eager, layers, model = (compiled[f"Pagoda, {what}"] for what in ("eager", "layers", "model"))
+    yield (
+        "integrations.md",
+        f"takes {eager} times as long as in plain PyTorch without compiling, {layers} with compiled",
+    )
+    yield "integrations.md", f"and {model} with a compiled model (plain PyTorch: {compiled['plain, layers']} and"
+    for of in results("codecs")["figures"]:
+        if "former" not in of["codec"]:
+            apart = ", ".join(f"{value:+.4f}" for value in of.get("minus bf16", ()))
+            name = "SmolLM2-135M" if "SmolLM2" in of["model"] else "Llama, 14M"
+            yield "codecs.md", f"| {name} | `{of['codec']}` | {of['mean']:.4f} | {apart}".rstrip()
+
+
+TEXTS = [
+    *(("../README.md", text) for text in in_readme()),
+    *(("benchmarks.md", text) for text in in_benchmarks()),
+    *in_other_pages(),
+]
+
+
+@pytest.mark.parametrize(("page", "text"), TEXTS)
+def test_a_figure_on_a_page_is_that_of_the_result_file(page: str, text: str) -> None:
+    assert text in words((ROOT / "docs" / page).read_text())
+
+
+@pytest.mark.parametrize("script", TABLES)
+def test_a_table_between_marks_is_what_its_script_makes_of_the_result_file(script: str) -> None:
+    name, table = TABLES[script]
+    (page,) = (page for page in PAGES if f"benchmarks/{script} writes them" in page.read_text())
+    assert between_marks(page, script) == table(results(name)), f"run benchmarks/{script} with --part docs"
+
+
+def test_every_mark_is_checked() -> None:
+    marked = {name for page in PAGES for name in re.findall(r"figures: benchmarks/(\w+\.py) writes", page.read_text())}
+    assert marked == {*TABLES}
+
+
+def test_every_result_file_is_compared_with_a_page() -> None:
+    read = {*re.findall(r"""['\"](\w+)['\"]""", Path(__file__).read_text())}
+    elsewhere = {"update_work"}  # what forecasts assume: tests/simulate compares it
+    assert {path.stem for path in RESULTS.glob("*.json")} <= read | elsewhere
+
+
+def test_every_measured_figure_of_the_readme_comes_from_a_result_file() -> None:
+    text = (ROOT / "README.md").read_text()
+    text = words(re.sub(r"^```.*?^```|<!-- figures.*?end of figures -->", "", text, flags=re.MULTILINE | re.DOTALL))
+    for _, known in (of for of in TEXTS if "README" in of[0]):
+        text = text.replace(known, "")
+    stated = ("12 GiB of RAM", "a drive of 2 TB", "400 MiB", "takes 2 GiB", "8B in 6 GB")
+    for known in stated:
+        text = text.replace(known, "")
+    assert not re.findall(r"\d[\d.,]* (?:[KMGT]i?B|M|s|times)\b|\d+(?:\.\d+)?%|\b\d+\.\d\d\b", text)
+
+
+def test_the_commands_of_the_table_are_those_of_its_cases() -> None:
+    assert [of["command"] for of in results("cards")] == [f"pagoda plan {case.flags}" for case in cards.CASES]
+
+
+FAST, *SLOW = range(len(cards.CASES))
+
+
+@pytest.mark.parametrize("number", [FAST, *(pytest.param(number, marks=pytest.mark.slow) for number in SLOW)])
+def test_the_planner_says_now_what_the_table_of_cards_has(number: int) -> None:
+    made = cards.planned(cards.CASES[number])
+    assert made == pytest.approx(results("cards")[number]), "run `python benchmarks/cards.py` as its docstring says"
