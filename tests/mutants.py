@@ -357,6 +357,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "schedule/updates.py": {
+        "a failed update keeps its gradients for ever": (
+            "self._gradients.used(record, last=True)",
+            "self._gradients.drop(record)",
+            "schedule/test_schedule.py",
+        ),
         "a speculative update that failed is not undone": (
             "update.withdrawn, self._calm = True, 0",
             "self._calm = 0",

@@ -378,6 +378,16 @@ def test_after_updates_have_failed_and_states_are_loaded_others_begin() -> None:
     assert len(request_all()) == 2
 
 
+def test_an_update_that_has_failed_keeps_no_buffer_once_states_are_loaded() -> None:
+    scheduler = with_buffers(2)
+    made(scheduler, 0)
+    scheduler.end_step()
+    (update,) = (op for op in scheduler.take() if op.kind is Kind.UPDATE)
+    scheduler.failed(update)
+    scheduler.restored()
+    assert scheduler.usage.pages == 0
+
+
 def asynchronous_step(scheduler: Scheduler) -> list[Operation]:
     """A step with a gradient of unit 0, in which all ends but FETCHes."""
     made(scheduler, 0)

@@ -181,8 +181,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            version, gradients",
         ),
         "an early update does not wait until nothing refers to the weights": (
-            "if not free or self._leases.uses(asked.unit):",
-            "if self._leases.uses(asked.unit):",
+            "if not free or self._leases.uses(asked.unit) or",
+            "if self._leases.uses(asked.unit) or",
         ),
         "what is due early is not said": (
             "            self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))\n",
@@ -211,10 +211,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "training goes on after a failed update": (
             "            self._versions.failed = True\n            return\n        self.times",
             "            return\n        self.times",
-        ),
-        "a failed update keeps its gradients for ever": (
-            "self._gradients.used(record, last=True)",
-            "self._gradients.drop(record)",
         ),
         "a unit whose update is queued is read ahead": (
             "weights.update is None and weights.guess is None:\n            self._ahead",

@@ -512,7 +512,7 @@ class Buffers(Observer):
 
     def at_end(self) -> None:
         gradients = self.scheduler.gradients
-        if self.facts.open:
+        if self.facts.open and self.plan.ranks_fetch_alike:
             return  # another rank has a gradient for a step that this one does not take any more
         self.require(gradients.pages.in_use == 0, "a gradient that nobody needs has a buffer")
         free = {*map(len, gradients._homes)}
