@@ -113,15 +113,18 @@ class Transport:
         """Run a collective of all ranks or some. Returns when it has ended. `begin` begins it and returns what to wait
         for. `tensor` is one of its tensors."""
         try:
-            for work in begin():
-                self._await(work)
-            if tensor is not None and tensor.is_cuda:  # so far, only the stream waits for it
-                torch.cuda.current_stream(tensor.device).synchronize()
+            if tensor is None or not tensor.is_cuda:
+                for work in begin():
+                    self._await(work)
+                return
+            for work in begin():  # without a limit, after which NCCL would end the whole group
+                work.wait()
+            torch.cuda.current_stream(tensor.device).synchronize()  # so far, only the stream waits for it
         except RuntimeError as error:
             raise self.lost(None, error) from error
 
     def _await(self, work: Any) -> None:
-        """Wait for a part of a collective, and look in between whether the other ranks are still alive: on a busy
+        """Wait for a part of a collective in RAM, and look in between whether the other ranks are still alive: on a busy
         machine, gloo was seen to wait for a rank that had ended, once in 60 times."""
         gone: list[int] = []
         while True:

@@ -34,8 +34,8 @@ def test_every_command_has_help_in_lines_of_a_terminal(command: str, capsys: pyt
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ("", "a command is missing. Commands: train, plan"),
-        ("trian", "there is no command 'trian'. Did you mean 'train'? Commands: train, plan"),
+        ("", "a command is missing. Commands: train, data, plan"),
+        ("trian", "there is no command 'trian'. Did you mean 'train'? Commands: train, data, plan"),
         ("train", "Missing from pagoda train: --model STR (pagoda train --help lists all flags)"),
         ("generate runs/x", "Missing from pagoda generate: --prompt"),
         ("train --model m --lerning-rate 3", "Unrecognized options: --lerning-rate, 3"),

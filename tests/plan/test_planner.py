@@ -148,7 +148,7 @@ def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
     ("kept", "ssd", "reason"),
     [
         (0, LARGE, "SSD sets no room aside for the pages of a checkpoint"),
-        (None, 2 << 20, "SSD has no room for the pages of a checkpoint"),
+        (None, 2 << 20, "The 2.00 MiB of SSD that the run may use have no room for the pages of a checkpoint"),
         (None, LARGE, "SSD has room for the pages of 1 checkpoint"),
     ],
 )
