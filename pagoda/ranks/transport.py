@@ -124,7 +124,7 @@ class Transport:
             raise self.lost(None, error) from error
 
     def _await(self, work: Any) -> None:
-        """Wait for a part of a collective in RAM, and look in between whether the other ranks are still alive: on a busy
+        """Wait for a part of a collective in RAM, and look in between whether the other ranks still live: on a busy
         machine, gloo was seen to wait for a rank that had ended, once in 60 times."""
         gone: list[int] = []
         while True:
