@@ -72,8 +72,6 @@ class Program:
         """(layer, slot) -> the gradients of this step that the package has taken."""
         self.step_begun = False
         """Whether compute has used a layer in a step since the last `step()`."""
-        self.used_any = False
-        """Whether compute has used a layer since the last `step()`."""
         self.evaluating = False
         self.held: list[tuple[torch.Tensor, float, int, int]] = []
         """Views of weights that the program keeps: view, value, layer, step."""
@@ -186,7 +184,6 @@ class Program:
     def reads(self, layer: int, values: tuple[torch.Tensor, ...], forward: bool) -> None:
         """A layer reads its weights."""
         self.note("  reads", layer, "forward" if forward else "backward")
-        self.used_any = True
         self.step_begun = self.step_begun or not self.evaluating
         for _ in range(2):
             self.check_read(layer, values)
@@ -373,7 +370,7 @@ class Program:
     def turn_over(self) -> None:
         """A step is over: what the next one reads."""
         self.step_number += 1
-        self.step_begun = self.used_any = False
+        self.step_begun = False
         self.turn += 1
         most = self.rules.staleness if self.rules.mode == "asynchronous" else 0
         for truth, unit in zip(self.truths, self.units, strict=True):
@@ -447,7 +444,7 @@ class Program:
 
     def evaluate(self) -> None:
         self.note("evaluate")
-        if self.rules.mode == "asynchronous" and not self.used_any:
+        if self.rules.mode == "asynchronous" and not self.scheduler.facts.used_any:
             self.turn = 0
             for truth in self.truths:
                 truth.closed = truth.shown = truth.asked
