@@ -9,6 +9,7 @@ GPU kernels run in Triton's interpreter where there is no GPU.
 import gc
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS has oth
 from pagoda.process import keep_freed_memory, spin_briefly
 
 gc.disable()  # until all tests are collected: what imports make stays
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 keep_freed_memory()
 spin_briefly()  # before torch is imported, here and in the processes that tests start
 
