@@ -22,11 +22,11 @@ _ESSENTIAL = (
 """Flags that come first, in this order."""
 _OF_MEMORY = ("--memory", "--quantize", "--activations", "--tile", "--batch-tiles", "--chunked", "--optim.moments")
 """How flags begin that decide how much memory a run takes."""
-_WIDTH, _INDENT = 100, " " * 8
+_WIDTH = 100
 _ENTRY = re.compile(r"  (-|[A-Z][A-Z_|]+( |$))")
 """How a flag or a positional argument begins in tyro's help, if that is not shown in a terminal."""
 _NAME = re.compile(r"--[\w.-]+")
-_EXPLAINED = " " * 8
+_INDENT = " " * 8
 """How lines begin that explain a flag."""
 
 
@@ -94,7 +94,7 @@ def _in_one_line(complaint: str) -> str:
         else:
             parts.append([])
     first, *others = filter(None, parts)
-    text = " ".join(line.strip() for line in first if not line.startswith(_EXPLAINED))
+    text = " ".join(line.strip() for line in first if not line.startswith(_INDENT))
     text = re.sub(r"^Error parsing (?!-)\S+: ", "", text).rstrip(".")  # `text` names the setting itself
     meant = next((part[1] for part in others if part[0].strip() == "Perhaps you meant:"), None)
     return text if meant is None else f"{text}; did you mean {max(_NAME.findall(meant), key=_is_whole)}?"
@@ -123,7 +123,7 @@ def _entries(lines: list[str]) -> Iterator[tuple[str, str]]:
     starts = [at for at, line in enumerate(lines) if _ENTRY.match(line)]
     for start, end in pairwise([*starts, len(lines)]):
         usage, *explained = re.split(r" {2,}", lines[start].strip(), maxsplit=1)
-        explained += [line.strip() for line in lines[start + 1 : end] if line.startswith(_EXPLAINED)]
+        explained += [line.strip() for line in lines[start + 1 : end] if line.startswith(_INDENT)]
         text = " ".join(" ".join(explained).split()).removesuffix(" (default: None)")
         wrapped = textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
         usage = ", ".join(sorted(usage.split(", "), key=_is_whole, reverse=True))

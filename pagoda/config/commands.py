@@ -13,8 +13,8 @@ from pagoda.config.settings import require, require_count
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Reading):
-    """Say what `pagoda train` would read from data: formats, roles, lengths, the share of tokens that the loss counts,
-    keys that are ignored, what is left out or cut and why, and one example."""
+    """Say what `pagoda train` would read from data, ignore and leave out. That is: formats, roles, lengths, the share
+    of tokens that the loss counts, keys that nothing reads, what is left out or cut and why, and one example."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """A file, a folder, a glob in quotes, or stdlib, as in --data of `pagoda train`."""
