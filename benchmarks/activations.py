@@ -125,7 +125,7 @@ def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
     if chunked:
         chunked_loss(model)
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(), memory=pagoda.Memory(host="6GiB"), precision="fp32", activations=activations
+        model, pagoda.AdamW(), memory=pagoda.Memory(host="10GiB"), precision="fp32", activations=activations
     )
 
     def step(batch_size: int, seq_len: int) -> None:
