@@ -29,8 +29,8 @@ Megatron-LM (arXiv 2205.05198) counts 34 bytes per token and hidden element in 1
 That is (9 + 2 * 4) * 2. Backward holds the gradients of some of these tensors at a time."""
 
 MALLOC = 4
-"""By how many times its estimated activations a process that computes on the CPU may grow, because glibc's malloc cannot
-reuse all aligned blocks that torch frees. `benchmarks/activations.py estimate` has seen 1.1 to 2.0 with four layers,
+"""By how many times its estimated activations a process that computes on the CPU may grow: glibc's malloc cannot reuse
+all aligned blocks that torch frees. `benchmarks/activations.py estimate` has seen 1.1 to 2.0 with four layers,
 and a fine-tuning run with thirty grew by 2.5 times. This leaves room for more."""
 _WHOLE_TENSORS = 8
 """How many of the tensors of hidden width every tensor-parallel rank holds whole. Megatron-LM counts 10 of 18 bytes for
