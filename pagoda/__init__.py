@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         Lion as Lion,
         Muon as Muon,
         Optim as Optim,
+        SignSGD as SignSGD,
     )
     from pagoda.optim.param_groups import no_decay_groups as no_decay_groups
     from pagoda.prepare.construct import init as init
@@ -60,7 +61,7 @@ _HOMES = {
     "pagoda.errors": "BudgetError CheckpointError ConfigError NonFiniteGradientError PagodaError RankError "
     "StorageError UsageError",
     "pagoda.prepare.deferred_logits": "chunked_loss",
-    "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim",
+    "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim SignSGD",
     "pagoda.optim.param_groups": "no_decay_groups",
     "pagoda.mesh.mesh": "Mesh open_mesh",
 }

@@ -23,6 +23,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "adam": pagoda.Adam(lr=1e-2, weight_decay=0.1),
     "sgd": pagoda.SGD(lr=1e-1),
     "momentum": pagoda.SGD(lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "signsgd": pagoda.SignSGD(lr=1e-3, weight_decay=0.1),
     "lion": pagoda.Lion(lr=1e-3, weight_decay=0.1),
 }
 WHOLE: dict[str, Rule] = {
