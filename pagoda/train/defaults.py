@@ -40,8 +40,8 @@ _DEVICE_SHARE = 0.5
 _CHECKPOINTS = 10
 """Number of checkpoints in a run with asynchronous updates, unless the user gives another."""
 _LRS = {"random weights": 3e-4, "all of a pretrained model": 2e-5, "adapters": 2e-4}
-_LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2}
-"""Share of these rates for each optimizer. The steps of Lion are longer."""
+_LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2, "signsgd": 0.2}
+"""Share of these rates for each optimizer. The steps of Lion and SignSGD are longer."""
 _WARMUP, _WARMUP_OF_ADAPTERS, _MOST_WARMUP = 0.03, 0.1, 100
 """Warm-up as a share of the steps, and its most steps. The learning rate of adapters is higher."""
 
