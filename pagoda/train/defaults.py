@@ -25,6 +25,7 @@ from pagoda.train.inputs import rows_of
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.run_dir import LAST, RunDir, unused
+from pagoda.train.sources import STDLIB
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 
@@ -84,6 +85,11 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
     lr, why = _learning_rate(asked)
     reasons += why
     asked = replace(asked, optim=replace(asked.optim, lr=lr))
+    if asked.data is None:
+        if _kind(asked) != "random weights":
+            raise ConfigError("--data is missing: name a file or folder with the texts or conversations to train on")
+        asked = replace(asked, data=STDLIB)
+        reasons.append(f"--data {STDLIB}: the source code of Python's standard library")
     if asked.out is None:
         asked = replace(asked, out=_new_directory(asked))
         reasons.append(f"--out {asked.out}")
@@ -106,6 +112,7 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
 def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
     """The configuration with the settings that depend on the data, and the reasons."""
     reasons: list[str] = []
+    assert asked.data is not None, "it is chosen first"
     tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
     tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console, asked.skip_bad)
     if not asked.seq_len:
@@ -161,6 +168,7 @@ def _warmup(config: TrainConfig) -> tuple[int, list[str]]:
 
 def _new_directory(asked: TrainConfig) -> Path:
     """A directory in runs/ that does not exist yet, with the names of model and data."""
+    assert asked.data is not None, "it is chosen first"
     stem = f"{Path(asked.model).resolve().name}-{Path(asked.data).stem}".replace("*", "")
     return unused(Path("runs") / stem, "-")
 
