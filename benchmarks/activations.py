@@ -47,9 +47,8 @@ ESTIMATED: tuple[tuple[Workload, ActivationMode], ...] = (
     (Workload("llama3.2-1b", 1, 256), "recompute"),
     (Workload("gpt2", 4, 256), "recompute"),
     (Workload("llama-110m", 8, 256), "recompute"),
-    (Workload("smollm2-135m", 4, 256), "keep"),
 )
-"""Around the largest gradients at the end of backward, a layer that is recomputed, and the loss."""
+"""Of the last, a layer that is recomputed takes most, and of the others, gradients at the end of backward."""
 EXACT = "glibc.malloc.mmap_threshold=131072"
 """With this, malloc returns every freed block of 128 KiB or more to the system."""
 
