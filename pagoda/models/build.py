@@ -222,6 +222,8 @@ def _read_configuration(directory: Path) -> Any:
     layers = getattr(text, "num_hidden_layers", 1)
     if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
         raise ConfigError(f"{path} has {layers:.3g} layers, but a model has 1 to {_MOST_LAYERS}: correct it")
+    for described in (config, text):  # the model is built without it, as its weights are dequantized
+        described.__dict__.pop("quantization_config", None)
     return config
 
 
