@@ -29,6 +29,7 @@ RULES: Mapping[str, Rule] = {
     "Adam": pagoda.Adam(),
     "SGD": pagoda.SGD(),
     "SGD with momentum": pagoda.SGD(momentum=0.9),
+    "SignSGD": pagoda.SignSGD(),
     "Lion": pagoda.Lion(),
     "Adafactor": pagoda.Adafactor(),
     "Optim(RMSprop)": pagoda.Optim(torch.optim.RMSprop),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pagoda.api import load as load, plan_of as plan_of, wrap as wrap
     from pagoda.checkpoint.gathered import gathered as gathered
     from pagoda.checkpoint.optimizer_states import OptimizerState as OptimizerState
+    from pagoda.checkpoint.resident import resident as resident
     from pagoda.checkpoint.state_dicts import (
         ModelState as ModelState,
         full_state_dict as full_state_dict,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         Lion as Lion,
         Muon as Muon,
         Optim as Optim,
+        SignSGD as SignSGD,
     )
     from pagoda.optim.param_groups import no_decay_groups as no_decay_groups
     from pagoda.prepare.construct import init as init
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "pagoda.api": "load plan_of wrap",
     "pagoda.checkpoint.gathered": "gathered",
+    "pagoda.checkpoint.resident": "resident",
     "pagoda.checkpoint.optimizer_states": "OptimizerState",
     "pagoda.checkpoint.state_dicts": "ModelState full_state_dict trainable_state_dict",
     "pagoda.config.memory": "Memory Split",
@@ -60,7 +63,7 @@ _HOMES = {
     "pagoda.errors": "BudgetError CheckpointError ConfigError NonFiniteGradientError PagodaError RankError "
     "StorageError UsageError",
     "pagoda.prepare.deferred_logits": "chunked_loss",
-    "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim",
+    "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim SignSGD",
     "pagoda.optim.param_groups": "no_decay_groups",
     "pagoda.mesh.mesh": "Mesh open_mesh",
 }

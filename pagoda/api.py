@@ -341,7 +341,7 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
     if training.activations == "keep":
         return
     refuse_own_checkpointing(model)
-    if training.activations.endswith("offload") and memory.device is None and memory.ssd is None:
+    if training.activations in ("offload", "recompute+offload") and memory.device is None and memory.ssd is None:
         raise ConfigError(
             f"activations is {training.activations!r}, but there is nowhere to offload to: the CPU computes, so "
             "activations are in RAM already. Give memory.ssd, or use 'recompute'."

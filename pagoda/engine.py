@@ -212,6 +212,7 @@ class Engine:
         with self.accesses.turn, as_plain():  # it asks each parameter for its gradient
             self.accesses.check_usable()
             self.check_not_gathered("optimizer.step()")
+            self.active_forwards.check_not_resident("optimizer.step()")
             scale = self.stepper.scaler.scale
             norms = self.stepper.step()
             replanned = self._follow_trace()
@@ -259,6 +260,7 @@ class Engine:
         afterwards."""
         self.accesses.check_open()
         self.check_not_gathered("optimizer.load_checkpoint()")
+        self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
         if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
@@ -284,6 +286,7 @@ class Engine:
         """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
         if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
+        self.active_forwards.check_not_resident("A change of weights or other states")
         with self.accesses.turn.lock:
             self.settle()
             self.accesses.agree("changing weights or other states")

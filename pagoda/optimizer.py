@@ -22,6 +22,7 @@ from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import DTensorForm
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import Rule
+from pagoda.optim.torch_optimizer import Mode, Optim
 from pagoda.parameters.hidden import as_plain
 from pagoda.prepare.model_checks import Members, check_step
 from pagoda.runtime.stats import StepStats
@@ -109,7 +110,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.accesses.check_open()
         self._in_model.check()
         check_step([param for group in self.param_groups for param in group["params"]])
+        after = [self._engine.rule.after_step(group) for group in self.param_groups]
         self._engine.step()
+        if self.stats.grad_norm is not None:
+            for group, changed in zip(self.param_groups, after, strict=True):
+                group.update(changed)
         if self.stats.grad_norm is None and not self.stats.skipped and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             warnings.warn(
@@ -125,6 +130,27 @@ class PagedOptimizer(torch.optim.Optimizer):
         scaler = self._engine.stepper.scaler
         scaler.used = True
         return loss.float() * scaler.scale if scaler.active else loss
+
+    def train(self) -> None:
+        """Switch weights to training, as schedule-free optimizers (`pagoda.Optim`) ask. Otherwise it does nothing."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Switch weights to evaluation, as `train` does to training. Then evaluate, save and export."""
+        self._switch("eval")
+
+    def _switch(self, mode: Mode) -> None:
+        """Call a class's `train` or `eval` for one parameter after another. Raises UsageError like `state_dict`."""
+        rule = self._engine.rule
+        if not isinstance(rule, Optim):
+            return
+        for group in self.param_groups:
+            if not (changed := rule.after_switch(mode, group)):
+                continue
+            with self._engine.overwriting():
+                for param in group["params"]:
+                    _switch(rule.with_group(group), mode, self._states[id(param)])
+            group.update(changed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true."""
@@ -379,6 +405,16 @@ class PagedOptimizer(torch.optim.Optimizer):
 def _entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
     """The torch optimizer's state of a parameter. Empty before the parameter's first update."""
     return read_entry(state, blank) if state.unit.steps[state.slot] else {}
+
+
+def _switch(rule: Optim, mode: Mode, state: ParameterState) -> None:
+    """Call `train` or `eval` of a rule's class for a parameter, on copies, inside `Engine.overwriting`."""
+    weight, kept = state.master(), {name: state.read(name) for name in state.moments()}
+    rule.switch(mode, state.unit.steps[state.slot] > 0, weight, kept)
+    state.write_master(weight.reshape(-1))
+    for name, value in kept.items():
+        state.write(name, value)
+    state.engine.accesses.overwritten(state.unit)
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -129,6 +129,12 @@ def _sgd(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _no
     return w - lr * d
 
 
+def _sign_sgd(_states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _noise: Key | None) -> torch.Tensor:
+    grad_scale, decay, lr = scalars
+    g = g * grad_scale
+    return w * decay - lr * ((g > 0).float() - (g < 0).float())
+
+
 def _lion(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _noise: Key | None) -> torch.Tensor:
     grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
     g = g * grad_scale
@@ -146,6 +152,7 @@ _STEPS: dict[str, Callable[[States, torch.Tensor, torch.Tensor, Numbers, Key | N
     "adam": _adam,
     "sgd": _sgd,
     "sgd_momentum": _sgd,
+    "sign_sgd": _sign_sgd,
     "lion": _lion,
 }
 """`ElementwiseRule.kernel_name` -> (states, master, gradient, scalars, noise) to the new master; changes the states."""

@@ -158,6 +158,10 @@ def in_other_pages() -> Iterator[tuple[str, str]]:
         f"takes {eager} times as long as in plain PyTorch without compiling, {layers} with compiled",
     )
     yield "integrations.md", f"and {model} with a compiled model (plain PyTorch: {compiled['plain, layers']} and"
+    ram, ssd = results("resident")["figures"]
+    yield "integrations.md", f"{ram['inside_over_plain']:.2f} times as fast as in plain PyTorch, or"
+    yield "integrations.md", f"or {ssd['inside_over_plain']:.2f} with weights on SSD, and"
+    yield "integrations.md", f"and {ram['inside_over_outside']:.2f} times as fast as outside"
     for of in results("codecs")["figures"]:
         if "former" not in of["codec"]:
             apart = ", ".join(f"{value:+.4f}" for value in of.get("minus bf16", ()))

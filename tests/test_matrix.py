@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
     "muon": pagoda.Muon(lr=1e-2),
     "adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
 }
-"""One of each kind: Adam is AdamW, and SGD with momentum is Lion, as far as states are concerned."""
+"""One of each kind: as far as states are concerned, Adam is AdamW, SignSGD is SGD, and SGD with momentum is Lion."""
 COPIED = ("muon", "adagrad")
 WHOLE = ("adafactor", *COPIED)
 """Rules that take parameters whole."""

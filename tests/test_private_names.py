@@ -40,6 +40,7 @@ NAMES = {
     "torch.utils._python_dispatch.TorchDispatchMode": "values on the meta device are merged without an error",
     "torch.utils._pytree.TreeSpec": "arguments and outputs of blocks cannot be taken apart",
     "torch.utils._pytree.tree_flatten": "arguments and outputs of blocks cannot be taken apart",
+    "torch.utils._pytree.tree_flatten_with_path": "lists of tensors that an optimizer class keeps have no names",
     "torch.utils._pytree.tree_unflatten": "arguments and outputs of blocks cannot be put together",
     "torch.utils._pytree.tree_leaves": "hidden parameters among arguments are not found",
     "torch.utils._pytree.tree_map": "hidden parameters among arguments are not found",

@@ -1,8 +1,11 @@
-"""ActiveForwards: the forwards that are running now, and the leases that each keeps until it ends."""
+"""ActiveForwards: the forwards that are running now, and the leases that each keeps until it ends.
+
+A block of `resident` is like one long forward: it keeps its leases until it ends, and forwards inside it find them.
+"""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +43,8 @@ class ActiveForwards:
     _accesses: Accesses
     _running: list[_Forward] = field(default_factory=list)
     _one_thread: threading.RLock = field(default_factory=threading.RLock)
+    _resident: set[LiveUnit] = field(default_factory=set)
+    """Units that a block of `resident` keeps."""
 
     @property
     def in_forward(self) -> bool:
@@ -70,9 +75,41 @@ class ActiveForwards:
         Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
         to transform leases too.
         """
-        if not units and self.runs_here and self._packing.is_innermost:
+        if self._resident and torch.is_grad_enabled():
+            raise UsageError(
+                "A forward with gradients was called inside `with pagoda.resident(...)`, where no step can be taken: "
+                "call it after the block, or under torch.no_grad()."
+            )
+        if self._resident.issuperset(units) and self.runs_here and self._packing.is_innermost:
             return call(*args, **kwargs)  # what it uses is leased for the forward around it
         return self._run(units, call, *args, **kwargs)
+
+    @contextmanager
+    def resident(self, units: Collection[LiveUnit]) -> Iterator[None]:
+        """Inside, `units` stay leased, for forwards without gradients. Other threads wait with theirs.
+
+        Raises UsageError inside a forward, and at the end of the block if a parameter was written to.
+        """
+        if self.runs_here and not self._resident:
+            raise UsageError("pagoda.resident(...) cannot begin inside a forward.")
+        new = {*units} - self._resident
+        with self.alone(), ExitStack() as leases:
+            with torch.no_grad():  # so that its accesses belong to no step
+                self._accesses.before_forward()
+                leases.enter_context(self._leased(Phase.FORWARD, new))
+            self._resident |= new
+            try:
+                yield
+            finally:
+                self._resident -= new
+
+    def check_not_resident(self, what: str) -> None:
+        """Raises UsageError inside a block of `resident`, because `what` changes weights."""
+        if self._resident:
+            raise UsageError(
+                f"{what} was called inside `with pagoda.resident(...)`, which keeps the present weights: end the block "
+                "first."
+            )
 
     def use(self, units: Sequence[LiveUnit]) -> bool:
         """Lease units for one function of torch, and then until the innermost running forward ends or other units need
@@ -139,13 +176,19 @@ class ActiveForwards:
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._running and not in_backward:
             self._accesses.before_forward()
+        with self._leased(Phase.BACKWARD if in_backward else Phase.FORWARD, units):
+            return call(*args, **kwargs)
+
+    @contextmanager
+    def _leased(self, phase: Phase, units: Iterable[LiveUnit]) -> Iterator[None]:
+        """Inside, a forward runs. Raises UsageError at the end if it has written to a parameter."""
         starts_packing = self._packing.enter()
-        forward = _Forward(Phase.BACKWARD if in_backward else Phase.FORWARD)
+        forward = _Forward(phase)
         self._running.append(forward)
         try:
             for unit in units:
                 self._enter(forward, unit)
-            output = call(*args, **kwargs)
+            yield
         finally:
             self._running.remove(forward)
             for unit in forward.entered:
@@ -154,7 +197,6 @@ class ActiveForwards:
                 self._packing.leave()
         if forward.written:
             raise UsageError(written_in_forward(forward.written[0]))
-        return output
 
     def _enter(self, forward: _Forward, unit: LiveUnit, keep: Sequence[LiveUnit] = ()) -> None:
         if unit.gathered:

@@ -161,6 +161,8 @@ class Stepper:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
         changes until then."""
         if self._early_hypers is None:
+            for group in self.groups():
+                self._rule.after_step(group)  # raises before a unit is updated if a step cannot be taken
             self._early_hypers = NextHypers(self.group_of, self._rule)
         gradient.hypers = self._early_hypers.of(gradient.unit, lambda _: 1.0 / self.scaler.scale)
         gradient.segments = segments_of(gradient.unit, gradient.hypers)

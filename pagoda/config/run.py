@@ -61,8 +61,8 @@ class Run(Training, Workload):
     state on SSD into each."""
     accumulation_steps: int  # its default is inherited: a run always announces its passes
     optimizer: str = "adamw"
-    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other class.
-    `pagoda plan` assumes that updates are as fast as those of AdamW with fp32 moments."""
+    """adamw, adam, sgd, signsgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other
+    class. `pagoda plan` assumes that updates are as fast as those of AdamW with fp32 moments."""
     optim: StatesConfig = field(default_factory=StatesConfig)
     memory: Memory = field(default_factory=Memory)
     """Where training state may live, and how much of it. `pagoda plan` takes missing values from the hardware. There,

@@ -42,19 +42,20 @@ FP32, BF16, FP16 = 0, 1, 2
 """The forms."""
 FORMS: Mapping[torch.dtype, int] = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
-ADAMW, ADAM, SGD, SGD_MOMENTUM, LION = range(5)
+ADAMW, ADAM, SGD, SGD_MOMENTUM, SIGN_SGD, LION = range(6)
 PLAIN: Mapping[str, tuple[int, bool]] = {
     "adamw": (ADAMW, False),
     "adamw_moments_bf16": (ADAMW, True),
     "adam": (ADAM, False),
     "sgd": (SGD, False),
     "sgd_momentum": (SGD_MOMENTUM, False),
+    "sign_sgd": (SIGN_SGD, False),
     "lion": (LION, False),
 }
 """`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16, rounded as `codecs` defines (otherwise
 they are fp32). All kernels except the one for 8-bit moments."""
 
-# The update of one element, as `adamw`, `adam`, `sgd` and `lion` define it. Each returns the weight and its moments.
+# The update of one element, as the files of the rules define it. Each returns the weight and its moments.
 
 
 @part
@@ -84,13 +85,25 @@ def sgd_element(w: Any, m: Any, gradient: Any, scalars: Any, has_momentum: Any) 
 
 
 @part
+def _sign(x: Any) -> Any:
+    return where(x > fp32(0.0), fp32(1.0), where(x < fp32(0.0), fp32(-1.0), fp32(0.0)))
+
+
+@part
+def sign_sgd_element(w: Any, gradient: Any, scalars: Any) -> Any:
+    grad_scale, decay, lr = scalars
+    g = gradient * grad_scale
+    w = w * decay
+    return w - lr * _sign(g)
+
+
+@part
 def lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
     grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
     g = gradient * grad_scale
     w = w * decay
     c = m * beta1 + g * one_minus_beta1
-    sign = where(c > fp32(0.0), fp32(1.0), where(c < fp32(0.0), fp32(-1.0), fp32(0.0)))
-    w = w - lr * sign
+    w = w - lr * _sign(c)
     return w, m * beta2 + g * one_minus_beta2
 
 

@@ -35,6 +35,7 @@ from pagoda.optim.arithmetic import (
     PLAIN,
     SGD,
     SGD_MOMENTUM,
+    SIGN_SGD,
     adam_element,
     decode_8bit,
     encode_8bit,
@@ -45,6 +46,7 @@ from pagoda.optim.arithmetic import (
     noise_bits,
     noises,
     sgd_element,
+    sign_sgd_element,
 )
 from pagoda.optim.codecs import BLOCK, CUT
 from pagoda.optim.elements import load, load_master, masters_at, store_master, stream, values_at
@@ -79,8 +81,8 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool
     moments, decoupled = BF16 if noisy else FP32, rule == ADAMW
     weight_bytes, gradient_bytes, moment_bytes = (4 if form == FP32 else 2 for form in (weights, gradients, moments))
     low_bytes = 0 if weights == FP32 else 2
-    first_bytes = 0 if rule == SGD else moment_bytes
-    second_bytes = 0 if rule in (SGD, SGD_MOMENTUM, LION) else moment_bytes
+    first_bytes = 0 if rule in (SGD, SIGN_SGD) else moment_bytes
+    second_bytes = 0 if rule in (SGD, SGD_MOMENTUM, SIGN_SGD, LION) else moment_bytes
 
     @kernel
     def update(weight: int, weight_low: int, first: int, second: int, gradient: int, n: int, *numbers: float) -> None:
@@ -106,6 +108,8 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool
                 elif rule == SGD_MOMENTUM:
                     w, m = sgd_element(w, avg[0][i], g, scalars, True)
                     new_avg[0][i] = m
+                elif rule == SIGN_SGD:
+                    w = sign_sgd_element(w, g, scalars)
                 elif rule == LION:
                     w, m = lion_element(w, avg[0][i], g, scalars)
                     new_avg[0][i] = m

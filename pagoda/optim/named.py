@@ -18,12 +18,14 @@ from pagoda.optim.lion import Lion
 from pagoda.optim.muon import Muon
 from pagoda.optim.rule import Rule
 from pagoda.optim.sgd import SGD
+from pagoda.optim.sign_sgd import SignSGD
 from pagoda.optim.torch_optimizer import Optim
 
 RULES: Mapping[str, Callable[..., Rule]] = {
     "adamw": AdamW,
     "adam": Adam,
     "sgd": SGD,
+    "signsgd": SignSGD,
     "lion": Lion,
     "adafactor": Adafactor,
     "muon": Muon,

@@ -4,6 +4,10 @@ Shapes are classified by kind: the number of dimensions, and which of them are 1
 Each kind is run on two tiny shapes. A dimension of a state that differs between the two runs follows the parameter's:
 it is matched with the product of some of the parameter's dimensions. Behaviour for large parameters only is not seen
 here. An update whose states differ from those found is refused when it happens.
+
+A class may count its steps in the param group, which all parameters share, as ADOPT and schedule-free optimizers do.
+Such numbers are its *clock*, provided that they depend on the settings and the number of steps alone: then one step of
+a tiny parameter moves it for all. What depends on gradients, as Prodigy's estimate of the distance, is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,8 +17,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, UsageError
 
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 """Of parameters, or of param groups."""
@@ -25,7 +30,8 @@ COMMON_SHAPES = ((4,), (4, 5), (5, 4), (4, 4), (4, 5, 6), (4, 5, 3, 3))
 """Shapes whose kinds are probed before any model is known, to name the states."""
 _SIZES = ((3, 5, 7, 11, 13, 17), (5, 7, 11, 13, 17, 19))
 """Sizes of the distinct dimensions in each of the two runs."""
-_STEPS = 3
+_STEPS = 8
+"""RAdam, for one, is another optimizer from its sixth step on."""
 _PLAIN = (bool, int, float, str, type(None))
 _TAKEN = {"weight", "weight_low", "weight_back", "grad", "grad_queue", "buffers"}
 """Names that Pagoda uses for states of its own."""
@@ -46,6 +52,21 @@ class ProbedState:
         return tuple(dim if isinstance(dim, int) else prod(parameter[index] for index in dim) for dim in self.dims)
 
 
+@dataclass(frozen=True)
+class ProbedKind:
+    """What the class keeps for parameters of one kind."""
+
+    states: Mapping[str, ProbedState]
+    """By name. A tensor of a list has the name of the list, an underscore, and its index."""
+    tree: TreeSpec
+    """The entry of a parameter in the class's `state`, without its values, which are in the order of `states`."""
+
+    def entry(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry with these values of its states."""
+        entry: dict[str, Any] = tree_unflatten([values[name] for name in self.states], self.tree)
+        return entry
+
+
 class Probe:
     """Runs the optimizer that `make` returns on tiny parameters. Raises ConfigError for a class that cannot be run unit
     by unit."""
@@ -53,16 +74,18 @@ class Probe:
     def __init__(self, label: str, make: Make) -> None:
         self.label = label
         self._make = make
-        self._by_kind: dict[Kind, Mapping[str, ProbedState] | str] = {}
-        """kind -> its states by name, or why the class refuses it."""
+        self._by_kind: dict[Kind, ProbedKind | str] = {}
+        """kind -> what is kept for it, or why the class refuses it."""
         self._same: dict[frozenset[str], bool] = {}
         self.states: dict[str, ProbedState] = {}
         """Name -> the state, of the first kind that has it."""
         self.group: dict[str, Any] = {}
         """The settings in a new param group that are numbers, text or tuples of them."""
+        self.clock: set[str] = set()
+        """Those that each step changes."""
         for shape in COMMON_SHAPES:
             found = self._found(kind_of(shape))
-            for name, state in found.items() if not isinstance(found, str) else ():
+            for name, state in found.states.items() if not isinstance(found, str) else ():
                 if not name.isidentifier() or name in _TAKEN:
                     raise ConfigError(f"{label} cannot be run: its state {name!r} has a name that Pagoda uses itself.")
                 known = self.states.setdefault(name, state)
@@ -70,6 +93,26 @@ class Probe:
                     raise ConfigError(f"{label} cannot be run: its state {name!r} is not always {known.dtype}.")
         if all(isinstance(found, str) for found in self._by_kind.values()):
             raise ConfigError(f"{label} cannot be run: {self._by_kind[kind_of(COMMON_SHAPES[1])]}")
+
+    def changes(self, method: str, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What `step`, `train` or `eval` changes in a param group with the settings `group`.
+
+        Raises UsageError if the class raises, or if a step changes what none of the first steps changed.
+        """
+        shape = next(shape for shape in COMMON_SHAPES if not isinstance(self._found(kind_of(shape)), str))
+        optimizer = self._make([_parameter(shape, 0)])
+        optimizer.param_groups[0].update(group)
+        try:
+            _take(optimizer, optimizer.param_groups[0]["params"], 0) if method == "step" else _call(optimizer, method)
+        except Exception as error:
+            raise UsageError(f"{self.label}: {error}") from error
+        changed = {key: value for key, value in _numbers_of(optimizer).items() if group.get(key) != value}
+        if method == "step" and not changed.keys() <= self.clock:
+            raise UsageError(
+                f"A step of {self.label} changes {sorted(changed.keys() - self.clock)} in param_groups, but none of "
+                "the steps that were tried did: pagoda.Optim cannot run it with these settings."
+            )
+        return changed
 
     def has_same_states(self, settings: Mapping[str, Any]) -> bool:
         """Whether the class keeps the same states with these settings in a param group, of which each is zero or false
@@ -83,12 +126,12 @@ class Probe:
             self._same[names] = others == self.states.keys()
         return self._same[names]
 
-    def of(self, parameter: str, shape: tuple[int, ...]) -> Mapping[str, ProbedState]:
-        """The states of a parameter, by name. Raises ConfigError if the class refuses the parameter."""
+    def of(self, parameter: str, shape: tuple[int, ...]) -> ProbedKind:
+        """What is kept for a parameter. Raises ConfigError if the class refuses the parameter."""
         found = self._found(kind_of(shape))
         if isinstance(found, str):
             raise ConfigError(f"{self.label} cannot update {parameter!r}, of shape {list(shape)}: {found}")
-        unknown = sorted(found.keys() - self.states.keys())
+        unknown = sorted(found.states.keys() - self.states.keys())
         if unknown:
             raise ConfigError(
                 f"{self.label} keeps {unknown} for {parameter!r}, of shape {list(shape)}, but for none of the shapes "
@@ -96,26 +139,28 @@ class Probe:
             )
         return found
 
-    def _found(self, kind: Kind) -> Mapping[str, ProbedState] | str:
+    def _found(self, kind: Kind) -> ProbedKind | str:
         if kind not in self._by_kind:
             self._by_kind[kind] = self._probed(kind)
         return self._by_kind[kind]
 
-    def _probed(self, kind: Kind) -> Mapping[str, ProbedState] | str:
-        """The states of a kind, or the class's message if it refuses the kind."""
+    def _probed(self, kind: Kind) -> ProbedKind | str:
+        """What is kept for a kind, or the class's message if it refuses the kind."""
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            runs = []
-            for sizes in _SIZES:
-                try:
-                    runs.append(_Run(self.label, self._make, tuple(1 if k == 0 else sizes[k - 1] for k in kind)))
-                except Exception as error:
-                    return f"it raises {type(error).__name__}: {error}"
-            runs[0].check()
+            shapes = [tuple(1 if k == 0 else sizes[k - 1] for k in kind) for sizes in _SIZES]
+            try:
+                runs = [_Run(self.label, self._make, shape) for shape in shapes]
+                runs[0].check()
+            except ConfigError:
+                raise
+            except Exception as error:
+                return f"it raises {type(error).__name__}: {error}"
         self.group = runs[0].group
-        first, second = (run.states for run in runs)
-        if first.keys() != second.keys():
+        self.clock |= runs[0].clock
+        (first, tree), (second, other) = (run.kept for run in runs)
+        if tree != other:
             raise ConfigError(f"{self.label} cannot be run: what it keeps depends on a parameter's size.")
-        return {name: self._state(name, first[name], second[name], [run.shape for run in runs]) for name in first}
+        return ProbedKind({name: self._state(name, first[name], second[name], shapes) for name in first}, tree)
 
     def _state(self, name: str, one: Any, other: Any, shapes: list[tuple[int, ...]]) -> ProbedState:
         """A state, from its values in two runs."""
@@ -149,37 +194,61 @@ class _Run:
         self._param = _parameter(shape, 0)
         optimizer = make([self._param])
         self.group = {key: value for key, value in optimizer.param_groups[0].items() if _is_plain(value)}
-        groups, before = _numbers_of(optimizer), torch.get_rng_state()
+        before, structures = torch.get_rng_state(), []
+        _call(optimizer, "train")
+        self._numbers = [_numbers_of(optimizer)]
+        """The numbers of the param group before each step, and after the last one."""
         for step in range(_STEPS):
             _take(optimizer, [self._param], step)
+            self._numbers.append(_numbers_of(optimizer))
+            structures.append(kept_in(optimizer, self._param)[1])
         self._random = not torch.equal(before, torch.get_rng_state())
-        self._changed = sorted(key for key, value in _numbers_of(optimizer).items() if groups.get(key) != value)
-        self.states = kept_in(optimizer, self._param)
+        self._grows = structures[0] != structures[-1]
+        started, ended = self._numbers[0], self._numbers[-1]
+        self.clock = {key for key, value in ended.items() if started.get(key) != value}
+        for key in ended.keys() - started.keys():  # a count that begins when it is first needed
+            self.group[key] = started[key] = type(ended[key])(0)
+        self.kept = kept_in(optimizer, self._param)
 
     def check(self) -> None:
         """Raises ConfigError unless a parameter's update depends on its states and gradient alone, whatever else is
         updated."""
         if self._random:
             raise ConfigError(f"{self._refused}: its step draws random numbers.")
-        if self._changed:
-            raise ConfigError(
-                f"{self._refused}: its step changes {self._changed} in param_groups, which all parameters share. It "
-                "needs every parameter at once."
-            )
+        if self._grows:
+            raise ConfigError(f"{self._refused}: what it keeps for a parameter changes from step to step.")
         pair = [_parameter(self.shape, 0), _parameter(self.shape, 1)]
         together, alone = self._make(pair), _parameter(self.shape, 0)
+        _call(together, "train")
         states: dict[str, Any] = {}
         for step in range(_STEPS):
             _take(together, pair, step)
             resumed = self._make([alone])
+            resumed.param_groups[0].update(self._numbers[step])
             if step:
                 resumed.state[alone] = states
             _take(resumed, [alone], step)
-            states = kept_in(resumed, alone)
+            states = entry_of(resumed, alone)
+            if self.clock:
+                new = _parameter(self.shape, 2)
+                clock = self._make([new])
+                clock.param_groups[0].update(self._numbers[step])
+                _take(clock, [new], step + 1)
+                self._check_clock(step, _numbers_of(together), _numbers_of(clock))
         if not torch.equal(pair[0], self._param):
             raise ConfigError(f"{self._refused}: a parameter's update depends on the others.")
         if not torch.equal(alone, self._param):
             raise ConfigError(f"{self._refused}: it keeps something outside `state`, so it cannot be resumed.")
+
+    def _check_clock(self, step: int, *others: dict[str, Any]) -> None:
+        """Raises ConfigError unless the numbers of a param group after a step are the same with other parameters."""
+        mine = self._numbers[step + 1]
+        differing = sorted(key for key, value in mine.items() if any(value != other.get(key) for other in others))
+        if differing:
+            raise ConfigError(
+                f"{self._refused}: its step computes {differing} in param_groups from all parameters and gradients. It "
+                "needs every parameter at once."
+            )
 
 
 def kind_of(shape: tuple[int, ...]) -> Kind:
@@ -188,9 +257,15 @@ def kind_of(shape: tuple[int, ...]) -> Kind:
     return tuple(0 if size == 1 else 1 + distinct.index(size) for size in shape)
 
 
-def kept_in(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter, without entries that are None."""
+def entry_of(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
+    """What an optimizer keeps for a parameter, without values that are None."""
     return {name: value for name, value in optimizer.state.get(param, {}).items() if value is not None}
+
+
+def kept_in(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> tuple[dict[str, Any], TreeSpec]:
+    """The same, as in `ProbedKind`."""
+    leaves, tree = tree_flatten_with_path(entry_of(optimizer, param))
+    return {"_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): v for path, v in leaves}, tree
 
 
 def _parameter(shape: tuple[int, ...], seed: int) -> torch.nn.Parameter:
@@ -203,10 +278,15 @@ def _take(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], st
     optimizer.step()
 
 
+def _call(optimizer: torch.optim.Optimizer, method: str) -> None:
+    """Call a method without arguments, such as a schedule-free optimizer's `train`, if the class has it."""
+    getattr(optimizer, method, lambda: None)()
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
 
 
-def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     group = optimizer.param_groups[0]
-    return {key: float(value) for key, value in group.items() if isinstance(value, bool | int | float)}
+    return {key: value for key, value in group.items() if isinstance(value, bool | int | float)}

@@ -189,6 +189,13 @@ class Rule(ABC):
             )
         return rule
 
+    def after_step(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What a step changes in a param group. Nothing, except for classes of `Optim` that count their steps there.
+
+        Raises UsageError if no step can be taken with the group.
+        """
+        return {}
+
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """A parameter's entry in a torch ``state_dict``.
 

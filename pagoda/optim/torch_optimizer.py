@@ -1,16 +1,20 @@
 """Any `torch.optim.Optimizer` class as a rule: its own code, run on one parameter after another."""
 
+import inspect
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from pagoda.errors import ConfigError, UsageError
 from pagoda.optim.probe import Probe, kept_in
 from pagoda.optim.rule import StateSpec, TensorRule, plain_setting
+
+Mode = Literal["train", "eval"]
+"""Methods of schedule-free optimizers, which change weights."""
 
 
 @dataclass(frozen=True, init=False)
@@ -20,10 +24,12 @@ class Optim(TensorRule):
 
     For each parameter, the class is instantiated with the parameter's fp32 master, gets the stored states, and steps
     once. So the bits are those of the class run in memory on fp32 parameters. `probe` finds out what states it keeps,
-    by running it on tiny tensors. These live in pages like any state, numbers too.
+    by running it on tiny tensors. These live in pages like any state, numbers too. Numbers in param groups that each
+    step changes, such as a count of steps, change there.
 
-    Raises ConfigError for a class that needs a closure (LBFGS), whose update of one parameter depends on others or on
-    random numbers, that keeps state elsewhere than in ``state``, or that refuses ``settings``.
+    Raises ConfigError for a class that needs a closure (LBFGS), whose update of one parameter depends on others
+    (Prodigy), on its name (Adam-mini) or on random numbers, that keeps state elsewhere than in ``state`` and param
+    groups, or that refuses ``settings``.
     """
 
     name: ClassVar[str] = "Optim"
@@ -39,6 +45,12 @@ class Optim(TensorRule):
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(f"pagoda.Optim wants a class of optimizers, such as torch.optim.Adagrad, not {kind!r}.")
         label = f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
+        first = next(iter(inspect.signature(kind).parameters), None)
+        if first in ("named_parameters", "model"):
+            raise ConfigError(
+                f"{label} cannot be run unit by unit: its constructor takes {first!r}, so its update of a parameter "
+                "depends on the parameter's name."
+            )
         probe = Probe(label, lambda params: kind(params, **settings))
         for name, value in (("kind", kind), ("settings", settings), ("group", probe.group), ("_probe", probe)):
             object.__setattr__(self, name, value)
@@ -47,7 +59,8 @@ class Optim(TensorRule):
         """The rule with the present settings of a param group. Raises ConfigError if they add or remove states."""
         other = copy(self)
         settings = {key: plain_setting(group[key], old) for key, old in self.group.items()}
-        switched = {key: value for key, value in settings.items() if bool(value) != bool(self.group[key])}
+        fixed = settings.keys() - self._probe.clock
+        switched = {key: settings[key] for key in fixed if bool(settings[key]) != bool(self.group[key])}
         if switched and not self._probe.has_same_states(switched):
             raise ConfigError(
                 f"{self._probe.label} keeps {sorted(self._probe.states) or 'no states'}, and others with {switched} "
@@ -72,18 +85,47 @@ class Optim(TensorRule):
         """The class's own defaults that are numbers or strings."""
         return dict(self.group)
 
+    def after_step(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers of the class's clock after a step."""
+        return self._probe.changes("step", self.with_group(group).group) if self._probe.clock else {}
+
     def update(
         self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
     ) -> None:
         """Do one step of the class in place. Raises UsageError if it keeps other states than were found."""
+        self._call("step", step > 1, weight, gradient, states)
+
+    def switch(self, mode: Mode, updated: bool, weight: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
+        """Call the class's `train` or `eval` for a parameter, which it changes in place.
+
+        updated: whether the parameter has had an update. weight, states: as for `update`.
+        """
+        self._call(mode, updated, weight, None, states)
+
+    def after_switch(self, mode: Mode, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What the class's `train` or `eval` changes in a param group. Empty if it has no such method."""
+        return self._probe.changes(mode, self.with_group(group).group) if hasattr(self.kind, mode) else {}
+
+    def _call(
+        self,
+        method: str,
+        updated: bool,
+        weight: torch.Tensor,
+        gradient: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Call a method of an optimizer that has just this parameter."""
         param = torch.nn.Parameter(weight)
         param.grad = gradient
         optimizer = self.kind([param], **self.settings)
         optimizer.param_groups[0].update(self.group)
-        if step > 1:
-            optimizer.state[param] = {name: self._value(name, kept) for name, kept in states.items()}
-        optimizer.step()
-        found = kept_in(optimizer, param)
+        if updated:
+            values = {name: self._value(name, kept) for name, kept in states.items()}
+            optimizer.state[param] = self._probe.of("", tuple(weight.shape)).entry(values)
+        getattr(optimizer, method)()
+        if method != "step" and not updated:
+            return
+        found, _ = kept_in(optimizer, param)
         if {name: _shape(value) for name, value in found.items()} != {n: tuple(s.shape) for n, s in states.items()}:
             raise UsageError(
                 f"{self._probe.label} keeps the states {sorted(found)} for a parameter of shape {list(weight.shape)}, "
@@ -111,7 +153,7 @@ class Optim(TensorRule):
         return super().kept_states(tensors, parameter, shape)
 
     def _shape_of(self, state: str, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        probed = self._probe.of(parameter, shape).get(state)
+        probed = self._probe.of(parameter, shape).states.get(state)
         return None if probed is None else probed.shape(shape)
 
     def _value(self, name: str, kept: torch.Tensor) -> Any:

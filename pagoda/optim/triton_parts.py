@@ -125,7 +125,8 @@ def _on_gpu(primitives: dict[str, Any], source: ModuleType) -> dict[str, Any]:
 
 
 _functions = _on_gpu({name: value for name, value in globals().items() if type(value) is type(word)}, arithmetic)
-adam_element, sgd_element, lion_element = (_functions[f"{rule}_element"] for rule in ("adam", "sgd", "lion"))
+adam_element, sgd_element = _functions["adam_element"], _functions["sgd_element"]
+sign_sgd_element, lion_element = _functions["sign_sgd_element"], _functions["lion_element"]
 factored_update, adafactor_rate = _functions["factored_update"], _functions["adafactor_rate"]
 adafactor_element = _functions["adafactor_element"]
 noise_bits, noises, encode_bf16 = _functions["noise_bits"], _functions["noises"], _functions["encode_bf16"]

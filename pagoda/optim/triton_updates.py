@@ -10,6 +10,7 @@ from pagoda.optim import arithmetic, codecs, gradient_kernels, triton_parts as p
 from pagoda.optim.triton_parts import jit
 
 _ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
+_SIGN_SGD = tl.constexpr(arithmetic.SIGN_SGD)
 _SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
 _BLOCK, _CUT = tl.constexpr(codecs.BLOCK), tl.constexpr(codecs.CUT)
 LANES, _ROW = tl.constexpr(gradient_kernels.LANES), tl.constexpr(gradient_kernels.ROW)
@@ -55,6 +56,8 @@ def update(
     elif rule == _SGD_MOMENTUM:
         w, m = parts.sgd_element(w, tl.load(first + at, mask, 0.0), grad, scalars, True)
         tl.store(first + at, m, mask)
+    elif rule == _SIGN_SGD:
+        w = parts.sign_sgd_element(w, grad, scalars)
     elif rule == _LION:
         w, m = parts.lion_element(w, tl.load(first + at, mask, 0.0), grad, scalars)
         tl.store(first + at, m, mask)

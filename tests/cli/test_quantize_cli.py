@@ -102,6 +102,8 @@ def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
     assert planned.root.numel == sum(unit["parameters"] for unit in units)
     assert planned.root.numel < whole.root.numel / (2.5 if bits == "4bit" else 1.5)
     assert planned.params == whole.params
+    of_model = describe_model(PlanConfig(**{**asked, "lora": LoraConfig()})).params
+    assert f"Plan: {of_model / 1e6:,.1f} M parameters" in capsys.readouterr().out
     assert main(["export", str(work.root / "run"), str(work.root / "out"), "--merge"]) == 2
     assert re.search(r"quantized weights, .*without --merge.*merge_and_unload", capsys.readouterr().err)
     assert not (work.root / "out").exists()

@@ -144,6 +144,29 @@ def test_losses_have_the_bits_of_trls_own_trainer(case: str, paging: Paging, tmp
     resumed.optimizer.close()
 
 
+class ResidentGRPO(PAGED["GRPO"]):  # type: ignore[misc]
+    """As in docs/integrations.md."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        with pagoda.resident(self.model):
+            return super()._generate(prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["GRPO, LoRA", "GRPO, reference"])
+def test_a_policy_that_is_resident_while_it_generates_learns_the_same(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PAGED, "GRPO", ResidentGRPO)
+    given, figures = CASES[case], ("loss", "reward", "kl")
+    expected = trained("GRPO", tmp_path / "stock", **given(tmp_path / "model"))
+    small = memory(tmp_path / "reference", "84KiB", "8KiB")
+    pages = Paging(memory=pagoda.Memory(host="4MiB", page_size=4096), reference=small)
+    paged = trained("GRPO", tmp_path / "paged", paging=pages, **given(tmp_path / "model"))
+    assert logged(paged, *figures) == logged(expected, *figures)
+    paged.optimizer.close()
+
+
 @pytest.mark.parametrize("setting", ["use_vllm", "sync_ref_model"])
 def test_what_would_copy_all_weights_is_refused(setting: str, paging: Paging, tmp_path: Path) -> None:
     settings = arguments(tmp_path, trl.GRPOConfig, **GENERATING)

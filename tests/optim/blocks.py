@@ -3,7 +3,7 @@
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim import SGD, Adam, AdamW, Lion, flat, gradient_dtype
+from pagoda.optim import SGD, Adam, AdamW, Lion, SignSGD, flat, gradient_dtype
 from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import gradient_kernels, update_kernel
 from pagoda.optim.rule import ElementwiseRule
@@ -18,6 +18,7 @@ RULES: dict[str, ElementwiseRule] = {
     "sgd": SGD(lr=3e-2, weight_decay=0.1),
     "momentum": SGD(lr=3e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
     "nesterov": SGD(lr=3e-2, momentum=0.9, nesterov=True),
+    "signsgd": SignSGD(lr=3e-3, weight_decay=0.1),
     "lion": Lion(lr=3e-3, weight_decay=0.1),
 }
 

@@ -57,7 +57,7 @@ def test_a_kernel_gives_the_bits_of_the_reference(rule: ElementwiseRule, precisi
         assert_same_states(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "momentum", "nesterov", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "momentum", "nesterov", "signsgd", "lion"])
 def test_every_combination_of_edge_values_gives_the_bits_of_the_reference(name: str) -> None:
     rule, edges = RULES[name], EDGES[torch.tensor([0, 1, 3, 4, 9, 16, 19, 22, 27, 30, 33])]
     names = [state.name for state in rule.states("fp32")]

@@ -8,7 +8,7 @@ import torch
 from lion_pytorch import Lion as TheirLion
 
 from pagoda.errors import ConfigError
-from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Rule, gradient_dtype
+from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Rule, SignSGD, gradient_dtype
 from pagoda.optim.rule import Hyper
 
 from .blocks import RULES
@@ -27,6 +27,8 @@ from .blocks import RULES
         (SGD, "momentum", math.nan),
         (SGD, "dampening", "much"),
         (SGD, "nesterov", True),
+        (SignSGD, "lr", -1),
+        (SignSGD, "weight_decay", math.nan),
         (Lion, "betas", (0.9, 1.0)),
         (Lion, "weight_decay", -1),
         (Adafactor, "lr", -1.0),
@@ -106,7 +108,7 @@ def test_an_unknown_precision_is_refused() -> None:
 def test_what_each_rule_takes_a_parameter() -> None:
     for precision in ("bf16", "fp32"):
         taken = [sum(s.dtype.itemsize / s.per for s in rule.states(precision)) for rule in RULES.values()]
-        assert taken == [12, 8, 6 + 1 / 32, 12, 4, 8, 8, 8]
+        assert taken == [12, 8, 6 + 1 / 32, 12, 4, 8, 8, 4, 8]
         assert AdamW().states(precision)[0].dtype is gradient_dtype(precision)
     assert [spec.name for spec in AdamW().states("bf16")] == ["weight", "weight_low", "exp_avg", "exp_avg_sq"]
     assert [spec.name for spec in AdamW().states("fp32")] == ["weight", "exp_avg", "exp_avg_sq"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lion_pytorch import Lion as TheirLion
+from own_optimizers import Distance, Named, ScheduleFree, Whitened
 from torch.optim import Optimizer
 
 from pagoda.errors import ConfigError, UsageError
@@ -59,11 +60,15 @@ class OnTheSide(Step):
         param.add_(param.grad, alpha=-group["lr"] / self.seen)
 
 
-class InTheGroup(Step):
-    """Counts its steps in the group."""
+class LateInTheGroup(Step):
+    """Notes in the group that weights are small, but only from some step on."""
 
-    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        group["k"] = group.get("k", 0) + 1
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            if group["k"] > 20:
+                group["small"] = bool(group["params"][0].abs().max() < 1)
 
 
 class Noisy(Step):
@@ -133,6 +138,30 @@ def test_bits_and_states_are_those_of_the_class_in_memory_and_go_through_torchs_
         assert all(torch.equal(back[name], kept[name]) for name in kept)
 
 
+def test_a_clock_in_the_group_moves_as_in_memory_and_lists_of_tensors_are_states() -> None:
+    for kind, names in ((ScheduleFree, {"z"}), (Whitened, {"squares_0", "squares_1"})):
+        rule: Any = Optim(kind, lr=0.5)
+        weight = gradient((6, 8), 0)
+        parameter = torch.nn.Parameter(weight.clone())
+        theirs, kept, group = kind([parameter], lr=0.5), kept_by(rule, "p", (6, 8)), rule.defaults()
+        assert kept.keys() == names
+        group |= rule.after_switch("train", group)
+        getattr(theirs, "train", lambda: None)()
+        for step in range(1, 4):
+            parameter.grad = gradient((6, 8), step)
+            theirs.step()
+            rule.with_group(group).update(step, weight, gradient((6, 8), step), kept)
+            group |= rule.after_step(group)
+            assert torch.equal(weight, parameter.detach())
+            assert {**group, "params": [parameter]} == theirs.param_groups[0]
+
+
+def test_a_step_that_changes_more_of_the_group_than_was_tried_is_refused() -> None:
+    rule = Optim(LateInTheGroup)
+    with pytest.raises(UsageError, match=r"changes \['small'\] in param_groups"):
+        rule.after_step({**rule.defaults(), "k": 20})
+
+
 def test_settings_of_a_group_reach_the_class() -> None:
     rule = Optim(torch.optim.Adagrad, lr=1e-2)
     assert rule.defaults()["lr"] == 1e-2
@@ -184,9 +213,10 @@ def test_a_closure_is_refused_by_name() -> None:
     [
         (ByTheNorm, "depends on the others"),
         (OnTheSide, "outside `state`"),
-        (InTheGroup, r"changes \['k'\] in param_groups"),
+        (Distance, r"computes \['d'\] in param_groups from all parameters"),
+        (Named, "takes 'named_parameters', so its update .* depends on the parameter's name"),
         (Noisy, "draws random numbers"),
-        (Listed, "'history' is a list"),
+        (Listed, "changes from step to step"),
         (torch.optim.SparseAdam, "SparseAdam cannot be run"),
     ],
 )

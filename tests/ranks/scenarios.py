@@ -423,6 +423,22 @@ def gather_some(out: Path) -> list[torch.Tensor]:
     return found
 
 
+def generate_apart(out: Path) -> list[torch.Tensor]:
+    """Logits of all ranks at once, and of one rank more often than of another."""
+    recipe, place_of_all = Recipe("llama"), pagoda.Memory(device="cpu:1MiB", host="64MiB", page_size=4096)
+    model: Any = recipe.build()
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=place_of_all, mesh=pagoda.open_mesh())
+    take_steps(recipe, model, optimizer, Outcome(), place()[1], range(1))
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        found = [model(input_ids=ids).logits]
+        with pagoda.resident(model):
+            found += [model(input_ids=ids).logits for _ in range(1 + 3 * place()[0])]
+    take_steps(recipe, model, optimizer, Outcome(), place()[1], range(1))
+    optimizer.close()
+    return found
+
+
 def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What `pagoda train` does in each rank."""
     shown = io.StringIO()

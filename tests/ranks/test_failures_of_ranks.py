@@ -110,6 +110,12 @@ def test_gathered_parameters_are_whole_on_every_rank_and_changes_stay(ranks: Ran
     assert torch.equal(before + 1, after)
 
 
+def test_ranks_generate_apart_while_all_weights_are_resident(ranks: RankServer, tmp_path: Path) -> None:
+    first, *others = [logits for of_rank in ranks.run("generate_apart", 2, tmp_path) for logits in of_rank]
+    assert len(others) == 6
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_ranks_that_are_started_anew_do_not_look_for_those_before(ranks: RankServer, tmp_path: Path) -> None:
     """torchrun has one store for all attempts, in which the addresses of those before stay."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 from lion_pytorch import Lion as TheirLion
+from own_optimizers import ScheduleFree, Whitened
 from torch import nn
 from zoo import ALL_ON_SSD, RESIDENT, Outcome, Recipe, assert_equal, losses_of, squeeze, train, usual_loop
 
@@ -23,6 +24,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "adam": pagoda.Adam(lr=1e-2, weight_decay=0.1),
     "sgd": pagoda.SGD(lr=1e-1),
     "momentum": pagoda.SGD(lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "signsgd": pagoda.SignSGD(lr=1e-3, weight_decay=0.1),
     "lion": pagoda.Lion(lr=1e-3, weight_decay=0.1),
 }
 WHOLE: dict[str, Rule] = {
@@ -30,6 +32,7 @@ WHOLE: dict[str, Rule] = {
     "muon": pagoda.Muon(lr=1e-2),
     "adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
     "lion-pytorch": pagoda.Optim(TheirLion, lr=1e-3),
+    "whitened": pagoda.Optim(Whitened, lr=1e-2),
 }
 USUAL = ("lion", "adafactor", "muon", "adagrad")
 """One of each kind of state: `make test-all` takes the others too."""
@@ -81,7 +84,7 @@ def test_in_fp32_a_run_has_the_bits_of_torch_in_memory(name: str, tmp_path: Path
     usual_loop(recipe)(model, optimizer, theirs)
     assert ours.losses == theirs.losses
     assert_equal(ours.weights, model.state_dict())
-    if len(optimizer.optimizers) == 1:
+    if len(optimizer.optimizers) == 1 and name != "whitened":  # whose list of tensors is several states here
         state = optimizer.optimizers[0].state_dict()["state"]
         mine = ours.optimizer["state"]
         assert mine.keys() == state.keys()
@@ -162,6 +165,47 @@ def test_what_cannot_be_run_with_a_rule_is_refused(tmp_path: Path) -> None:
         pagoda.wrap(matrices(), torch.optim.Adagrad, memory=RESIDENT)
     with pytest.raises(pagoda.ConfigError, match="only supports 2D"):
         pagoda.wrap(nn.Linear(4, 4), pagoda.Optim(torch.optim.Muon), memory=RESIDENT)
+
+
+# --- classes that count in the group, and have other weights in evaluation -------------------------------------
+
+
+def test_a_schedule_free_class_trains_evaluates_and_resumes_with_its_own_bits(wrap: Wrap, tmp_path: Path) -> None:
+    """Also where a parameter has no gradient in a step: the count of its group goes on."""
+
+    def build() -> Any:
+        model = matrices()
+        return model, [{"params": [*model[:2].parameters()], "lr": 0.25}, {"params": [*model[2].parameters()]}]
+
+    def run(model: nn.Module, optimizer: Any, steps: range) -> list[Any]:
+        optimizer.train()
+        model[1].weight.requires_grad_(1 not in steps)
+        losses = take(model, optimizer, steps)
+        optimizer.eval()
+        return [*losses, model(torch.ones(1, 48)).sum().item()]
+
+    plain, groups = build()
+    theirs = ScheduleFree(groups)
+    expected = [run(plain, theirs, range(at, at + 2)) for at in (0, 2, 4)]
+    rule, options = pagoda.Optim(ScheduleFree), {"precision": "fp32", "accumulation_steps": 1}
+    model, groups = build()
+    ssd = squeeze(model, ALL_ON_SSD, tmp_path, rule=rule, precision="fp32", clipping=False)
+    model, optimizer = wrap(model, ssd, rule=rule, param_groups=groups, **options)
+    x = torch.ones(1, 48)
+    with pytest.raises(pagoda.UsageError, match="not in train mode"):  # and nothing has changed
+        model(x).sum().backward()
+    optimizer.zero_grad()
+    assert [run(model, optimizer, range(at, at + 2)) for at in (0, 2)] == expected[:2]
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    optimizer.close()
+    model, groups = build()
+    model, optimizer = wrap(model, rule=rule, param_groups=groups, **options)
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert run(model, optimizer, range(4, 6)) == expected[2]
+    assert_equal(model.state_dict(), plain.state_dict())
+    mine, other = optimizer.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == other["param_groups"]
+    assert_same_state(mine, other)
 
 
 # --- compressed moments --------------------------------------------------------------------------------------
