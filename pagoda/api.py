@@ -296,7 +296,8 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     It works like `from_pretrained`, with the same rules for the names in the files. But the weights stay in their files
     until `wrap` copies them to their tier in pieces, so the files must stay. Until then the model may be changed like
     any other: copies and parts of weights stay in the files, other operations read what they need.
-    Values in fp32, fp16 and bf16 become the fp32 master unchanged. From a checkpoint, it loads the weights that
+    Values in fp32, fp16 and bf16 become the fp32 master unchanged. Quantized weights (MXFP4, FP8 in blocks,
+    bitsandbytes) are dequantized when they are read. From a checkpoint, it loads the weights that
     `export` would write, with adapters merged, but no optimizer state. The model is in training mode. Nothing is
     downloaded, and no code from the directory runs.
 
@@ -305,7 +306,8 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     Extra tensors in the files are ignored, with a warning.
 
     Raises ConfigError for a directory without config.json or weights, for weights that do not fit the model and for
-    quantized weights, and CheckpointError for a damaged file and for a checkpoint whose model is not from transformers.
+    weights quantized in other ways, and CheckpointError for a damaged file and for a checkpoint whose model is not from
+    transformers.
     """
     directory = Path(directory)
     if (directory / MANIFEST).is_file():
@@ -338,7 +340,7 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
     if training.activations == "keep":
         return
     refuse_own_checkpointing(model)
-    if training.activations.endswith("offload") and memory.device is None and memory.ssd is None:
+    if training.activations in ("offload", "recompute+offload") and memory.device is None and memory.ssd is None:
         raise ConfigError(
             f"activations is {training.activations!r}, but there is nowhere to offload to: the CPU computes, so "
             "activations are in RAM already. Give memory.ssd, or use 'recompute'."

@@ -97,8 +97,8 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
 
 
 def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
-    """Whether the pages of one more checkpoint can be kept, once the replaced ones are deleted. If there should be room
-    and is not, a warning says so.
+    """Whether the pages of one more checkpoint can be kept, once the replaced ones are deleted. If the user asked for
+    room and it is taken, a warning says so.
 
     The slots for undoing updates must stay free. Other slots may be occupied, by pages that a deleted run has left.
     """
@@ -120,7 +120,8 @@ def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
         room, why = 0, str(error)
     if room - plan.placement.pages(SSD, UNDO) >= pages:
         return True
-    _log.warning(
+    _log.log(
+        logging.INFO if plan.options.keep_checkpoints is None else logging.WARNING,
         "this checkpoint copies %s of state on SSD: %s. %s",
         format_bytes(pages * plan.page_bytes),
         why,

@@ -35,6 +35,9 @@ class LazyTensor:
         self.dtype = dtype
         self.shape = torch.Size(shape)
         self._read = read
+        self.packed: dict[str, LazyTensor] | None = None
+        """The tensors of quantized files from which the values are computed. Layers that compute with packed weights
+        can keep them."""
 
     @property
     def ndim(self) -> int:
@@ -73,7 +76,9 @@ class LazyTensor:
 
     def with_shape(self, shape: Sequence[int]) -> "LazyTensor":
         """The same elements in another shape."""
-        return LazyTensor(self.dtype, shape, self._read)
+        made = LazyTensor(self.dtype, shape, self._read)
+        made.packed = self.packed
+        return made
 
     def narrow(self, dim: int, start: int, length: int) -> "LazyTensor":
         axis = dim % self.ndim
@@ -94,7 +99,9 @@ class LazyTensor:
 
     def cast(self, dtype: torch.dtype) -> "LazyTensor":
         """The same elements, rounded to another dtype."""
-        return LazyTensor(dtype, self.shape, lambda start, count: self._read(start, count).to(dtype))
+        made = LazyTensor(dtype, self.shape, lambda start, count: self._read(start, count).to(dtype))
+        made.packed = self.packed
+        return made
 
     def contiguous(self) -> "LazyTensor":
         return self

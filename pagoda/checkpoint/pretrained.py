@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagoda.checkpoint.dequantize import dequantized, quantization_of
 from pagoda.checkpoint.lazy import LazyTensor, tensors_of
 from pagoda.checkpoint.tensors import TensorFile, chunks
 from pagoda.checkpoint.waiting import WaitingTensor, set_source
@@ -73,27 +74,25 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
 
     Real parameters and buffers get their values now. Parameters that wait get a reference to their values, which `wrap`
     reads piece by piece, directly into their tier. Values are exact, because fp32, fp16 and bf16 all fit
-    the fp32 master.
+    the fp32 master. Quantized weights are dequantized.
 
-    Raises ConfigError if the directory has no weights, quantized weights or the files of another model, if shapes
-    differ from the model's, or if the files have different values for tied parameters. Raises CheckpointError if a file
-    is damaged.
+    Raises ConfigError if the directory has no weights, weights in a format that cannot be dequantized or the files of
+    another model, if shapes differ from the model's, or if the files have different values for tied parameters. Raises
+    CheckpointError if a file is damaged.
     """
+    quantization = quantization_of(directory)
     files = [TensorFile(path) for path in weight_files(directory)]
     if not files:
         raise ConfigError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
     stored = {name: tensor for file in files for name, tensor in tensors_of(file).items()}
-    missing, unexpected = attach_tensors(model, directory, stored)
+    plain = stored if quantization is None else dequantized(quantization, stored)
+    missing, unexpected = attach_tensors(model, directory, plain)
     _read_generation_config(model, directory)
     return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, unexpected)
 
 
 def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> tuple[list[str], list[str]]:
     """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{directory} has quantized weights, which cannot be trained: name the directory of the original model"
-        )
     tensors, missing, unexpected = _from_files(model, stored)
     names: dict[int, list[str]] = {}
     held: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
@@ -160,8 +159,21 @@ def _from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str
         skipped_pp_keys=set(),
     )
     model._adjust_missing_and_unexpected_keys(report)
-    found = {name: tensor for name, tensor in found.items() if name in expected}
+    found = {name: _oriented(model, name, tensor) for name, tensor in found.items() if name in expected}
     return found, sorted(report.missing_keys), sorted(report.unexpected_keys)
+
+
+def _oriented(model: nn.Module, name: str, values: LazyTensor) -> LazyTensor:
+    """The values of a parameter in its own orientation. bitsandbytes stores a Conv1D as the linear layer that it makes
+    of it, so it is transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    holder, _, short = name.rpartition(".")
+    if values.packed is None or short != "weight" or not isinstance(model.get_submodule(holder), Conv1D):
+        return values
+    turned: LazyTensor = values.t()
+    turned.packed = values.packed
+    return turned
 
 
 def _give(tensor: torch.Tensor, values: LazyTensor) -> None:

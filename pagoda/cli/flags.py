@@ -26,6 +26,12 @@ _WIDTH = 100
 _ENTRY = re.compile(r"  (-|[A-Z][A-Z_|]+( |$))")
 """How a flag or a positional argument begins in tyro's help, if that is not shown in a terminal."""
 _NAME = re.compile(r"--[\w.-]+")
+_UNREAD = re.compile(
+    r"^Error parsing (?P<flags>\S+): (?:no type matching \{None\}\|\{?(?P<kind>[A-Z ]+)\}? could be instantiated from "
+    r"\[|.*(?:base 10|to float): )(?P<value>'.*?')(?:\]|$)"
+)
+"""How tyro complains of a value of another type."""
+_KINDS = {"INT": "a whole number", "FLOAT": "a number", "FLOAT FLOAT": "two numbers"}
 _INDENT = " " * 8
 """How lines begin that explain a flag."""
 
@@ -96,6 +102,12 @@ def _in_one_line(complaint: str) -> str:
     first, *others = filter(None, parts)
     text = " ".join(line.strip() for line in first if not line.startswith(_INDENT))
     text = re.sub(r"^Error parsing (?!-)\S+: ", "", text).rstrip(".")  # `text` names the setting itself
+    if (unread := _UNREAD.search(text)) is not None:
+        flags, of_several, value = unread.group("flags", "kind", "value")
+        kind = _KINDS.get(of_several) or _KINDS["INT" if "int()" in text else "FLOAT"]
+        text = f"{max(flags.split('/'), key=_is_whole)} is {value}; it must be {kind}"
+    text = re.sub(r"^Missing value for argument '(\S+)'. Expected 1 values", r"\1 lacks its value", text)
+    text = text.replace("('None', ", "(").replace(", 'None'", "")
     meant = next((part[1] for part in others if part[0].strip() == "Perhaps you meant:"), None)
     return text if meant is None else f"{text}; did you mean {max(_NAME.findall(meant), key=_is_whole)}?"
 

@@ -27,7 +27,8 @@ _DAMAGED = 1
 def run(config: InspectConfig, console: Console) -> int:
     """Show the directory's content, and verify it if the user asks for that. Returns the exit code."""
     if not config.directory.is_dir():
-        raise ConfigError(f"{config.directory} is not a directory")
+        what = "of a run, of a checkpoint, or of pages (--memory.ssd)"
+        raise ConfigError(f"{config.directory} is not a directory: name the one {what}")
     if (config.directory / MANIFEST).exists():
         return _DAMAGED if _show_checkpoint(config.directory, config.verify, console) else 0
     run = RunDir(config.directory)

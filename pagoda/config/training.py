@@ -123,19 +123,21 @@ class Updates(Settings):
 class Activations(Settings):
     """What happens to activations, the tensors that autograd keeps between forward and backward."""
 
-    activations: ActivationMode = "recompute"
+    activations: ActivationMode | None = None
     """What happens to the activations of each block, a module that the model repeats, such as a decoder layer. keep:
     they stay in memory. recompute: only the block's inputs stay, and backward runs the block's forward again (gradient
     checkpointing). offload: large ones go to RAM (from a GPU) or to SSD, and come back before backward needs them.
     recompute+offload: the block is recomputed, and its inputs are offloaded. auto: keep as many as memory has room for,
-    offload as many as transfers can move in time, and recompute the rest. The bits are the same."""
+    offload as many as transfers can move in time, and recompute the rest. By default recompute, or recompute+offload
+    where that does not fit. The bits are the same."""
     partition_activations: Annotated[bool, tyro.conf.Suppress] = False
     """If all tensor-parallel ranks have the same block input, each rank keeps or offloads an equal part of it. They
     gather the whole input before they recompute the block. The bits are the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("activations", self.activations, ActivationMode)
+        if self.activations is not None:
+            require_choice("activations", self.activations, ActivationMode)
         if self.partition_activations and self.activations in ("keep", "offload"):
             raise ConfigError(
                 "partition_activations is for blocks that are recomputed, but activations is "

@@ -85,7 +85,7 @@ def estimate_activations(
     described: ModelDescription,
     tokens: int,
     itemsize: int,
-    mode: ActivationMode,
+    mode: ActivationMode | None,
     chunked_loss: bool | None = None,
     tile_tokens: int | None = None,
 ) -> ActivationEstimate:

@@ -16,6 +16,7 @@ from pagoda.forecast.pipeline import stages_of
 from pagoda.forecast.problem import pass_bound_s, work_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem
 from pagoda.forecast.tensor_parallel import tensor_part_of
+from pagoda.plan.activations import recomputes
 
 _DEGREES = {
     "tensor": "tensor_parallel",
@@ -148,7 +149,7 @@ def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> W
         kinds, numbers = stages_of(config, machine.ranks, described)
     whole = config.states[0].whole
     kinds = [tensor_part_of(part, config.tensor_parallel, whole) for part in kinds]
-    again = config.activations in ("recompute", "recompute+offload")
+    again = recomputes(config.activations) and config.activations != "auto"
     passes = [
         pass_bound_s(machine.hardware, machine.ranks, *work_of(config, machine, part, again), again) for part in kinds
     ]

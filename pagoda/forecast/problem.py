@@ -159,7 +159,7 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
     saved = NO_BLOCKS
     if one_policy:
         sizes = estimate_sizes(described, config.tokens, config.itemsize)
-        saved = ActivationPlan((Policy(config.activations),) * len(sizes.blocks), sizes=sizes)
+        saved = ActivationPlan((Policy(options.activations),) * len(sizes.blocks), sizes=sizes)
     compute, exchanges = work_of(config, machine, described, recomputes(config.activations))
     problem = Problem(
         described.root,

@@ -21,13 +21,13 @@ from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 
 
-def plan_table(plan: Plan) -> RenderableType:
+def plan_table(plan: Plan, parameters: int | None = None) -> RenderableType:
     """A table with a row per state and a column per tier, with sums and budgets; then what lines mean, and the
-    automatic choices."""
+    automatic choices. `parameters`: how many the model has, if the plan counts fewer elements for quantized ones."""
     tiers = [tier for tier, lines in plan.bytes.items() if lines]
     states = list(dict.fromkeys(state for tier in tiers for state in plan.bytes[tier]))
     title = Text(
-        f"Plan: {plan.parameters / 1e6:,.1f} M parameters in {len(plan.units)} units,"
+        f"Plan: {(parameters or plan.parameters) / 1e6:,.1f} M parameters in {len(plan.units)} units,"
         f" pages of {format_bytes(plan.page_bytes)}"
     )
     table = Table("state", *(Column(tier, justify="right") for tier in tiers))
@@ -115,7 +115,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
         yield Text(f"Does not fit. {forecast.refusal}", style="bold red")
     else:
         yield Text("Fits.", style="bold green")
-        yield plan_table(forecast.plan)
+        yield plan_table(forecast.plan, described.params if config.quantize else None)
     yield Text(f"Besides pages, activations take {forecast.activations}.")
     if forecast.machine.hardware.device is None:
         kept = format_bytes((MALLOC - 1) * forecast.activations.total)

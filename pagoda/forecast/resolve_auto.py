@@ -36,17 +36,21 @@ def resolve_auto(
 ) -> tuple[PlanConfig, tuple[str, ...]]:
     """Returns `config` with every open setting chosen, and the reasons.
 
-    Activations: the policy whose default plan is fastest if all layers have it. If a policy per layer is faster still,
-    the choice is "auto". Micro-batches: as few as keep matrix products at full speed and small, or more if no plan fits
-    otherwise. Without `timed`, nothing is simulated: the first policy is chosen for which a plan fits.
+    Activations, by default: recompute, or recompute+offload if only that fits. With "auto": the policy whose default
+    plan is fastest if all layers have it. If a policy per layer is faster still, the choice is "auto". Micro-batches:
+    as few as keep matrix products at full speed and small, or more if no plan fits otherwise. Without `timed`, nothing
+    is simulated: the first policy is chosen for which a plan fits.
     """
     closed = {each.activations: each for each in alternatives(config, machine, described)}
     if len(closed) == 1:
         (only,) = closed.values()
         return only, _said_of_tiles(config, only)
-    if not timed:
+    if config.activations is None or not timed:
         fitting = (each for each in closed.values() if _step_s(each, machine, described, timed=False) < inf)
-        return next(fitting, closed["recompute"]), ()
+        first = next(fitting, closed["recompute"])
+        offloads = config.activations is None and first.activations != "recompute"
+        said = f"activations: {first.activations}, since recompute does not fit."
+        return first, (*_said_of_tiles(config, first), *[said] * offloads)
     closed["auto"] = replace(closed["recompute"], activations="auto")
     seconds = {mode: _step_s(each, machine, described) for mode, each in closed.items()}
     best = min(closed, key=lambda mode: seconds[mode])
@@ -81,8 +85,10 @@ def resolved_problem(
 
 def alternatives(config: PlanConfig, machine: Machine, described: ModelDescription) -> list[PlanConfig]:
     """Every way to choose the open settings of `config` with one policy for all layers."""
-    modes = tuple(m for m in get_args(ActivationMode) if m != "auto")
-    if config.activations != "auto":
+    modes: tuple[ActivationMode, ...] = ("recompute", "recompute+offload")
+    if config.activations == "auto":
+        modes = tuple(m for m in get_args(ActivationMode) if m != "auto")
+    elif config.activations is not None:
         modes = (config.activations,)
     if "auto" in (config.activations, config.batch_tiles) and config.chunked_loss is None:
         # Chunks change rounding. So only the request decides whether the loss is chunked, as in a run.

@@ -90,7 +90,8 @@ def search(problem: Problem) -> Choice:
 
     Options that the problem fixes stay fixed. The default plan of `make_plan` is always tried, and stays unless another
     plan is clearly faster. Open options are tried one after another, each on top of the fastest plan so far: the unit
-    limit, the page size, and the share of updates on the device.
+    limit, the page size, the share of updates on the device, and in the end whether activations take RAM before old
+    states do.
     The search ends once no plan can be clearly faster, because compute alone takes that long. Of plans that are about
     as fast, one in which a separate device is home to units is preferred: what its memory holds need not move.
     If there are many units, kinds of plans are compared on a part of the layers, and the fastest two are then tried on
@@ -115,6 +116,8 @@ def search(problem: Problem) -> Choice:
                 _try(found, replace(problem, options=kind.options), kind.name)
     if may_be_home and all(candidate.name != _HOME for candidate in found):
         _try(found, replace(problem, options=_with_split(usual, device_home_share=1.0)), _HOME)
+    for name, options in _room_for_activations(problem, _fastest(found)):
+        _try(found, replace(problem, options=options), name)
     fastest = _fastest(found)
     if fastest.step_s < usual.step_s * (1 - _WORTH):
         return _chosen(found, fastest)
@@ -196,6 +199,14 @@ def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Opt
             page = int(fastest.plan.page_bytes * factor)
             if PAGE_ALIGN <= page <= PAGE_BYTES:
                 yield f"pages of {format_bytes(page)}", replace(fastest.options, page_bytes=page)
+
+
+def _room_for_activations(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    """If activations go to SSD, since RAM has old states for updates that may be undone: no such updates."""
+    plan = fastest.plan
+    if problem.options.speculate is None and plan.placement.speculated and plan.activations.peak.ssd:
+        named = "" if fastest.name == USUAL else f"{fastest.name}, "
+        yield f"{named}activations in RAM in place of old states", replace(fastest.options, speculate=False)
 
 
 def _fastest(candidates: Iterable[Candidate]) -> Candidate:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import ConfigError, needed
 from pagoda.models.hub import cached, how_to_download, is_hub_name
-from pagoda.models.shapes import SHAPES, find_shape, is_built_in, is_sized_gpt, shape_on_hub
+from pagoda.models.shapes import HOW_TO_NAME, find_shape, is_built_in, is_sized_gpt, shape_on_hub
 
 if TYPE_CHECKING:
     from torch import nn
@@ -159,10 +159,7 @@ def model_directory(name_or_dir: str) -> Path | None:
         find_shape(name_or_dir)
     _refuse_gguf(directory)
     if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"model {name_or_dir!r} is not a directory with a Hugging Face config.json:"
-            f" give such a directory or one of {', '.join(SHAPES)}"
-        )
+        raise ConfigError(f"model {name_or_dir!r} is not a directory with a config.json. {HOW_TO_NAME}")
     return directory
 
 
@@ -225,6 +222,8 @@ def _read_configuration(directory: Path) -> Any:
     layers = getattr(text, "num_hidden_layers", 1)
     if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
         raise ConfigError(f"{path} has {layers:.3g} layers, but a model has 1 to {_MOST_LAYERS}: correct it")
+    for described in (config, text):  # the model is built without it, as its weights are dequantized
+        described.__dict__.pop("quantization_config", None)
     return config
 
 

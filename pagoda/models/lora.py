@@ -55,6 +55,11 @@ class LoraConfig:
             raise ConfigError("--quantize is for a model whose adapters train: give --lora.rank too, such as 16")
 
 
+def peft() -> Any:
+    """The package. Raises ConfigError if it is not installed."""
+    return needed("peft", _NO_PEFT)
+
+
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
     """Freeze a transformers model and add adapters, in training mode. Its weights may wait.
 
@@ -62,8 +67,8 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
     routers.
     """
     assert lora.rank is not None
-    peft = needed("peft", _NO_PEFT)
-    settings = peft.LoraConfig(
+    package = peft()
+    settings = package.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
@@ -71,7 +76,7 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
         task_type="CAUSAL_LM",
     )
     try:
-        adapted: nn.Module = peft.get_peft_model(model, settings)
+        adapted: nn.Module = package.get_peft_model(model, settings)
     except ValueError as error:  # peft raises it for modules that it cannot adapt
         raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
     if (refusal := _mixture_refusal(adapted, settings)) is not None:
@@ -124,11 +129,11 @@ def adapter_name(settings: dict[str, Any]) -> str:
 def adapted_as(model: Any, settings: dict[str, Any]) -> Any:
     """Add an adapter to `model`, with settings from `adapter_settings`. Its initial values do not depend on the
     weights."""
-    peft = needed("peft", _NO_PEFT)
+    package = peft()
     own = {key: value for key, value in settings.items() if key not in (_NAMES, MERGED)}
     initial = {"init_lora_weights": True} if "init_lora_weights" in own else {}
-    config = peft.PeftConfig.from_peft_type(**{**own, **initial, "base_model_name_or_path": None})
-    adapted = peft.get_peft_model(model, config, adapter_name=adapter_name(settings))
+    config = package.PeftConfig.from_peft_type(**{**own, **initial, "base_model_name_or_path": None})
+    adapted = package.get_peft_model(model, config, adapter_name=adapter_name(settings))
     for name in ("base_model_name_or_path", *initial):  # peft takes the first from `model`
         setattr(config, name, settings.get(name))
     return adapted

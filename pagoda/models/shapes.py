@@ -20,6 +20,12 @@ _SMALL_VOCAB = 512
 """Byte-level text uses 256 entries. With a larger vocabulary, the embedding would be most of a small mixture of
 experts."""
 
+HOW_TO_NAME = (
+    "Name a directory with a Hugging Face config.json, ORG/NAME of the Hugging Face Hub, or a built-in shape, such as "
+    "smollm2-135m, llama3.1-8b, qwen3-4b or gpt-<layers>x<hidden> (docs/plan.md has more)"
+)
+"""The way out of a wrong name."""
+
 Setting = int | float | bool | str | dict[str, float | str]
 
 
@@ -262,7 +268,7 @@ def find_shape(name: str) -> ModelShape:
     Such a GPT is a GPT-2 with heads of 64 and the vocabulary of `models.papers`. `gpt_of_step` gives the same number
     of parameters under the same name.
 
-    Raises ConfigError if there is no such shape. The message lists the names and the closest one.
+    Raises ConfigError if there is no such shape. The message has the closest name.
     """
     if name in SHAPES:
         return SHAPES[name]
@@ -274,5 +280,4 @@ def find_shape(name: str) -> ModelShape:
         if hidden % _HEAD_WIDTH:
             raise ConfigError(f"model {name!r}: {hidden} is not a multiple of {_HEAD_WIDTH}, the width of a head")
         return _gpt2(name, hidden, layers, hidden // _HEAD_WIDTH, vocab_size=GPT_VOCAB)
-    refusal = f"unknown model {name!r}: neither a built-in shape nor a directory with a config.json."
-    raise unknown_name(name, SHAPES, refusal, f"Built-in shapes: {', '.join(SHAPES)}, and gpt-<layers>x<hidden>.")
+    raise unknown_name(name, SHAPES, f"unknown model {name!r}: no directory has this name.", HOW_TO_NAME)

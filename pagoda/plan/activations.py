@@ -29,9 +29,9 @@ _SHARE_OF_LANES = 0.5
 """Share of a step's compute time for which activations may keep lanes busy. Weights and states need the rest."""
 
 
-def recomputes(mode: ActivationMode) -> bool:
-    """Whether blocks may be recomputed in backward."""
-    return mode in ("recompute", "recompute+offload", "auto")
+def recomputes(mode: ActivationMode | None) -> bool:
+    """Whether blocks may be recomputed in backward. None is the default, which is one of two modes that do."""
+    return mode in (None, "recompute", "recompute+offload", "auto")
 
 
 class Policy(StrEnum):

@@ -55,7 +55,7 @@ class Options:
             keep_checkpoints=memory.ssd_checkpoints,
             max_staleness=training.staleness,
             speculate=training.speculate,
-            activations=training.activations,
+            activations=training.activations or "recompute",
             partition_activations=training.partition_activations,
             gradients=None if training.gradients is None else DTYPES[training.gradients],
             may_skip=training.may_skip,

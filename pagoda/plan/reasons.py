@@ -18,12 +18,12 @@ def reasons_for(
 ) -> tuple[str, ...]:
     """At least one sentence for each choice. `unit_limit` is the limit in bytes with which the units were made."""
     largest = format_bytes(max(unit.numel for unit in layout.units) * layout.weight.dtype.itemsize)
-    limited = "(as set)" if options.unit_limit else "(an eighth of the model, or less if the budget is tight)"
-    padding = " (as set)." if options.page_bytes else f": the largest that waste at most {MAX_WASTE:.0%} in padding."
+    limited = "memory.unit_limit" if options.unit_limit else "an eighth of the model, or less if the budget is tight"
+    least_waste = f"the largest that waste at most {MAX_WASTE:.0%} in padding"
     reasons = [
         f"{len(layout.units)} units, the largest with {largest} of weights: modules of at most "
-        f"{format_bytes(unit_limit)} {limited}, and larger ones that cannot be divided.",
-        f"Pages of {format_bytes(layout.page_bytes)}{padding}",
+        f"{format_bytes(unit_limit)} ({limited}), and larger ones that cannot be divided.",
+        f"Pages of {format_bytes(layout.page_bytes)}: {'memory.page_size' if options.page_bytes else least_waste}.",
         *reasons_for_homes(layout, placement, budgets, options),
         _state_bytes(layout),
     ]
@@ -82,7 +82,7 @@ def reasons_for_homes(layout: Layout, placement: Placement, budgets: Budgets, op
         keep = spare // state
         yield (
             f"SSD has room for the pages of {keep} checkpoint{'s' * (keep > 1)} and for those in use, so that state on "
-            "SSD is saved without copying it."
+            "SSD is saved without copying it. Further checkpoints that are kept at once copy it."
         )
     elif state and options.keep_checkpoints is not None:
         yield "SSD sets no room aside for the pages of a checkpoint: state on SSD is copied to save it."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagoda.checkpoint.dequantize import ABSMAX, params_in_4_bits
 from pagoda.checkpoint.waiting import source_of
 from pagoda.errors import ConfigError, needed
 from pagoda.parameters.quantized import ALIGN_BYTES
@@ -25,14 +26,20 @@ def package_of(bits: str) -> Any:
 def quantize(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:
     """Replace the linear layers of a transformers model by frozen ones that compute in `dtype` on `device`. Their
     weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that
-    wait are read layer by layer.
+    wait are read layer by layer. Those that bitsandbytes has in 4 bits in their files stay as they are.
 
     Returns the number of weights that were quantized. Raises ConfigError if there are none.
     """
     package, make = package_of(bits), {"4bit": _in_4_bits, "8bit": _in_8_bits}[bits]
     layers = linear_layers(model)
     for name, module in layers.items():
-        made = make(package, _values(module, dtype), device)
+        source = source_of(module.weight)
+        packed = None if source is None or bits != "4bit" else source.values.packed
+        if packed is not None and ABSMAX in packed:
+            stored = params_in_4_bits({end: tensor.whole() for end, tensor in packed.items()})
+            made = _layer_in_4_bits(package, stored, dtype, device)
+        else:
+            made = make(package, _values(module, dtype), device)
         made.bias = None if module.bias is None else module.bias.requires_grad_(False)
         model.set_submodule(name, made)
     return sum(module.weight.numel() for module in layers.values())
@@ -74,12 +81,17 @@ def _values(module: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _in_4_bits(bitsandbytes: Any, values: torch.Tensor, device: torch.device) -> Any:
-    outputs, inputs = values.shape
     form = {"quant_type": "nf4", "compress_statistics": True}
-    made = bitsandbytes.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=values.dtype, device="meta", **form)
-    weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, module=made, **form)
-    made.weight = weight.to(values.device)  # packs it
-    made.weight.quant_state.to(device)  # the scales are in no page, so nothing else moves them
+    weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, **form)
+    return _layer_in_4_bits(bitsandbytes, weight.to(values.device), values.dtype, device)  # packs it
+
+
+def _layer_in_4_bits(bitsandbytes: Any, weight: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A linear layer, without a bias, with packed weights."""
+    outputs, inputs = weight.quant_state.shape
+    made = bitsandbytes.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=dtype, device="meta")
+    weight.module, made.weight, made.quant_state = made, weight, weight.quant_state
+    made.quant_state.to(device)  # the scales are in no page, so nothing else moves them
     return made
 
 

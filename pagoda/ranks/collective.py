@@ -54,14 +54,16 @@ class Collectives:
 
     def __post_init__(self) -> None:
         mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
+        plan = self._scheduler.plan
         self.lane = Lane(COLLECTIVE)
         self.order = CollectiveOrder(
             transport,
             lambda kind, unit, version: self.take_part[kind](units[unit], version),
             lambda unit: shards.family(units[unit].spec),
             lambda unit: shards.sharers(units[unit].spec),
-            # Each rank uses its own experts, in its own order.
-            listed=not any(unit.routed for unit in self._scheduler.plan.units),
+            # Each rank uses its own experts, in its own order. Updates during backward change weights within a step, so
+            # a rank that leaves a list may not have the version that the rest of the list needs.
+            listed=not (plan.during_backward or any(unit.routed for unit in plan.units)),
         )
         members = [lambda rank: mesh.sharers(False, rank), mesh.copies]
         if mesh.ranks.expert_parallel > 1:

@@ -46,7 +46,7 @@ class Call:
     what: str = ""
     """For ON_ALL_RANKS: the name of the collective, for errors."""
     version: int = 0
-    """The unit's number of updates. In a list, the number since the part of the program began."""
+    """The unit's number of updates. 0 in a list: no weights change within a part that has one."""
     position: int = field(default=0, compare=False)
     """Compute's position in the trace when the rank wanted it. A GATHER of a list waits until compute is there."""
     lists: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class CollectiveOrder:
         """`take_part` takes part in a collective that this rank does not want. Its arguments are the kind, the unit and
         the unit's number of updates (None if only ranks with other parts of the unit take part). `family` returns the
         ranks that have a part of a unit that is also on this rank, and `sharers` the ranks that have the slices of one
-        copy of it. `listed`: ranks may follow lists."""
+        copy of it. `listed`: ranks may follow lists. Then no weights change within a part."""
         self._transport = transport
         self._do_take_part = take_part
         self._family = family
@@ -210,7 +210,7 @@ class CollectiveOrder:
         """Advance to an entry of the list. Returns False if the list does not have it, or it is not due yet."""
         entry = call
         if call.kind is not CollectiveKind.ON_ALL_RANKS:
-            entry = replace(call, version=call.version - self._version(call.about))
+            entry = replace(call, version=0)
         assert self._wanted is not None
         self._wanted.append(entry)
         for place in range(self._next, len(self._list)):
@@ -236,7 +236,7 @@ class CollectiveOrder:
             entry = self._list[self._next]
             self._next += 1
             self.served += 1
-            self._take_part(entry.kind, entry.about, self._version(entry.about) + entry.version)
+            self._take_part(entry.kind, entry.about, self._version(entry.about))
         self._next = max(self._next, stop)  # no rank takes part any more if the connection is broken
 
     def _take_part(self, kind: CollectiveKind, unit: int, version: int | None) -> None:
@@ -323,5 +323,5 @@ def _hash(calls: Sequence[Call], updates: int) -> int:
     """The hash of a list in a part that begins after `updates` updates. 0 for an empty list."""
     if not calls:
         return 0
-    said = repr([updates, *((call.kind.value, call.about, call.what, call.version, call.position) for call in calls)])
+    said = repr([updates, *((call.kind.value, call.about, call.what, call.position) for call in calls)])
     return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest()) or 1

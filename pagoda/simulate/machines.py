@@ -86,8 +86,8 @@ def rated_endurance(capacity_bytes: float) -> Figure:
     """Total bytes written that a drive of this capacity is usually rated for. Used if its own rating is not known."""
     return Figure(
         capacity_bytes * _DRIVE_WRITES,
-        f"assumed: {_DRIVE_WRITES} times its capacity, as drives for consumers (Samsung 990 PRO 2 TB: 1,200 TB); those "
-        "for data centres have about three times that (Samsung PM9D3a 7.68 TB: 14,016 TB)",
+        f"assumed: {_DRIVE_WRITES} times their capacity, as a Samsung 990 PRO; drives for data centres are rated for "
+        "about three times that",
     )
 
 

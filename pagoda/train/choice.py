@@ -104,7 +104,7 @@ def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[st
         "unit_limit": options.unit_limit,
         "split": options.split,
     }
-    changes: dict[str, Any] = {"memory": memory, "batch_tiles": made.config.batch_tiles}
+    changes: dict[str, Any] = {"memory": memory, "batch_tiles": made.config.batch_tiles, "speculate": options.speculate}
     if config.activations == "auto":
         changes["activations"] = made.config.activations
     return changes, (*made.resolved, *made.choice.simulated), timeline_record(made.timeline)

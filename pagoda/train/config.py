@@ -105,10 +105,11 @@ class TrainConfig(Reading, Run):
     built-in shape, such as llama-15m, qwen3-4b or gpt-LAYERSxHIDDEN, which starts from random weights."""
     download: bool = False
     """Download the --model ORG/NAME from the Hugging Face Hub first, as far as it is not in the cache."""
-    data: str = "stdlib"
-    """Data to train on: a file, a folder, a glob in quotes, or stdlib (the source code of Python's standard library).
-    Text files, or records (JSON Lines, JSON, CSV, Parquet, Arrow) with texts (columns text, content) or conversations
-    (messages, conversations; instruction and output). Of a conversation, the loss counts what assistants write."""
+    data: str | None = None
+    """Data to train on: a file, a folder, a glob in quotes, or stdlib (the source code of Python's standard library),
+    the default for random weights. Text files, or records (JSON Lines, JSON, CSV, Parquet, Arrow) with texts (columns
+    text, content) or conversations (messages, conversations; instruction and output). Of a conversation, the loss
+    counts what assistants write."""
     eval_data: str | None = None
     """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
     --eval-every steps, and keeps the checkpoint with the lowest."""

@@ -1,6 +1,6 @@
 """Chooses the settings that the user leaves open, each with its reason."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from pagoda.config.reading import Reading
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import MALLOC, estimate_activations
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.model_description import describe_model
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
@@ -25,6 +25,7 @@ from pagoda.train.inputs import rows_of
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.run_dir import LAST, RunDir, unused
+from pagoda.train.sources import STDLIB
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 
@@ -84,6 +85,11 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
     lr, why = _learning_rate(asked)
     reasons += why
     asked = replace(asked, optim=replace(asked.optim, lr=lr))
+    if asked.data is None:
+        if _kind(asked) != "random weights":
+            raise ConfigError("--data is missing: name a file or folder with the texts or conversations to train on")
+        asked = replace(asked, data=STDLIB)
+        reasons.append(f"--data {STDLIB}: the source code of Python's standard library")
     if asked.out is None:
         asked = replace(asked, out=_new_directory(asked))
         reasons.append(f"--out {asked.out}")
@@ -94,6 +100,8 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
     if asked.depends_on_data:
         asked, why = _by_data(asked, ranks, console)
         reasons += why
+    asked, why = _with_activations(asked, asked.batch_size)
+    reasons += why
     if asked.optim.warmup_steps is None:
         warmup, why = _warmup(asked)
         asked = replace(asked, optim=replace(asked.optim, warmup_steps=warmup))
@@ -104,6 +112,7 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
 def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
     """The configuration with the settings that depend on the data, and the reasons."""
     reasons: list[str] = []
+    assert asked.data is not None, "it is chosen first"
     tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
     tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console, asked.skip_bad)
     if not asked.seq_len:
@@ -120,8 +129,7 @@ def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainCon
     usual = 3.0 if tokens.about.chats else 1.0
     epochs = asked.epochs or usual
     if not asked.batch_size:
-        batch, passes, why = _batch(asked, ranks, min(epochs, usual) * left)
-        asked = replace(asked, batch_size=batch, accumulation_steps=passes)
+        asked, why = _batch(asked, ranks, min(epochs, usual) * left)
         reasons += why
     if not asked.steps:
         sequences = asked.batch_size * asked.accumulation_steps * ranks
@@ -160,6 +168,7 @@ def _warmup(config: TrainConfig) -> tuple[int, list[str]]:
 
 def _new_directory(asked: TrainConfig) -> Path:
     """A directory in runs/ that does not exist yet, with the names of model and data."""
+    assert asked.data is not None, "it is chosen first"
     stem = f"{Path(asked.model).resolve().name}-{Path(asked.data).stem}".replace("*", "")
     return unused(Path("runs") / stem, "-")
 
@@ -183,32 +192,63 @@ def sequence_length(asked: Reading, tokens: Tokens) -> tuple[int, list[str]]:
     return seq_len, [f"--seq-len {seq_len}: {why}"]
 
 
-def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[int, int, list[str]]:
-    """Sequences of a forward pass, and passes of a step, in a run that reads that many `sequences` by default."""
-    seq_len = asked.seq_len
+@dataclass(frozen=True)
+class _Estimate:
+    """By how many bytes activations let this process grow."""
+
+    described: ModelDescription
+    room: int
+    of: str
+    """Where the room comes from."""
+    kept: int
+    """Factor for what malloc keeps."""
+
+    @classmethod
+    def of_run(cls, asked: TrainConfig) -> "_Estimate":
+        described = describe_model(
+            PlanConfig(model=asked.model, seq_len=asked.seq_len, accumulation_steps=1), count_flops=False
+        )
+        asks_for_room = asked.memory.activation_bytes is not None
+        kept = MALLOC if compute_device(asked.memory).type == "cpu" and not asks_for_room else 1
+        return cls(described, *_room(asked), kept)
+
+    def takes(self, asked: TrainConfig, batch: int) -> int:
+        """Bytes for that many sequences."""
+        itemsize, tokens = 4 if asked.precision == "fp32" else 2, batch * asked.seq_len
+        return (
+            self.kept
+            * estimate_activations(self.described, tokens, itemsize, asked.activations, asked.chunked_loss).total
+        )
+
+
+def _with_activations(asked: TrainConfig, batch: int) -> tuple[TrainConfig, list[str]]:
+    """The configuration with what happens to activations of that many sequences, and why."""
+    if asked.activations is not None:
+        return asked, []
+    estimate, recompute = _Estimate.of_run(asked), replace(asked, activations="recompute")
+    offload = replace(asked, activations="recompute+offload")
+    has_tier = asked.memory.device is not None or asked.memory.ssd is not None
+    if not has_tier or not estimate.takes(offload, batch) <= estimate.room < estimate.takes(recompute, batch):
+        return recompute, []
+    return offload, ["--activations recompute+offload: with recompute, they do not fit"]
+
+
+def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfig, list[str]]:
+    """The configuration with sequences of a forward pass, passes of a step, and what happens to activations, in a run
+    that reads that many `sequences` by default. And the reasons."""
+    asked, reasons = _with_activations(asked, 1)
+    estimate, seq_len = _Estimate.of_run(asked), asked.seq_len
     most = (asked.tokens_per_step or _TOKENS_PER_STEP) / seq_len
     few = not asked.tokens_per_step and sequences < _STEPS * most
     target = max(1, round((sequences // _STEPS if few else most) / ranks))
-    described = describe_model(PlanConfig(model=asked.model, seq_len=seq_len, accumulation_steps=1), count_flops=False)
-    itemsize = 4 if asked.precision == "fp32" else 2
-    room, of = _room(asked)
-
-    asks_for_room = asked.memory.activation_bytes is not None
-    kept = MALLOC if compute_device(asked.memory).type == "cpu" and not asks_for_room else 1
-
-    def takes(batch: int) -> int:
-        """Bytes by which the process grows."""
-        estimated = estimate_activations(described, batch * seq_len, itemsize, asked.activations, asked.chunked_loss)
-        return kept * estimated.total
-
-    if takes(1) > room:
+    room = format_bytes(estimate.room)
+    if (least := estimate.takes(asked, 1)) > estimate.room:
         raise BudgetError(
-            f"the activations of one sequence of {seq_len} tokens take about {format_bytes(takes(1))}, and "
-            f"{format_bytes(room)} are left for them ({of}): use a smaller --seq-len, or a smaller --memory.host with "
-            "--memory.ssd DIR"
+            f"the activations of one sequence of {seq_len} tokens take about {format_bytes(least)}, and {room} are "
+            f"left for them ({estimate.of}): use a smaller --seq-len, or a smaller --memory.host with --memory.ssd DIR"
         )
     batch = 1
-    while batch * 2 <= target and takes(batch * 2) <= room:
+    while batch * 2 <= target and estimate.takes(asked, batch * 2) <= estimate.room:
         batch *= 2
     passes, why = asked.accumulation_steps, "as asked for"
     if passes == 1:
@@ -217,12 +257,12 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[int, int, 
         if few:
             enough = f"so that the data give at least {_STEPS} steps"
             why += f", {enough if sequences >= _STEPS * ranks else f'as the data give fewer than {_STEPS} steps'}"
-    reasons = [
-        f"--batch-size {batch}: activations take about {format_bytes(takes(batch))} of {format_bytes(room)} ({of})"
-        + ", with what malloc keeps" * (kept > 1),
+    reasons += [
+        f"--batch-size {batch}: activations take about {format_bytes(estimate.takes(asked, batch))} of {room} "
+        f"({estimate.of})" + ", with what malloc keeps" * (estimate.kept > 1),
         f"--accumulation-steps {passes}: {why}",
     ]
-    return batch, passes, reasons
+    return replace(asked, batch_size=batch, accumulation_steps=passes), reasons
 
 
 def _room(asked: TrainConfig) -> tuple[int, str]:

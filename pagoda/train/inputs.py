@@ -95,8 +95,10 @@ def batches_of(
     if evaluated is None:
         return batches, None
     kept = evaluated.held_out(min(config.eval_rows, len(evaluated)), config.seed)[1]
-    of = f"{len(kept):,} of {len(evaluated):,} sequences{' held out' if config.eval_share else ''}"
-    say(console, f"Evaluation: {of}, every {config.evaluates_every:,} steps")
+    few = f" of {len(evaluated):,}" if len(kept) < len(evaluated) else ""
+    of = f"{len(kept):,}{few} sequences{' held out' if config.eval_share else ''}"
+    every = config.evaluates_every
+    say(console, f"Evaluation: {of}, {f'every {every:,} steps' if every > 1 else 'after every step'}")
     return batches, replace(batches, rows=kept)
 
 

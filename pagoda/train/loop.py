@@ -16,6 +16,7 @@ from pagoda.mesh.world import was_restarted
 from pagoda.models.build import build_model, model_directory
 from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
+from pagoda.models.lora import peft
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import init
@@ -51,8 +52,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     console = Console(quiet=True) if mesh.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
-        if config.quantize is not None:
-            package_of(config.quantize)
+        _refuse_early(config)
         if config.download:
             from_first(mesh, "the download of the model", lambda: _download(config.model))
         config = completed(config, mesh, console)
@@ -69,6 +69,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
 
 def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console) -> TrainResult:
     """Build what a run needs, then run it."""
+    assert config.data is not None, "it is chosen now"
     checkpoint = beginning.checkpoint
     _check_trace(config, run_dir, beginning.done)
     rule = config.optim.build(config.seed, config.optimizer)
@@ -81,6 +82,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     with init():
         built = build_model(config.model, seq_len=config.seq_len)
     batches, evaluated = batches_of(config, tokens, tokenizer, built, mesh, console)
+    parameters = sum(param.numel() for param in built.parameters()) if config.quantize else None
     built = ready(config, built, console, from_files=checkpoint is None)
     if config.tensor_parallel > 1:
         divide(built, config.model, mesh.tensor)
@@ -101,7 +103,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         mesh=mesh,
     )
     try:
-        console.print(plan_table(plan_of(model)))
+        console.print(plan_table(plan_of(model), parameters))
         session = Session(config, batches, model, optimizer)
         if checkpoint is not None:
             session.restore(checkpoint)
@@ -117,6 +119,15 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()
+
+
+def _refuse_early(config: TrainConfig) -> None:
+    """Refuse what would fail after the data were read, which may take long."""
+    if config.quantize is not None:
+        package_of(config.quantize)
+    if config.lora.rank is not None:
+        peft()
+    config.optim.build(config.seed, config.optimizer)
 
 
 def _download(name: str) -> None:

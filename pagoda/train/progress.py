@@ -43,7 +43,7 @@ def expected(batches: "Batches", steps: int, done: int, step_s: float | None) ->
     if steps < _FEW_STEPS:
         fewer = ", or fewer --tokens-per-step" if samples > batches.ranks else ""
         lines.append(
-            f"Few steps: in fewer than {_FEW_STEPS}, a model learns little. Give more data, or more --epochs{fewer}"
+            f"Few steps: in fewer than {_FEW_STEPS}, a model learns little. Give more data, --steps or --epochs{fewer}"
         )
     return lines
 

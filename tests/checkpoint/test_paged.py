@@ -1,6 +1,7 @@
 """A checkpoint of state on SSD keeps pages where they are: nothing is copied, nothing that is kept is overwritten."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,19 @@ def test_a_name_that_the_file_system_refuses_is_an_error_that_names_it(ssd: Path
     run.goes_on()
 
 
-def test_checkpoints_beyond_those_that_have_room_are_copied_and_that_is_said(
-    ssd: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("asked_for", [1, None])
+def test_checkpoints_beyond_those_that_have_room_are_copied_and_that_is_a_warning_if_room_was_asked_for(
+    asked_for: int | None, ssd: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(LLAMA, on_ssd(LLAMA, ssd))
+    run = Run(LLAMA, replace(on_ssd(LLAMA, ssd), ssd_checkpoints=asked_for))
     for step in range(2 * HALF):
         run.train(step, step + 1)
         run.save(tmp_path / f"step-{step}")
     run.finish().assert_continues_as(uninterrupted(LLAMA))
     assert [PAGED in read_manifest(tmp_path / f"step-{step}") for step in range(3)] == [True, False, False]
     said = [record.message for record in caplog.records if "this checkpoint copies" in record.message]
-    assert len(said) == 2 * HALF - 1
-    assert "--keep-checkpoints" in said[0]
+    assert len(said) == (0 if asked_for is None else 2 * HALF - 1)
+    assert all("--keep-checkpoints" in warning for warning in said)
 
 
 def test_checkpoints_of_another_run_in_the_directory_make_none_of_this_one_a_copy(ssd: Path, tmp_path: Path) -> None:

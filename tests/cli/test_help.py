@@ -32,30 +32,6 @@ def test_every_command_has_help_in_lines_of_a_terminal(command: str, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ("", "a command is missing. Commands: train, data, plan"),
-        ("trian", "there is no command 'trian'. Did you mean 'train'? Commands: train, data, plan"),
-        ("train", "Missing from pagoda train: --model STR (pagoda train --help lists all flags)"),
-        ("generate runs/x", "Missing from pagoda generate: --prompt"),
-        ("train --model m --lerning-rate 3", "Unrecognized options: --lerning-rate, 3"),
-        ("train --model m --optim.rl 3", "Unrecognized options: --optim.rl, 3; did you mean --optim.lr?"),
-        ("train --model m --steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
-        ("train --model m --precision fp8", "invalid choice 'fp8' for argument '--precision'"),
-        ("train --model m --batch-size -2", "--batch-size is -2; it must be a whole number, at least 0 (pagoda"),
-        ("train --model m --memory.host lots", "--memory.host: 'lots' is not a size"),
-        ("plan --model gpt2 --hardware h100 --tile-limit 1", "--tile-limit is '1'; it must be at least 4096 bytes"),
-    ],
-)
-def test_a_mistake_is_one_line_with_the_way_out(args: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args.split()) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"pagoda: {said}")
-    assert len(err.splitlines()) == 1
-    assert "tyro" not in err
-
-
-@pytest.mark.parametrize(
     ("message", "said"),
     [
         ("Raise memory.host, or add memory.ssd='DIR'.", "Raise --memory.host, or add --memory.ssd DIR."),

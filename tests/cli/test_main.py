@@ -63,26 +63,6 @@ def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path
         parsed(*flags, "--config", tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        (),
-        ("no-such-command",),
-        ("train",),
-        ("train", *REQUIRED, "--out", "run", "--no-such-flag"),
-        ("train", *REQUIRED, "--out", "run", "--precision", "fp8"),
-        ("train", *REQUIRED, "--out", "run", "--optim.lr", "-1"),
-        ("train", *REQUIRED, "--out", "run", "--memory.host", "lots"),
-        ("train", *REQUIRED, "--resume"),
-    ],
-)
-def test_flags_that_cannot_be_read_exit_with_2(args: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*args) == 2
-    out, err = capfd.readouterr()
-    assert err
-    assert not out
-
-
 def test_help_works_as_a_module_and_imports_neither_torch_nor_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import runpy, sys\n"

@@ -102,6 +102,8 @@ def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
     assert planned.root.numel == sum(unit["parameters"] for unit in units)
     assert planned.root.numel < whole.root.numel / (2.5 if bits == "4bit" else 1.5)
     assert planned.params == whole.params
+    of_model = describe_model(PlanConfig(**{**asked, "lora": LoraConfig()})).params
+    assert f"Plan: {of_model / 1e6:,.1f} M parameters" in capsys.readouterr().out
     assert main(["export", str(work.root / "run"), str(work.root / "out"), "--merge"]) == 2
     assert re.search(r"quantized weights, .*without --merge.*merge_and_unload", capsys.readouterr().err)
     assert not (work.root / "out").exists()
@@ -122,15 +124,21 @@ def test_what_cannot_be_quantized_is_refused(
     assert not (work.root / "run").exists()
 
 
-def test_a_model_that_is_quantized_already_is_refused(
-    model: Path, work: Workspace, capsys: pytest.CaptureFixture[str]
+def test_a_model_that_is_in_4_bits_already_trains_from_its_packed_weights_or_from_their_values(
+    model: Path, work: Workspace
 ) -> None:
-    copy = shutil.copytree(model, work.root / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (copy / "config.json").write_text(json.dumps(config))
-    assert main(work.args("run", *ADAPTED, model=copy)) == 2
-    assert re.search(r"copy has quantized weights.*name the directory of the original", capsys.readouterr().err)
+    pytest.importorskip("bitsandbytes")
+    quantized = shutil.copytree(model, work.root / "quantized")
+    config = as_transformers_has_it("4bit")
+    AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.float32).save_pretrained(
+        quantized
+    )
+    usual: dict[str, Any] = {"steps": 1, "memory__host": "16MiB"}
+    (expected,) = work.train("expected", *ADAPTED, **usual)
+    (packed,) = work.train("packed", *ADAPTED, **usual, model=quantized)
+    (values,) = work.train("values", *ADAPTED, **usual, model=quantized, quantize=None)
+    assert packed["loss"] == expected["loss"]
+    assert values["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_without_bitsandbytes_the_message_says_how_to_get_it(

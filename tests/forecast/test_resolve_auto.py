@@ -99,6 +99,38 @@ def test_offloading_is_in_the_plan_and_costs_what_a_link_costs() -> None:
     assert offload.activations.total < keep.activations.total
 
 
+LONG: dict[str, Any] = {"model": "gpt-24x256", "seq_len": 128, "batch_size": 64, "chunked_loss": True}
+
+
+@pytest.mark.parametrize(("memory", "mode"), [(1.4, "recompute"), (1.3, "recompute+offload"), (1.2, "recompute")])
+def test_blocks_are_recomputed_by_default_and_their_inputs_offloaded_where_only_that_fits(
+    memory: float, mode: ActivationMode
+) -> None:
+    plan = made(gpu(memory * GIB, 1e10, 1e12), **LONG)
+    assert plan.config.activations == mode
+    assert plan.fits == (memory > 1.2)
+    assert bool(plan.resolved) == (mode != "recompute"), "what is not usual has its reason"
+
+
+def test_activations_take_ram_before_old_states_where_that_is_faster() -> None:
+    machine = gpu(1.3 * GIB, 1e10, 1e13)
+    slow = dict.fromkeys(("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s"), figure(1e8))
+    assert machine.hardware.ssd is not None
+    drive = replace(machine.hardware.ssd, **slow)
+    machine = replace(machine, hardware=replace(machine.hardware, ssd=drive))
+    given = LONG | {"memory": Memory(host="700MiB")}
+    usual, searched = (made(machine, **given, plan=plan) for plan in ("usual", "search"))
+    assert usual.plan.placement.speculated
+    assert usual.plan.activations.peak.ssd > 0
+    assert searched.plan.activations.peak.ssd == 0
+    assert searched.timeline.step_s < usual.timeline.step_s / 4
+    assert searched.choice is not None
+    assert searched.choice.best.options.speculate is False, "which `pagoda train` takes over"
+    kept = made(machine, **given, plan="search", speculate=True)
+    assert kept.choice is not None
+    assert kept.choice.best.options.speculate, "what the user sets stays"
+
+
 def test_nowhere_to_offload_to_is_said() -> None:
     alone = Machine(replace(SMALL, ssd=None), here=False)
     with pytest.raises(ConfigError, match="nowhere to offload to"):

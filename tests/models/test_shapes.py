@@ -90,7 +90,7 @@ def test_a_directory_builds_what_its_config_says_and_checkpoints_do_not_reenter(
 
 
 def test_what_names_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Did you mean 'llama-15m'\?.*gpt2-xl"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'llama-15m'\?.*ORG/NAME"):
         build_model("lama-15m", seq_len=16)
     with pytest.raises(ConfigError, match="200 is not a multiple of 64"):
         build_model("gpt-2x200", seq_len=16)

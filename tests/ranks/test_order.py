@@ -207,9 +207,9 @@ def followed(*entries: Call) -> CollectiveOrder:
     return order
 
 
-def step_of(order: CollectiveOrder, *entries: Call, trace: str = "trace", version: int = 0) -> list[bool]:
+def step_of(order: CollectiveOrder, *entries: Call, trace: str = "trace") -> list[bool]:
     """Whether the rank came to each of these collectives with the others, and how often it said something."""
-    part = ProgramPart(1, trace, (version,) * UNITS)
+    part = ProgramPart(1, trace, (0,) * UNITS)
     found = [order.come_to(entry, part) for entry in entries]
     order.come_together(together("optimizer.step()"), part, True)
     return found
@@ -226,21 +226,15 @@ def test_what_is_not_due_yet_is_not_come_to() -> None:
     assert order.served == 2  # the first on the way, the last at the end
 
 
-def test_gradients_and_updates_are_those_of_the_list_wherever_compute_counts_itself_in_the_trace() -> None:
+def test_gradients_are_those_of_the_list_wherever_compute_counts_itself_in_the_trace() -> None:
     """In a step whose first pass looks like the second one of the trace, a second pass comes at an earlier place."""
 
     def reductions(first: int, second: int) -> list[Call]:
-        of_unit_1 = [Call(CollectiveKind.REDUCE, 1, position=position) for position in (first, second)]
-        return [*of_unit_1, Call(CollectiveKind.SHARE, 1, version=1, position=second)]
+        return [Call(CollectiveKind.REDUCE, 1, position=position) for position in (first, second)]
 
     order = followed(*reductions(6, 14))
     step_of(order, *reductions(14, 6))
     assert order.served == 0
-
-
-def test_weights_after_an_update_are_not_those_before() -> None:
-    order = followed(weights(1))
-    assert step_of(order, weights(1, version=6), weights(1, version=5), version=5) == [False, True]
 
 
 def test_a_list_of_another_trace_or_after_another_number_of_updates_is_not_followed() -> None:

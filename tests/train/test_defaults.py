@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pagoda.cli.main import main, parse
 from pagoda.config.memory import Memory
+from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.config import PlanConfig
@@ -61,7 +62,7 @@ def test_a_model_and_data_are_enough(
     assert len(read_metrics(run_dir.metrics)) == config.steps == 6
     assert "about 128 tokens a step (--tokens-per-step), as the data give fewer than 100 steps" in shown
     assert "Run: 6 steps of 1 sequence (128 tokens), 3 epochs; step 1 shows" in shown
-    assert "Few steps: in fewer than 50, a model learns little. Give more data, or more --epochs" in shown
+    assert "Few steps: in fewer than 50, a model learns little. Give more data, --steps or --epochs" in shown
     assert main(["generate", str(run_dir.path), "--prompt", "Hi", "--tokens", "2", "--checkpoint", "best"]) == 0
 
 
@@ -170,11 +171,29 @@ def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monk
     one = estimate_activations(described, 16, 2, "recompute").total
     monkeypatch.setattr(defaults, "free_ram", lambda: 4 * one + (1 << 20))
     asked = TrainConfig(model=str(folder / "random"), seq_len=16, memory=Memory(host="1MiB"))
-    batch, _, (why, _) = defaults._batch(asked, 1, 1e9)
-    assert batch == 1, "a second sequence would fit if malloc kept nothing"
+    chosen, (why, _) = defaults._batch(asked, 1, 1e9)
+    assert chosen.batch_size == 1, "a second sequence would fit if malloc kept nothing"
     assert why.endswith("with what malloc keeps")
     roomy = replace(asked, memory=Memory(host="1MiB", activations=4 * one))
-    assert defaults._batch(roomy, 1, 1e9)[0] > 1
+    assert defaults._batch(roomy, 1, 1e9)[0].batch_size > 1
+
+
+def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path) -> None:
+    model, batch = "gpt-12x256", 64
+    described = describe_model(PlanConfig(model=model, seq_len=16), count_flops=False)
+
+    def takes(mode: ActivationMode) -> int:
+        return estimate_activations(described, batch * 16, 2, mode).total
+
+    between = (takes("recompute") + takes("recompute+offload")) // 2
+    for room, offloads in ((between, True), (2 * takes("recompute"), False)):
+        memory = Memory(host="1MiB", ssd=str(tmp_path), activations=room)
+        asked = TrainConfig(model=model, seq_len=16, batch_size=batch, memory=memory)
+        chosen, reasons = defaults._with_activations(asked, batch)
+        assert chosen.activations == ("recompute+offload" if offloads else "recompute")
+        assert bool(reasons) == offloads
+        kept, _ = defaults._with_activations(replace(asked, activations="keep"), batch)
+        assert kept.activations == "keep"
 
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:

@@ -80,7 +80,6 @@ class Rules:
         ranks = 2 if not queued and not whole and rng.random() < 0.25 else 1
         experts = rng.randint(1, count - 2) if count > 2 and ranks == 1 and rng.random() < 0.2 else 0
         plain = [*range(count - experts)]
-        steps_are_alike = ranks > 1 and mode == "during backward"
         return Rules(
             sizes=tuple(
                 tuple(rng.choice([40, 700, 1500, 4200]) for _ in range(rng.choice([1, 1, 2]))) for _ in range(count)
@@ -103,9 +102,9 @@ class Rules:
             device_updates=rng.choice([0.0, 0.0, 0.5, 1.0]),
             whole=whole,
             steps=rng.randint(2, 5),
-            holds=rng.choice([0.0, 0.0, 0.3]) * (not steps_are_alike),
-            departures=0.0 if steps_are_alike else rng.choice([0.0, 0.1, 0.3]),
-            reorders=rng.choice([0.0, 0.0, 0.3]) * (not steps_are_alike),
+            holds=rng.choice([0.0, 0.0, 0.3]),
+            departures=rng.choice([0.0, 0.1, 0.3]),
+            reorders=rng.choice([0.0, 0.0, 0.3]),
             changes=rng.choice([0.0, 0.0, 0.3]),
             clips=rng.random() < 0.3,
             failures=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.01, 0.04]),

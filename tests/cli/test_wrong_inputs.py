@@ -1,0 +1,91 @@
+"""Wrong inputs of the command: each is one line, with the way out, before anything was written."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli.main import main
+from tests.text_files import chats, write_lines, write_pretrained
+
+TRAIN, CHATS = "train --model model", "train --model model --data chats.jsonl"
+WRONG = {
+    # the command and its flags
+    "": r"a command is missing\. Commands: train, data,",
+    "trian": r"no command 'trian'\. Did you mean 'train'\?",
+    "train": "Missing from pagoda train: --model STR",
+    f"{CHATS} --stepz 4": r"--stepz, 4; did you mean --steps\?",
+    f"{CHATS} --optim.rl 3": r"did you mean --optim\.lr\?",
+    f"{CHATS} --batch-size -2": "--batch-size is -2; it must be a whole number, at least 0",
+    f"{CHATS} --lora-targets q_proj": r"did you mean --lora\.targets\?",
+    f"{CHATS} --lr -1": r"--optim\.lr is -1\.0; it must be above 0",
+    f"{CHATS} --lr abc": r"--optim\.lr is 'abc'; it must be a number \(",
+    f"{CHATS} --steps 1.5": r"--steps is '1\.5'; it must be a whole number \(",
+    f"{CHATS} --optim.betas 0.9": r"--optim\.betas is '0\.9'; it must be two numbers \(",
+    f"{CHATS} --out": "--out lacks its value",
+    f"{CHATS} --precision fp8": "Expected one of .*'fp32'",
+    f"{CHATS} --quantize 3bit --lora.rank 8": r"'--quantize'\. Expected one of \('\dbit', '\dbit'\)",
+    f"{CHATS} --quantize 4bit": r"give --lora\.rank too",
+    "train --config none.yaml": r"none\.yaml cannot be read: .*name a file of settings",
+    "train --resume": "name its directory with --out",
+    "train --resume --out none": r"no run in none: .*Name the directory of a run",
+    # models and data
+    "train --model empty --data chats.jsonl": r"not a directory with a config\.json\. Name a directory",
+    "train --model llama-9b --data chats.jsonl": r"Did you mean 'llama-8b'\? Name a directory .*ORG/NAME",
+    "train --model org/none --data chats.jsonl": r"run `hf download org/none`, or .* with --download",
+    TRAIN: "--data is missing: name a file or folder",
+    f"{TRAIN} --data none.jsonl": r"does not exist: give a file, .*\(.* has binary\.jsonl, broken\.jsonl,",
+    f"{TRAIN} --data broken.jsonl": r"line 1: not JSON: .*--skip-bad",
+    f"{TRAIN} --data empty.jsonl": "holds no text: give a file or folder",
+    f"{TRAIN} --data other.jsonl": r"none of its columns \(foo\) .* Name the column with --column",
+    f"{TRAIN} --data table.csv": r"table\.csv, line 2: none of its columns \(a, b\)",
+    f"{TRAIN} --data binary.jsonl": "line 1: not JSON: 'utf-8' codec can't decode",
+    "data none.jsonl --model model": "does not exist: give a file",
+    # memory, optimizers and adapters; what needs no data is refused before they are read
+    f"{CHATS} --memory.host lots": "--memory.host: 'lots' is not a size",
+    f"{CHATS} --memory.host 10KiB": r"does not fit: .* short\. Raise --memory\.host, or add --memory\.ssd DIR",
+    f"{CHATS} --memory.ssd none/x": r"'none/x' cannot be used: .*Create it, or change --memory\.ssd",
+    f"{TRAIN} --data none.jsonl --optimizer adamx": "--optimizer adamx is unknown: use one of adamw",
+    f"{TRAIN} --data none.jsonl --lora.rank 8": r"adapters need peft: pip install",
+    # other commands
+    "generate none --prompt hi": "none is neither a run nor a Hugging Face directory: name the --out",
+    "generate model": "Missing from pagoda generate: --prompt",
+    "export none out": r"none is not a checkpoint: .*Name a directory",
+    "report none": "no run in none: .*Name the directory of a run",
+    "inspect none": "none is not a directory: name the one of a run",
+    "plan --model llama-8b --hardware rtx9090": r"Did you mean 'rtx4090'\? Named machines",
+    "plan --model gpt2 --hardware h100 --tile-limit 1": "--tile-limit is '1'; it must be at least 4096 bytes",
+    "plan --model llama-8b --memory.host -5GiB": "write for example '20GiB'",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which commands run."""
+    folder = tmp_path_factory.mktemp("wrong")
+    write_pretrained(folder / "model")
+    write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats(4)])
+    write_lines(folder / "other.jsonl", [{"foo": 1}])
+    (folder / "broken.jsonl").write_text('{"messages": [}\n')
+    (folder / "binary.jsonl").write_bytes(b"\xd3\x05 \xff" * 16)
+    (folder / "table.csv").write_text("a,b\n1,2\n")
+    (folder / "empty.jsonl").touch()
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("args", WRONG)
+def test_a_wrong_input_is_one_line_with_the_way_out(
+    args: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    before = sorted(path.name for path in folder.iterdir())
+    assert main(args.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pagoda: ")
+    assert len(line) < 450
+    assert "tyro" not in line
+    assert re.search(WRONG[args], line)
+    assert sorted(path.name for path in folder.iterdir()) == before
