@@ -5,18 +5,28 @@ Full, and adapters as diffusers adds them; with accumulation, clipping, and diff
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import accelerate
+import peft
 import pytest
 import reference
 import torch
 
 diffusers = pytest.importorskip("diffusers")
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from diffusers.optimization import get_scheduler  # noqa: E402
 from diffusers.training_utils import EMAModel  # noqa: E402
+from peft.utils import get_peft_model_state_dict  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from zoo import assert_equal  # noqa: E402
 
 import pagoda  # noqa: E402
 from nightly.in_pages import assert_same_weights, in_pages  # noqa: E402
 from pagoda.config.training import ActivationMode  # noqa: E402
+from pagoda.integrations import Paging  # noqa: E402
+from pagoda.integrations.accelerate import Accelerator  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)
@@ -118,7 +128,6 @@ def made(name: str, adapters: bool) -> Any:
     torch.manual_seed(0)
     model = MODELS[name][0]()
     if adapters:
-        peft = pytest.importorskip("peft")
         model.requires_grad_(False)
         model.add_adapter(
             peft.LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights="gaussian")
@@ -149,7 +158,7 @@ def trained(name: str, model: Any, optimizer: Any) -> tuple[list[float], list[to
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_trains_in_pages_with_the_bits_of_plain_pytorch(
-    name: str, adapters: bool, activations: ActivationMode
+    name: str, adapters: bool, activations: ActivationMode, tmp_path: Path
 ) -> None:
     plain = made(name, adapters)
     expected = trained(name, plain, InMemory((p for p in plain.parameters() if p.requires_grad), RULE))
@@ -159,3 +168,55 @@ def test_it_trains_in_pages_with_the_bits_of_plain_pytorch(
         assert found[0] == expected[0]
         assert all(map(torch.equal, found[1], expected[1]))
         assert_same_weights(model, plain)
+        if adapters:
+            model.save_lora_adapter(tmp_path)
+            saved = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+            assert_equal(saved, get_peft_model_state_dict(plain))
+        else:
+            model.save_pretrained(tmp_path)
+            assert_same_weights(type(plain).from_pretrained(tmp_path), plain)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_a_script_of_diffusers_trains_and_resumes_with_the_bits_of_its_own_accelerator(
+    adapters: bool, tmp_path: Path
+) -> None:
+    expected = script(accelerator_of(accelerate.Accelerator), adapters, tmp_path / "stock")
+    pages = Paging(memory=pagoda.Memory(host="1MiB", ssd=f"{tmp_path}:64MiB", page_size=4096))
+    accelerator = accelerator_of(Accelerator, paging=pages)
+    assert script(accelerator, adapters, tmp_path / "paged") == expected
+    for _, optimizer in accelerator._paged:
+        optimizer.optimizer.close()
+
+
+def accelerator_of(kind: Any, **settings: Any) -> Any:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    return kind(cpu=True, gradient_accumulation_steps=ACCUMULATION, **settings)
+
+
+def script(accelerator: Any, adapters: bool, out: Path) -> list[float]:
+    """What diffusers' scripts for Flux do with an accelerator. Returns the losses, and twice those after a save."""
+    transformer = made("Flux", adapters)
+    trainable = [param for param in transformer.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD([{"params": trainable, "lr": 0.1}])
+    scheduler = get_scheduler("constant_with_warmup", optimizer=optimizer, num_warmup_steps=2)
+    transformer, optimizer, scheduler = accelerator.prepare(transformer, optimizer, scheduler)
+    found = []
+    for step in (0, 1, 2, 3, "save", 4, 5, "load", 4, 5):
+        if step == "save":
+            accelerator.save_state(str(out))
+        elif step == "load":
+            accelerator.load_state(str(out))
+        else:
+            with accelerator.accumulate(transformer):
+                output = transformer(**of_flux(10 * int(step), torch.tensor([0.25, 0.75])), return_dict=False)[0]
+                loss = (output - noise(10 * int(step) + 3, *output.shape)).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(transformer.parameters(), 1e9)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+    return found
