@@ -46,7 +46,9 @@ ESTIMATED: tuple[tuple[Workload, ActivationMode], ...] = (
     (Workload("llama-110m", 4, 256), "recompute"),
     (Workload("llama3.2-1b", 1, 256), "recompute"),
     (Workload("gpt2", 4, 256), "recompute"),
+    (Workload("llama-110m", 8, 256), "recompute"),
 )
+"""Of the last, a layer that is recomputed takes most, and of the others, gradients at the end of backward."""
 EXACT = "glibc.malloc.mmap_threshold=131072"
 """With this, malloc returns every freed block of 128 KiB or more to the system."""
 

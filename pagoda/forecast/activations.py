@@ -15,7 +15,7 @@ from pagoda.plan.activations import (
     Storages,
     recomputes,
 )
-from pagoda.plan.units import layers_of
+from pagoda.plan.units import ModuleSpec, layers_of
 
 _LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss: the logit in 16 bits and in fp32, and its gradient in both. docs/plan.md has
@@ -30,8 +30,8 @@ That is (9 + 2 * 4) * 2. Backward holds the gradients of some of these tensors a
 
 MALLOC = 4
 """By how many times its estimated activations a process that computes on the CPU may grow: glibc's malloc cannot reuse
-all aligned blocks that torch frees. `benchmarks/activations.py estimate` has seen 1.1 to 2.0 with four layers,
-and a fine-tuning run with thirty grew by 2.5 times. This leaves room for more."""
+all aligned blocks that torch frees. `benchmarks/activations.py estimate` has seen 1.0 to 2.9 with four layers,
+and a fine-tuning run with thirty grew by 2.8 times. This leaves room for more."""
 _WHOLE_TENSORS = 8
 """How many of the tensors of hidden width every tensor-parallel rank holds whole. Megatron-LM counts 10 of 18 bytes for
 them. Ranks divide all other tensors."""
@@ -54,8 +54,11 @@ class ActivationEstimate:
     logits: int
     """Bytes around the loss."""
     gradients: int
-    """Twice the largest parameter's gradient: autograd computes one while another is copied to its extent. If layers
-    run in tiles, which add up the gradients of a whole layer first, that layer's gradients if they are larger."""
+    """Gradients that autograd holds around the loss and in the layers: the largest, until it is copied to its extent,
+    and if layers run in tiles, which add up the gradients of a layer first, also these."""
+    at_the_end: int
+    """Bytes of gradients at the end of backward, when nothing else is left: those of the first layer, and of a head
+    that is tied to the embedding, with the embedding's that autograd adds to it."""
     at_once: int = 1
     """Number of forward passes whose activations exist at the same time."""
 
@@ -69,16 +72,18 @@ class ActivationEstimate:
     @property
     def total(self) -> int:
         """Peak bytes in compute's memory. The logits are freed before the first layer's backward."""
-        return self.saved + max(self.working, self.logits) + self.gradients
+        return max(self.saved + max(self.working, self.logits) + self.gradients, self.at_the_end)
 
     def __str__(self) -> str:
         away = f"; {format_bytes(self.offloaded)} are offloaded" if self.offloaded else ""
         peak = "loss" if self.logits >= self.working else "layer that is recomputed"
-        return (
-            f"about {format_bytes(self.total)} ({format_bytes(self.saved)} kept by layers, "
-            f"{format_bytes(max(self.working, self.logits))} around the {peak}, "
-            f"{format_bytes(self.gradients)} of gradients on their way{away})"
+        parts = (
+            f"{format_bytes(self.saved)} kept by layers, {format_bytes(max(self.working, self.logits))} around the "
+            f"{peak}, {format_bytes(self.gradients)} of gradients on their way"
         )
+        if self.total == self.at_the_end:
+            parts = "gradients of the embedding, of the head that is tied to it, and of a layer, at the end of backward"
+        return f"about {format_bytes(self.total)} ({parts}{away})"
 
 
 def estimate_activations(
@@ -101,15 +106,27 @@ def estimate_activations(
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, ffn))
     if chunked_loss is None:
         chunked_loss = chunking_helps(described, running, tokens, itemsize, again)
-    largest = max((param.numel for param in described.root.walk() if param.trainable), default=0)
-    tiled_layer = (described.params - described.vocab * described.hidden) // described.layers if running < tokens else 0
+    largest, tied, layer = _gradients(described.root)
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
         working=_block(described, running, itemsize).kept(Policy.KEEP) if again else 0,
         logits=2 * block.inputs.nbytes + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
-        gradients=itemsize * max(2 * largest, tiled_layer),
+        gradients=itemsize * (largest + layer * (running < tokens)),
+        at_the_end=itemsize * (2 * tied + layer),
         at_once=described.at_once,
+    )
+
+
+def _gradients(root: ModuleSpec) -> tuple[int, int, int]:
+    """Elements of the largest gradient, of the largest of a tied parameter, and of the gradients of a layer."""
+    tied = {name for module in root.modules() for name in module.tied}
+    trained = {param.name: param.numel for param in root.walk() if param.trainable}
+    layers = (sum(param.numel for param in layer.walk() if param.trainable) for layer in layers_of(root))
+    return (
+        max(trained.values(), default=0),
+        max((numel for name, numel in trained.items() if name in tied), default=0),
+        max(layers, default=0),
     )
 
 

@@ -1,0 +1,44 @@
+"""The estimate of activations walks through a step: the loss, the layers of backward, and the embedding at its end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.forecast.activations import ActivationEstimate, estimate_activations
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.model_description import describe_model
+from pagoda.models.lora import LoraConfig
+from tests.tiny import write_model
+
+HIDDEN, FFN, VOCAB = 64, 128, 4096
+HEAD = 4 * HIDDEN * VOCAB
+LAYER = 4 * (HIDDEN * HIDDEN * 3 + 3 * HIDDEN * FFN + 2 * HIDDEN)  # half as many keys and values as queries
+
+
+def estimated(folder: Path, tokens: int, tied: bool = True, **changes: Any) -> ActivationEstimate:
+    model = write_model(folder, hidden_size=HIDDEN, intermediate_size=FFN, vocab_size=VOCAB, tie_word_embeddings=tied)
+    described = describe_model(PlanConfig(model=model, seq_len=16, **changes), count_flops=False)
+    return estimate_activations(described, tokens, 4, "recompute", chunked_loss=False)
+
+
+def test_a_tied_head_waits_for_the_embedding_while_gradients_of_a_layer_are_on_their_way(tmp_path: Path) -> None:
+    assert estimated(tmp_path, tokens=1).total == 2 * HEAD + LAYER
+    assert "at the end of backward" in str(estimated(tmp_path, tokens=1))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_largest_gradient_waits_once_around_a_loss_that_takes_more(tmp_path: Path, tied: bool) -> None:
+    many = estimated(tmp_path, tokens=1024, tied=tied)
+    assert many.total == many.saved + many.logits + HEAD
+    assert "of gradients on their way" in str(many)
+
+
+def test_a_head_of_its_own_waits_for_nothing(tmp_path: Path) -> None:
+    few = estimated(tmp_path, tokens=1, tied=False)
+    assert few.total == few.saved + few.logits + HEAD < HEAD + LAYER
+
+
+def test_frozen_parameters_have_no_gradients(tmp_path: Path) -> None:
+    adapters = estimated(tmp_path, tokens=1, lora=LoraConfig(rank=2))
+    assert adapters.total < HEAD // 2
