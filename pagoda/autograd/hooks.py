@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,6 +48,11 @@ class Announcing(nn.Module):
     coming: Callable[[Sequence[nn.Module], Sequence[nn.Module]], None] | None = None
     """Set by the runtime. A forward calls it with the children that will run, in order, and with the children that get
     a gradient of zeros without running."""
+
+    computed: Callable[[torch.Tensor, Callable[..., Any], Sequence[torch.Tensor]], AbstractContextManager[None]] | None
+    computed = None
+    """Set by the runtime. Called with a tensor, a function and its arguments that give it. Inside the context that it
+    returns, graphs compute the tensor again in place of saving it."""
 
     def pieces(self) -> list[tuple[nn.Module, int]]:
         """The children that can run, in order, each with its number of experts."""
@@ -145,7 +151,7 @@ class ModelHooks:
                 for unit in units_of[expert]:
                     unit.used = True  # its gradient of zeros is one of the step's
 
-        experts.coming = coming
+        experts.coming, experts.computed = coming, self._engine.graphs.packing.computed
 
     def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
         param = unit.params[slot]

@@ -8,8 +8,8 @@ Shapes: N tokens, K experts for each token, hidden size H, E experts.
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -203,31 +203,39 @@ def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter], adapted: 
     for name, param in params.items():
         tile.register_parameter(name, param)
     tile.__dict__["num_experts"] = len(next(iter(params.values())))
-    tile.__dict__["added"] = {}
+    tile.__dict__.update(added={}, computed=None)
     return tile.train(stack.training)
 
 
 @cache
 def _adapted_class(kind: type) -> Any:
-    """A class of stacks whose forward sees weights with what adapters add to them.
+    """A class of stacks whose forward sees weights with what adapters add to them. Graphs do not keep these sums.
 
     `added`: parameter -> (left, right, scale) of each adapter. It adds scale * left @ right, of shape [experts, ...].
+    `computed`: that of the whole stack (see `Announcing`).
     """
 
     def forward(self: Any, *args: Any) -> Tensor:
-        for name, adapters in self.added.items():
-            weight = self._parameters[name]
-            for left, right, scale in adapters:
-                with torch.autocast(weight.device.type, enabled=False):
-                    weight = torch.baddbmm(weight, left, right, alpha=scale)
-            self.__dict__[name] = weight  # hides the parameter
-        try:
+        with ExitStack() as until_done:
+            for name, adapters in self.added.items():
+                sum_up = partial(_with_adapters, scales=[scale for _, _, scale in adapters])
+                terms = [self._parameters[name], *chain.from_iterable(factors for *factors, _ in adapters)]
+                weight = sum_up(*terms)
+                if self.computed is not None and adapters:
+                    until_done.enter_context(self.computed(weight, sum_up, terms))
+                self.__dict__[name] = weight  # hides the parameter
+                until_done.callback(self.__dict__.pop, name)
             return kind.forward(self, *args)  # type: ignore[attr-defined, no-any-return]
-        finally:
-            for name in self.added:
-                self.__dict__.pop(name, None)
 
     return type(kind)(f"Adapted{kind.__name__}", (kind,), {"__module__": __name__, "forward": forward})
+
+
+def _with_adapters(weight: Tensor, *factors: Tensor, scales: Sequence[float]) -> Tensor:
+    """The sum of a weight and what adapters add to it, as peft computes it for one adapter."""
+    for left, right, scale in zip(factors[::2], factors[1::2], scales, strict=True):
+        with torch.autocast(weight.device.type, enabled=False):
+            weight = torch.baddbmm(weight, left, right, alpha=scale)
+    return weight
 
 
 def adapts_experts(module: nn.Module, count: int) -> bool:
@@ -252,7 +260,7 @@ def _adapting_class(kind: type) -> type:
         tiles = [*self.get_base_layer().tiles.values()]
         sizes = [experts_of_stack(tile) for tile in tiles]
         for tile in tiles:
-            tile.added[self.parameter_name] = []
+            tile.added[self.parameter_name], tile.__dict__["computed"] = [], self.get_base_layer().computed
         for adapter in active_adapters:
             if adapter in self.lora_A:
                 left, right, scale = self.get_delta_factors(adapter)

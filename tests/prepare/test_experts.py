@@ -273,6 +273,16 @@ def test_all_linear_adapts_experts_and_routers_as_peft_does() -> None:
     handle.close()
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_weights_with_what_adapters_add_to_them_are_computed_again_and_not_kept(activations: ActivationMode) -> None:
+    model, memory = adapted("mixtral"), pagoda.Memory(host="64MiB")
+    paged, handle = pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=memory, precision="fp32", activations=activations)
+    loss_of(paged, tokens((2, 5))).backward()
+    handle.step()
+    assert handle.stats.activation_bytes.kept < 4 * EXPERTS["mixtral"] // 2 * ONE_EXPERT["mixtral"]
+    handle.close()
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_wrapped_training_is_plain_training_with_every_expert_a_unit(name: str) -> None:
     model = built(name)

@@ -2,7 +2,7 @@
 itself or the place of its bytes."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +80,23 @@ class WeightReference:
         return weight if self._form is None else self._form.around(weight)
 
 
+class ComputedReference:
+    """What a graph keeps in place of a tensor that is cheap to compute from weights: how, and references to these."""
+
+    __slots__ = ("_function", "_inputs", "_view", "device", "dtype", "shape")
+
+    requires_grad = False
+
+    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[Packed], tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self._function, self._inputs, self._view = function, inputs, View(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """Compute the tensor again."""
+        with torch.no_grad():
+            return self._view.of(self._function(*(packed() for packed in self._inputs)))
+
+
 class _Checked(NamedTuple):
     """What a checkpoint's first forward saves."""
 
@@ -154,6 +171,8 @@ class Packing:
     _buffers: frozenset[int] = frozenset()
     _copies: dict[int, tuple[LiveUnit, int, torch.dtype]] = field(default_factory=dict)
     """Storage of a copy of a parameter -> its unit, its first element there, and its dtype."""
+    _computed: dict[int, tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]] = field(default_factory=dict)
+    """Storage of a tensor that is computed from weights -> the function and its arguments."""
 
     @property
     def _entered(self) -> list[tuple[Callable[[torch.Tensor], Any], Any]]:
@@ -217,6 +236,18 @@ class Packing:
             yield
         finally:
             del self._copies[storage]
+
+    @contextmanager
+    def computed(
+        self, result: torch.Tensor, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Inside, `result` is `function(*inputs)`. Graphs that save it compute it again, from references to weights."""
+        storage = result.untyped_storage()._cdata
+        self._computed[storage] = function, inputs
+        try:
+            yield
+        finally:
+            del self._computed[storage]
 
     @property
     def is_innermost(self) -> bool:
@@ -342,7 +373,7 @@ class Packing:
             held = held.held
         found: Any = unpack(held)
         self._pack_in_backward()
-        return found.unpack() if isinstance(found, WeightReference) else found
+        return found.unpack() if isinstance(found, WeightReference | ComputedReference) else found
 
     def _pack_in_backward(self) -> None:
         """With `create_graph`, backward builds a graph too, which must not hold weights. torch restores the hooks of
@@ -350,9 +381,9 @@ class Packing:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and _top() is None:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
-    def _reference(self, tensor: torch.Tensor) -> WeightReference | None:
-        """The reference to a leased weight, or None for a tensor that is not a weight. Raises UsageError for a weight
-        without a lease."""
+    def _reference(self, tensor: torch.Tensor) -> WeightReference | ComputedReference | None:
+        """The reference to a leased weight or to what is computed from weights, or None for another tensor. Raises
+        UsageError for a weight without a lease."""
         mine = local(tensor)
         if not (_plain(mine) or isinstance(mine, nn.Parameter)):
             return None
@@ -363,6 +394,11 @@ class Packing:
         unit, first, dtype = self._copies.get(address, (None, 0, None))
         if unit is not None and tensor.dtype is dtype:
             return WeightReference(self._accesses, unit, tensor, self.graph, first)
+        if address in self._computed:
+            function, inputs = self._computed[address]
+            references = [self._reference(each) for each in inputs]
+            held = [kept(each) if it is None else it.unpack for each, it in zip(inputs, references, strict=True)]
+            return ComputedReference(function, held, tensor)
         name = self._placeholders.get(address)
         if name is not None:
             raise UsageError(unseen(name, "is saved for backward"))
