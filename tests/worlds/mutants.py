@@ -273,8 +273,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            pass\n",
         ),
         "what others add replaces what is there": (
-            "accumulate = slot in gradient.present and not everyone[slot] & DROPPED",
-            "accumulate = False",
+            "begun = slot in gradient.present and not everyone[slot] & DROPPED",
+            "begun = False",
         ),
         "another rank's gradient goes to no buffer": (
             "            opened.set()\n            return ended",
