@@ -102,7 +102,7 @@ def collectives_of(table: Table, rank: int) -> Collectives:
     transport: Any = FakeWire(table, rank)
     shards: Any = SimpleNamespace(family=lambda _: everyone, sharers=lambda _: everyone)
     units: Any = [SimpleNamespace(index=0, spec=SimpleNamespace(name="unit"))]
-    plan, weights = SimpleNamespace(units=()), SimpleNamespace(edition=0)
+    plan, weights = SimpleNamespace(units=(), during_backward=False), SimpleNamespace(edition=0)
     scheduler: Any = SimpleNamespace(position=0, trace=None, plan=plan, weights=lambda _: weights)
     return Collectives(Mesh(World(rank, size), Ranks(size, size)), transport, shards, Device(), units, scheduler)
 
