@@ -198,6 +198,7 @@ class _Wrapping:
         tiling = Tiling(
             model,
             None if tiled_bytes is None else tiled_bytes // dtype.itemsize,
+            trained=trained,
             cuts_stacks=not isinstance(rule, TensorRule),
             in_blocks=any(state.per > 1 for state in self._states),
             exchange=ExpertExchange(self._mesh) if self._mesh.ranks.expert_parallel > 1 else None,

@@ -264,7 +264,8 @@ def _of_model(
                 f"config has the shape {list(expected[kept].shape)}.{_OWN_NAMES}"
             )
         if kept not in ignored:
-            found[kept] = _cast(first, dtype) if expected[kept].is_floating_point() and adapted is not None else first
+            is_weight = isinstance(expected[kept], nn.Parameter) and expected[kept].is_floating_point()
+            found[kept] = _cast(first, dtype) if is_weight and adapted is not None else first
     return {name: found[name] for name in expected if name in found}, [], used
 
 

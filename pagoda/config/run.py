@@ -48,6 +48,10 @@ class Run(Training, Workload):
     ranks of their experts."""
     tensor_parallel: int = 1
     """Number of consecutive ranks that divide every layer and get the same batches."""
+    ordered_sums: bool = False
+    """Add each rank's gradient of a micro-batch by itself, in the order of ranks. Gradients then have the same bits on
+    1, 2, 4, ... ranks that take the same micro-batches (--zero-stage 2 or 3). `pagoda plan` assumes that this takes no
+    more time."""
     checkpoint_every: int = 0
     """Steps from one checkpoint to the next. 0: by time, see --checkpoint-minutes. With --update async, 0 is a tenth of
     the run, because a checkpoint waits for all updates and so changes later bits."""

@@ -153,6 +153,7 @@ def open_mesh(
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    ordered_sums: bool = False,
 ) -> Mesh:
     """The mesh of the processes that torchrun started, for `wrap(mesh=...)`. Without torchrun, the mesh of one process.
 
@@ -167,6 +168,8 @@ def open_mesh(
             the state of this part.
         pipeline_parallel: Number of pipeline stages. Each stage has the same number of consecutive ranks, which wrap
             its layers and divide their state.
+        ordered_sums: Add each rank's gradient of a micro-batch by itself, in the order of ranks, so that sums do not
+            depend on the number of ranks (stages 2 and 3, one replica). It takes more time.
 
     Raises ConfigError if the ranks cannot be divided like that.
     """
@@ -177,7 +180,7 @@ def open_mesh(
     if tensor_parallel < 1 or count % tensor_parallel:
         raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide {count} ranks")
     divided = (expert_parallel, replicas, tensor_parallel, pipeline_parallel)
-    ranks = Ranks(count // tensor_parallel, world.local_size, stage, *divided)
+    ranks = Ranks(count // tensor_parallel, world.local_size, stage, *divided, ordered_sums)
     join(world)
     return Mesh(world, ranks)
 

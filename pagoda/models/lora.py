@@ -32,8 +32,9 @@ class LoraConfig:
     dropout: float = 0.0
     """Share of an adapter's inputs that are dropped."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the modules that get adapters, as peft matches them, such as q_proj v_proj; all-linear: every linear
-    layer except the output layer."""
+    """Names of the modules that get adapters, as peft matches them, such as q_proj v_proj, and of parameters of
+    experts, such as experts.down_proj; all-linear: every linear layer except the output layer, and what is like them
+    in experts."""
 
     def __post_init__(self) -> None:
         if self.rank is None:
@@ -63,42 +64,33 @@ def peft() -> Any:
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
     """Freeze a transformers model and add adapters, in training mode. Its weights may wait.
 
-    Raises ConfigError if peft is not installed, if it finds none of the targets, or if it would adapt whole experts or
-    routers.
+    Raises ConfigError if peft is not installed, if it finds none of the targets or cannot adapt them so, or if it would
+    adapt the routers of a Switch Transformer.
     """
+    from pagoda.models.switch import is_switch
+
     assert lora.rank is not None
-    package = peft()
+    package, named = peft(), " ".join(lora.targets)
+    held = [name for name, _ in model.named_parameters()]
+    params = [target for target in lora.targets if any(f".{name}".endswith(f".{target}") for name in held)]
     settings = package.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+        target_modules=ALL_LINEAR if named == ALL_LINEAR else [each for each in lora.targets if each not in params],
+        target_parameters=params or None,
         task_type="CAUSAL_LM",
     )
     try:
         adapted: nn.Module = package.get_peft_model(model, settings)
     except ValueError as error:  # peft raises it for modules that it cannot adapt
-        raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
-    if (refusal := _mixture_refusal(adapted, settings)) is not None:
-        raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {refusal}")
-    return adapted.train()
-
-
-def _mixture_refusal(adapted: "nn.Module", settings: Any) -> str | None:
-    """The reason why adapters in a mixture of experts cannot be trained, or None if they can."""
-    from pagoda.models.switch import is_switch
-
-    if settings.target_parameters:
-        return (
-            f"peft would adapt {', '.join(sorted(settings.target_parameters))} of all experts or of routers at once, "
-            "not a linear layer. Name linear layers, such as q_proj k_proj v_proj o_proj"
-        )
+        raise ConfigError(f"--lora.targets is {named}: {str(error).splitlines()[0]}") from error
     if any(is_switch(module, "Top1Router") and hasattr(module.classifier, "lora_A") for module in adapted.modules()):
-        return (
-            "transformers casts the linear layer of a router in place, so it cannot have an adapter. Name other "
-            "layers, such as q k v o wi wo"
+        raise ConfigError(
+            f"--lora.targets is {named}: transformers casts the linear layer of a router in place, so it cannot have "
+            "an adapter. Name other layers, such as q k v o wi wo"
         )
-    return None
+    return adapted.train()
 
 
 def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:

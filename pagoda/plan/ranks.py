@@ -34,6 +34,9 @@ class Ranks:
     pipeline_parallel: int = 1
     """Number of pipeline stages. Each has `count` consecutive ranks and layers of its own. All other fields describe
     one stage."""
+    ordered_sums: bool = False
+    """Whether each rank's gradient of a micro-batch is added by itself, in the order of ranks. The sums are then those
+    of one rank that takes the same micro-batches in turn. Otherwise ranks' gradients are added up first."""
 
     def __post_init__(self) -> None:
         degrees = (self.expert_parallel, self.replicas, self.tensor_parallel, self.pipeline_parallel)
@@ -48,6 +51,11 @@ class Ranks:
             raise ConfigError(f"{self.count} ranks are not whole nodes of {self.per_node}")
         if self.data_parallel % self.replicas:
             raise ConfigError(f"{self.data_parallel} ranks cannot be divided into {self.replicas} equal replicas")
+        if self.ordered_sums and (self.stage == 1 or self.replicas > 1):
+            raise ConfigError(
+                "ordered_sums adds each rank's gradient to a slice of its own, and with stage 1 or several replicas "
+                "ranks add up whole gradients: use stage 2 or 3 and one replica"
+            )
         if (each := self.sharers(expert=False)) % self.expert_parallel:
             raise ConfigError(
                 f"expert_parallel={self.expert_parallel} does not divide the {each} data-parallel ranks of a replica"

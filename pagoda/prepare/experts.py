@@ -1,12 +1,15 @@
 """The experts of transformers' mixtures as separate modules. Each forward runs those that routers chose.
 
 transformers holds the experts of a layer in common tensors (Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and others: a
-stack) or as modules (Switch Transformers). `wrap` replaces both by the classes here, so that each expert is a unit.
+stack) or as modules (Switch Transformers). `wrap` replaces both by the classes here, so that each expert is a unit. An
+adapter of such a stack then adds to the weights of each expert that runs.
 Shapes: N tokens, K experts for each token, hidden size H, E experts.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pagoda.autograd.hooks import Announcing
+from pagoda.autograd.reads import adapts_parameter
 from pagoda.prepare.tiles import Tiled
 from pagoda.ranks.experts import ExpertExchange
 
@@ -187,9 +191,11 @@ def experts_of_stack(stack: nn.Module) -> int:
     return len(next(stack.parameters(recurse=False)))
 
 
-def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A stack of the same class with `params`, the parameters of some of its experts."""
-    tile: nn.Module = object.__new__(type(stack))
+def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter], adapted: bool) -> nn.Module:
+    """A stack of the same class with `params`, the parameters of some of its experts. `adapted`: adapters change them
+    in each forward."""
+    kind: Any = type(stack)
+    tile: nn.Module = object.__new__(_adapted_class(kind) if adapted else kind)
     nn.Module.__init__(tile)
     tile.__dict__.update({key: value for key, value in vars(stack).items() if key not in vars(tile)})
     for name, child in stack.named_children():
@@ -197,7 +203,68 @@ def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter]) -> nn.Mod
     for name, param in params.items():
         tile.register_parameter(name, param)
     tile.__dict__["num_experts"] = len(next(iter(params.values())))
+    tile.__dict__["added"] = {}
     return tile.train(stack.training)
+
+
+@cache
+def _adapted_class(kind: type) -> Any:
+    """A class of stacks whose forward sees weights with what adapters add to them.
+
+    `added`: parameter -> (left, right, scale) of each adapter. It adds scale * left @ right, of shape [experts, ...].
+    """
+
+    def forward(self: Any, *args: Any) -> Tensor:
+        for name, adapters in self.added.items():
+            weight = self._parameters[name]
+            for left, right, scale in adapters:
+                with torch.autocast(weight.device.type, enabled=False):
+                    weight = torch.baddbmm(weight, left, right, alpha=scale)
+            self.__dict__[name] = weight  # hides the parameter
+        try:
+            return kind.forward(self, *args)  # type: ignore[attr-defined, no-any-return]
+        finally:
+            for name in self.added:
+                self.__dict__.pop(name, None)
+
+    return type(kind)(f"Adapted{kind.__name__}", (kind,), {"__module__": __name__, "forward": forward})
+
+
+def adapts_experts(module: nn.Module, count: int) -> bool:
+    """Whether a module is peft's adapter of a parameter that holds `count` experts (`target_parameters`)."""
+    has_factors = adapts_parameter(module) and hasattr(module, "get_delta_factors")
+    return has_factors and count > 1 and getattr(module, "num_experts", None) == count
+
+
+def adapting_tiles(adapter: Any) -> Any:
+    """peft's adapter of a parameter of experts, for experts in tiles. In place of the whole parameter, it changes the
+    tiles that run. It shares everything with `adapter`."""
+    kind: Any = type(adapter)
+    made: Any = object.__new__(_adapting_class(kind))
+    made.__dict__ = adapter.__dict__
+    return made
+
+
+@cache
+def _adapting_class(kind: type) -> type:
+    @contextmanager
+    def _activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
+        tiles = [*self.get_base_layer().tiles.values()]
+        sizes = [experts_of_stack(tile) for tile in tiles]
+        for tile in tiles:
+            tile.added[self.parameter_name] = []
+        for adapter in active_adapters:
+            if adapter in self.lora_A:
+                left, right, scale = self.get_delta_factors(adapter)
+                for tile, *factors in zip(tiles, left.split(sizes), right.split(sizes), strict=True):
+                    tile.added[self.parameter_name].append((*factors, scale))
+        try:
+            yield
+        finally:
+            for tile in tiles:
+                del tile.added[self.parameter_name]
+
+    return type(kind)(f"Tiled{kind.__name__}", (kind,), {"__module__": __name__, "_activate_lora": _activate_lora})
 
 
 def _by_expert(by_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 by separate modules."""
 
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from pagoda.prepare.experts import (
     RoutedExperts,
     SwitchExperts,
     SwitchRouter,
+    adapting_tiles,
+    adapts_experts,
     experts_of_stack,
     is_expert_stack,
     some_experts,
@@ -58,6 +60,7 @@ class Tiling:
         model: nn.Module,
         most_elements: int | None = None,
         *,
+        trained: Container[str] | None = None,
         cuts_stacks: bool = True,
         in_blocks: bool = False,
         exchange: ExpertExchange | None = None,
@@ -67,7 +70,8 @@ class Tiling:
         Args:
             most_elements: most elements of a tile. By default linear layers and embeddings stay whole, and each expert
                 is a tile.
-            cuts_stacks: whether parameters that hold several experts may be cut.
+            trained: names of the parameters with optimizer state, by default those that require a gradient.
+            cuts_stacks: whether those may be cut that hold several experts.
             in_blocks: whether the optimizer has one state for each block of a parameter. Then biases too are cut
                 between blocks only, as a checkpoint joins the states of tiles.
             exchange: divides the experts of each layer over ranks. The model then has the experts of this rank.
@@ -89,6 +93,11 @@ class Tiling:
                 self._users.setdefault(id(param), []).append(module)
             for name, child in module.named_children():
                 self._parents.setdefault(child, []).append((module, name))
+        self._trained = {
+            id(param)
+            for name, param in model.named_parameters()
+            if (param.requires_grad if trained is None else name in trained)
+        }
         self._replace_experts(model, cuts_stacks)
         if most_elements is not None:
             self._replace_large(model, most_elements)
@@ -112,7 +121,7 @@ class Tiling:
             if is_switch(module, "Top1Router") and type(linear := module.get_submodule("classifier")) is nn.Linear:
                 if "forward" not in vars(linear):
                     self._replaced.append((self._parents[linear], linear, _with_hooks(SwitchRouter.of(linear), linear)))
-            elif (is_switch(module, "Experts") or (cuts_stacks and is_expert_stack(module))) and _hooked(module):
+            elif (is_switch(module, "Experts") or self._may_be_cut(module, cuts_stacks)) and _hooked(module):
                 warnings.warn(
                     f"The experts of {name!r} stay together, as they or their parameters have hooks.", stacklevel=2
                 )
@@ -120,10 +129,14 @@ class Tiling:
             elif is_switch(module, "Experts") and self._is_free(module, compiled):
                 made = self._switch_experts(name, module)
             elif is_expert_stack(module):
-                if cuts_stacks and self._is_free(module, compiled):
-                    made = self._expert_stack(name, module)
+                adapters = self._adapters_of(module)
+                free = self._is_free(module, compiled, adapters) and not (adapters and self._exchange)
+                if free and self._may_be_cut(module, cuts_stacks):
+                    made = self._expert_stack(name, module, adapted=bool(adapters))
                 else:
                     kept.append(name)
+                if made is not None:
+                    self._replaced += [(self._parents[each], each, adapting_tiles(each)) for each in adapters]
             if made is not None:
                 self._replaced.append((self._parents[module], module, made))
                 found += 1
@@ -134,6 +147,13 @@ class Tiling:
                 "without hooks, adapters or torch.compile on the experts, and an optimizer that does not need whole "
                 "parameters."
             )
+
+    def _may_be_cut(self, module: nn.Module, cuts_stacks: bool) -> bool:
+        """Whether a module is a stack of experts, and the optimizer does not need its parameters whole."""
+        return is_expert_stack(module) and (cuts_stacks or not self._trains(module))
+
+    def _trains(self, stack: nn.Module) -> bool:
+        return any(id(param) in self._trained for param in stack.parameters(recurse=False))
 
     def _replace_large(self, model: nn.Module, most_elements: int) -> None:
         replaced = {whole for _, whole, _ in self._replaced}
@@ -192,18 +212,28 @@ class Tiling:
             defer_logits(tiled)
         return tiled
 
-    def _is_free(self, experts: nn.Module, compiled: Container[nn.Module]) -> bool:
-        """Whether only the layer's own forward uses its experts."""
+    def _adapters_of(self, stack: nn.Module) -> list[nn.Module]:
+        """peft's adapters around a stack of experts, from the inside: one for each adapted parameter."""
+        found: list[nn.Module] = []
+        around = self._parents.get(stack, [])
+        while len(around) == 1 and adapts_experts(around[0][0], experts_of_stack(stack)):
+            found.append(around[0][0])
+            around = self._parents[found[-1]]
+        return found
+
+    def _is_free(self, experts: nn.Module, compiled: Container[nn.Module], adapters: Sequence[nn.Module] = ()) -> bool:
+        """Whether only the layer's own forward, and `adapters` around it, use its experts."""
         held = list(experts.parameters(recurse=False))
+        outer = adapters[-1] if adapters else experts
         return (
             experts not in compiled
             and experts in self._parents
-            and all(name != _ADAPTED for _, name in self._parents[experts])
+            and all(name != _ADAPTED for _, name in self._parents[outer])
             and not _changes_forward(experts)
             and all(self._users[id(param)] == [experts] and as_dtensor(param) is None for param in held)
         )
 
-    def _expert_stack(self, name: str, stack: nn.Module) -> ExpertStack | None:
+    def _expert_stack(self, name: str, stack: nn.Module, adapted: bool) -> ExpertStack | None:
         """This rank's tiles of a stack of experts. None if one tile would be the whole stack."""
         params = dict(stack.named_parameters())
         count = experts_of_stack(stack)
@@ -215,12 +245,14 @@ class Tiling:
                 f"parameter must start at a multiple of {ALIGN_ELEMENTS} elements."
             )
         most = sum(widths) if self._most_elements is None else self._most_elements
-        blocks = [(here.start + start, here.start + stop) for start, stop in row_blocks(len(here), widths, most)]
+        align = ALIGN_ELEMENTS if self._trains(stack) else 1
+        cuts = row_blocks(len(here), widths, most, align)
+        blocks = [(here.start + start, here.start + stop) for start, stop in cuts]
         if len(blocks) == 1 and self._exchange is None:
             return None
         cut = [self._cut(short, param, blocks) for short, param in params.items()]
         tiles = {
-            start: some_experts(stack, dict(zip(params, parts, strict=True)))
+            start: some_experts(stack, dict(zip(params, parts, strict=True)), adapted)
             for (start, _), *parts in zip(blocks, *cut, strict=True)
         }
         return ExpertStack(tiles, stack, self._exchange).train(stack.training)

@@ -19,12 +19,15 @@ Visit = Callable[[torch.Tensor, torch.Tensor | None, int], Any]
 """Called with some rows of a layer's weight, their bias and the index of the first row, while they are in memory."""
 
 
-def row_blocks(rows: int, widths: Sequence[int], most_elements: int) -> list[tuple[int, int]]:
+def row_blocks(
+    rows: int, widths: Sequence[int], most_elements: int, align: int = ALIGN_ELEMENTS
+) -> list[tuple[int, int]]:
     """(start, stop) of tiles of equal size, except the last, with at most `most_elements` each if alignment permits.
 
-    `widths`: elements of a row in each of the parameters that are cut.
+    `widths`: elements of a row in each of the parameters that are cut. `align`: a tile's part of each begins at a
+    multiple of as many elements, in which blocks moments may be stored.
     """
-    step = ALIGN_ELEMENTS // gcd(ALIGN_ELEMENTS, *widths)  # moments may be stored in such blocks
+    step = align // gcd(align, *widths)
     width = sum(widths)
     count = max(1, -(-rows * width // most_elements))
     each = max(step, -(-rows // count) // step * step)

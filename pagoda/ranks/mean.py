@@ -14,6 +14,7 @@ from pagoda.memory.region import Region
 from pagoda.mesh.shards import Shards
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import GRAD, Layout
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Span, slice_elements
 from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec
 from pagoda.ranks.transport import Group
@@ -77,8 +78,9 @@ class AllToAll:
         return messages[self.starts[place] + self.header_bytes :].view(dtype)[: len(self.spans[place])]
 
 
-Mean = tuple[Span, torch.Tensor, bool]
-"""A span of a unit, the mean of ranks' gradients of it, and whether the span is in this rank's slice."""
+Mean = tuple[Span, torch.Tensor, bool, Flags]
+"""A span of a unit, the mean of ranks' gradients of it, whether the span is in this rank's slice, and the flags of the
+parameters of which these ranks have gradients. With ordered sums, a mean for each rank: its gradient, divided."""
 
 
 class Reduction:
@@ -91,15 +93,19 @@ class Reduction:
     ranks. With replicas, the sums over a replica's ranks come first, and then the sum over replicas, all in fp32. Each
     sum is rounded once. The last one is divided by the number of all ranks, and rounded once to the gradient's dtype
     (to nearest, ties to even). So the mean is a function of the gradients and of the order of ranks alone.
+
+    *Ordered sums*: the gradients of the ranks stay apart. Each is divided by the number of ranks, and they follow one
+    another, as the micro-batches of one rank do.
     """
 
-    def __init__(self, shards: Shards, groups: Mapping[tuple[int, ...], Group], buffers: Buffers, divisor: int) -> None:
+    def __init__(self, shards: Shards, groups: Mapping[tuple[int, ...], Group], buffers: Buffers, ranks: Ranks) -> None:
         """`groups` maps tuples of ranks to groups: the ranks that have the slices of a unit, and the ranks that have
-        the same slices, one in each replica. Sums are divided by `divisor`."""
+        the same slices, one in each replica."""
         self._shards = shards
         self._groups = groups
         self._buffers = buffers
-        self._divisor = divisor
+        self._divisor = ranks.data_parallel
+        self._ordered = ranks.ordered_sums
         self._laid_out: dict[int, list[AllToAll]] = {}
         self._nothing: torch.Tensor | None = None
 
@@ -137,7 +143,7 @@ class Reduction:
         everyone = np.bitwise_or.reduce(by_place)
         if len(self._shards.copies) > 1:
             everyone = np.bitwise_or.reduce(self._of_copies(torch.from_numpy(everyone)).cpu().numpy())
-        return everyone, self._means(spec, mine, by_place & GIVEN)
+        return everyone, self._means(spec, mine, by_place & GIVEN, everyone)
 
     def _exchange(self, spec: UnitSpec, each: AllToAll, given: torch.Tensor) -> torch.Tensor:
         """The messages to this rank, uint8 [places, bytes]."""
@@ -148,7 +154,7 @@ class Reduction:
         group.exchange(arriving, each.messages(given), sizes)
         return arriving
 
-    def _means(self, spec: UnitSpec, given: torch.Tensor, by_place: Flags) -> Iterator[Mean]:
+    def _means(self, spec: UnitSpec, given: torch.Tensor, by_place: Flags, everyone: Flags) -> Iterator[Mean]:
         group, dtype, landing = self._group(spec), self._buffers.dtype, self._buffers.landing
         for number, each in enumerate(self.all_to_alls(spec)):
             if number > 0:
@@ -156,16 +162,22 @@ class Reduction:
             span, bounds = each.spans[group.place], [*pairwise(each.starts)]
             size = bounds[group.place][1] - bounds[group.place][0]
             rows = [landing[at * size + each.header_bytes :].view(dtype)[: len(span)] for at in range(len(bounds))]
+            if self._ordered:
+                for row, of_place in zip(rows, by_place, strict=True):
+                    mean_into(row, row, self._divisor)
+                    _wait(landing)
+                    yield span, row, True, of_place
+                continue
             self._add_up(spec, span, rows, by_place, rows[group.place])
             if self._shards.is_sliced(spec, GRAD):
                 _wait(landing)
-                yield span, rows[group.place], True
+                yield span, rows[group.place], True, everyone
                 continue
             _move(each.values(group.place, landing, dtype), rows[group.place])
             group.gather(landing[: each.starts[-1]], bounds)
             _wait(landing)
             for place, of_place in enumerate(each.spans):
-                yield of_place, each.values(place, landing, dtype), place == group.place
+                yield of_place, each.values(place, landing, dtype), place == group.place, everyone
 
     def _add_up(
         self, spec: UnitSpec, span: Span, rows: Sequence[torch.Tensor], by_place: Flags, mean: torch.Tensor
@@ -213,7 +225,7 @@ def sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def mean_into(mean: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
-    """Set `mean`, [n] in any gradient dtype, to `total`, fp32 [n], divided by a number of ranks."""
+    """Set `mean`, [n] in any gradient dtype, to `total`, [n], divided by a number of ranks. They may be one tensor."""
     # The divisor is a tensor: with a number, torch multiplies by its inverse on CUDA.
     by = torch.full_like(total[:1], divisor)
     for block, sums in zip(_blocks(mean), _blocks(total), strict=True):

@@ -84,7 +84,7 @@ class Reducer:
         self._early = self._driver.scheduler.plan.during_backward
         """Whether units are updated during backward."""
         self._tensor_parallel = ranks.tensor_parallel > 1
-        self._reduction = Reduction(collectives.shards, collectives.groups, buffers, ranks.data_parallel)
+        self._reduction = Reduction(collectives.shards, collectives.groups, buffers, ranks)
         self._dtype, self._fills = buffers.dtype, buffers.fills
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
@@ -225,24 +225,24 @@ class Reducer:
         """On the collective lane: the mean of every rank's gradient, to `gradient` if there is one. `mine` is this
         rank's buffer, if it has a gradient, and `flags` say of what."""
         everyone, means = self._reduction.reduce(spec, mine, flags)
-        given = np.flatnonzero(everyone & GIVEN).tolist()
-        sums: dict[int, list[float]] = {slot: [] for slot in given}
-        for span, values, is_mine in means:
-            for slot in given if gradient is not None else ():
+        square_sums: dict[tuple[int, int], float] = {}
+        """By slot and first element of a part. Of several means of a part, the last one is that of their sum."""
+        for span, values, is_mine, flags_of_mean in means:
+            for slot in np.flatnonzero(flags_of_mean & GIVEN).tolist() if gradient is not None else ():
                 placed = spec.slots[slot]
                 part = span.within(placed.offset, placed.offset + placed.param.numel)
                 if part is None:
                     continue
                 assert gradient is not None
-                accumulate = slot in gradient.present and not everyone[slot] & DROPPED
+                begun = slot in gradient.present and not everyone[slot] & DROPPED
+                accumulate = begun or (slot, part.start) in square_sums
                 elements = values[part.start - span.start : part.stop - span.start]
                 square_sum = self._gradients.deliver(gradient, part.start, elements, accumulate)
-                if is_mine:
-                    sums[slot].append(square_sum)
+                square_sums[slot, part.start] = square_sum if is_mine else 0.0
         bad = self._bad_of_parts(min(np.flatnonzero(everyone & NOT_FINITE).tolist(), default=None))
         if gradient is not None:
-            for slot in given:
-                gradient.square_sums[slot] = math.fsum(sums[slot])
+            for slot in np.flatnonzero(everyone & GIVEN).tolist():
+                gradient.square_sums[slot] = math.fsum(sum_ for (of, _), sum_ in square_sums.items() if of == slot)
                 gradient.present.add(slot)
             gradient.bad_elsewhere = bad
 

@@ -48,7 +48,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     cannot be used. Raises CheckpointError if no checkpoint can be used, or if the last one belongs to another model or
     text. Raises NonFiniteGradientError if a gradient is NaN or infinite.
     """
-    mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel, config.tensor_parallel)
+    degrees = config.replicas, config.expert_parallel, config.tensor_parallel
+    mesh = open_mesh(config.zero_stage, *degrees, ordered_sums=config.ordered_sums)
     console = Console(quiet=True) if mesh.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))

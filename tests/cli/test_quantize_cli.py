@@ -124,6 +124,7 @@ def test_what_cannot_be_quantized_is_refused(
     assert not (work.root / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_in_4_bits_already_trains_from_its_packed_weights_or_from_their_values(
     model: Path, work: Workspace
 ) -> None:

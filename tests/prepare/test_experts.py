@@ -5,10 +5,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from pairwise import each_once
+from peft import LoraConfig, get_peft_model
 from runtime.conftest import Wrap
 from runtime.loops import assert_trained_alike, in_memory, learn
 from torch import nn
@@ -21,6 +23,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
 )
@@ -79,6 +83,16 @@ def deepseek_v3() -> nn.Module:
     return DeepseekV3ForCausalLM(DeepseekV3Config(first_k_dense_replace=1, **sizes, **heads, **experts))
 
 
+def qwen3_next() -> nn.Module:
+    """A layer of linear attention and one of full attention."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    shared = {"shared_expert_intermediate_size": 32, "intermediate_size": 96}
+    heads = {f"linear_{which}_head_dim": 16 for which in ("key", "value")}
+    heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    kinds = ["linear_attention", "full_attention"]
+    return Qwen3NextForCausalLM(Qwen3NextConfig(layer_types=kinds, **SIZES, **experts, **shared, **heads))
+
+
 def switch(**others: Any) -> nn.Module:
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
     sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 8, "expert_capacity": 2}
@@ -93,9 +107,10 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe": qwen3_moe,
     "gpt-oss": gpt_oss,
     "deepseek-v3": deepseek_v3,
+    "qwen3-next": qwen3_next,
     "switch": switch,
 }
-EXPERTS = {"mixtral": 2 * 4, "qwen3-moe": 2 * 8, "gpt-oss": 2 * 8, "deepseek-v3": 8, "switch": 2 * 8}
+EXPERTS = {"mixtral": 8, "qwen3-moe": 16, "gpt-oss": 16, "deepseek-v3": 8, "qwen3-next": 16, "switch": 16}
 """How many each model has."""
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) > (5, 17)
 ONE_EXPERT = {"mixtral": 3 * 64 * 96, "qwen3-moe": 3 * 64 * 48}
@@ -155,6 +170,107 @@ def test_placement_does_not_change_a_bit(
     )
     assert ("exp_avg" in outcome.plan.bytes.get("ssd", {})) == (placement != ARENA)
     outcome.assert_same_bits(resident(name, clip))
+
+
+def units_of_experts(model: nn.Module) -> int:
+    return sum(".tiles." in unit.name for unit in pagoda.plan_of(model).units)
+
+
+def adapted(name: str, **settings: Any) -> Any:
+    """The model with adapters of all experts, whose initial values change outputs."""
+    both = [name for name in ("experts.gate_up_proj", "experts.down_proj") if "target_modules" not in settings]
+    lora = LoraConfig(r=2, **{"target_modules": ["o_proj"], "target_parameters": both or None, **settings})
+    model = get_peft_model(built(name), lora)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if "lora_B" in key:
+                param.normal_(std=0.02)
+    return model.train()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3-next"])
+def test_adapters_of_experts_have_the_bits_of_peft_with_every_expert_a_unit(name: str, tmp_path: Path) -> None:
+    plain, expected = adapted(name), []
+    optimizer = torch.optim.SGD([param for param in plain.parameters() if param.requires_grad], lr=0.1)
+    for step in range(STEPS):
+        expected.append(loss_of(plain, tokens((2, 5), step)))
+        expected[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rule, model = pagoda.Optim(torch.optim.SGD, lr=0.1), adapted(name)
+    with pytest.raises(pagoda.BudgetError) as refused:
+        pagoda.wrap(model, rule, memory=pagoda.Memory(host=PAGE, ssd=tmp_path, page_size=PAGE), precision="fp32")
+    frozen = sum(param.numel() * 4 for key, param in model.named_parameters() if ".experts." in key)
+    assert refused.value.needed_bytes < frozen, "never all experts"
+    memory = pagoda.Memory(host=refused.value.needed_bytes, ssd=tmp_path, page_size=PAGE)
+    paged, handle = pagoda.wrap(model, rule, memory=memory, precision="fp32", activations="recompute")
+    assert units_of_experts(paged) == EXPERTS[name]
+    for step in range(STEPS):
+        loss = loss_of(paged, tokens((2, 5), step))
+        loss.backward()
+        assert torch.equal(loss, expected[step])
+        handle.step()
+        handle.zero_grad()
+    with torch.no_grad(), paged.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(loss_of(paged, tokens((2, 5))), loss_of(plain, tokens((2, 5))))
+    assert_equal(paged.state_dict(), plain.state_dict())
+    export(paged, tmp_path / "merged", merge=True)
+    handle.close()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").train()
+    torch.testing.assert_close(loss_of(merged, tokens((2, 5))), loss_of(plain, tokens((2, 5))))
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_bias_of_routing_which_no_gradient_changes_is_kept_in_fp32(merge: bool, tmp_path: Path) -> None:
+    """DeepSeek's training adds to it after each step, so that experts get equal shares."""
+
+    def wrapped() -> Any:
+        model = adapted("deepseek-v3") if merge else built("deepseek-v3")
+        return pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=pagoda.Memory(host="64MiB"))
+
+    def bias(model: nn.Module) -> torch.Tensor:
+        return next(buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+
+    model, optimizer = wrapped()
+    for step in range(2):
+        loss_of(model, tokens((2, 5), step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bias(model).add_(torch.linspace(-1e-3, 1e-3, 8))
+    expected = bias(model).clone()
+    assert not torch.equal(expected, expected.bfloat16().float())
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    export(model, tmp_path / "out", merge=merge)
+    optimizer.close()
+    model, optimizer = wrapped()
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(bias(model), expected)
+    optimizer.close()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    for again in (loaded, pagoda.load(tmp_path / "out"), pagoda.load(tmp_path / "checkpoint")):
+        assert torch.equal(bias(again), expected)
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
+    code = page.partition("## Adapters of experts")[2].partition("```python\n")[2].partition("```")[0]
+    built("mixtral").save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"pagoda": pagoda, "peft": peft}
+    exec(code, names)
+    loss_of(names["model"], tokens((2, 5))).backward()
+    names["optimizer"].step()
+    names["optimizer"].close()
+
+
+def test_all_linear_adapts_experts_and_routers_as_peft_does() -> None:
+    plain = adapted("mixtral", target_modules="all-linear", task_type="CAUSAL_LM")
+    model = adapted("mixtral", target_modules="all-linear", task_type="CAUSAL_LM")
+    assert any("mlp.gate.lora_A" in key for key, _ in model.named_parameters())
+    paged, handle = pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=pagoda.Memory(host="64MiB"), precision="fp32")
+    assert torch.equal(loss_of(paged, tokens((2, 5))), loss_of(plain, tokens((2, 5))))
+    assert units_of_experts(paged) == EXPERTS["mixtral"]
+    handle.close()
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -139,7 +139,7 @@ def in_pages(
 
 
 def wrapped(
-    recipe: Recipe, kind: str, out: Path, stage: int, replicas: int = 1, **options: Any
+    recipe: Recipe, kind: str, out: Path, stage: int, replicas: int = 1, ordered: bool = False, **options: Any
 ) -> tuple[nn.Module, Any]:
     """A model of the zoo, wrapped by every rank."""
     return in_pages(
@@ -147,7 +147,7 @@ def wrapped(
         recipe.rule or pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=recipe.moments),
         kind,
         out,
-        pagoda.open_mesh(stage=stage, replicas=replicas),
+        pagoda.open_mesh(stage=stage, replicas=replicas, ordered_sums=ordered),
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
@@ -181,9 +181,10 @@ def take_steps(
     lengths: dict[str, int] | None = None,
     evaluated: list[tuple[int, int, str]] | None = None,
     factors: list[float] | None = None,
+    in_turn: bool = False,
 ) -> None:
     """Each rank takes its share of the `parts` micro-batches of a step, whose losses are divided such that gradients
-    are the mean over all.
+    are the mean over all: neighbours, or every so many-th if they take them `in_turn`.
 
     `left_out` has (step, part) of those that nobody takes; `lengths` has the tokens of those that are shorter, by part.
     `evaluated` has (step, rank, when) of evaluations that one rank makes by itself: "before" its forward, "in" its
@@ -195,7 +196,8 @@ def take_steps(
         losses = []
         for part in range(parts):
             data = batch(made.model, generator)
-            mine = part * size // parts == rank and [step, part] not in (left_out or [])
+            its = part % size if in_turn else part * size // parts
+            mine = its == rank and [step, part] not in (left_out or [])
             if step < steps.start or not mine:
                 continue
             length = (lengths or {}).get(str(part))
@@ -241,6 +243,7 @@ def train(
     replicas: int = 1,
     parts: int = 0,
     guesses: bool | None = None,
+    ordered: bool = False,
     **departures: Any,
 ) -> dict[str, Any]:
     """Train a model and return everything that it leaves behind; by default, each rank has a micro-batch a step.
@@ -259,9 +262,9 @@ def train(
         room = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
     late = {"update": "async", "max_staleness": recipe["late"]} if "late" in recipe else {}
     update = pagoda.Updates(speculate=guesses, **late)
-    model, optimizer = wrapped(made, kind, out, stage, replicas, room=room, update=update)
+    model, optimizer = wrapped(made, kind, out, stage, replicas, ordered, room=room, update=update)
     outcome = Outcome()
-    take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), **departures)
+    take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), in_turn=ordered, **departures)
     rank_group = optimizer._engine.rank_group
     order = None if rank_group is None else rank_group.collectives.order
     found = {"guesses": outcome.guesses, "parameters": pagoda.plan_of(model).parameters}

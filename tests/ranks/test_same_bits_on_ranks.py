@@ -11,6 +11,9 @@ import pytest
 import torch
 from zoo import assert_equal
 
+from pagoda.errors import ConfigError
+from pagoda.plan.ranks import Ranks
+
 from .ranks import RankServer
 
 SLOW = pytest.mark.slow
@@ -90,6 +93,34 @@ def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, once: Any
             assert {"weight", "grad", "update_ring"} <= {line for line, n in result["lines"]["device"].items() if n}
         elif recipe == HELD:
             assert_held(result, placement["stage"], count)
+
+
+ORDERED: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 ranks, stage 2, a mixture on ssd": (2, {"recipe": {"model": "mixtral"}, "stage": 2, "kind": "ssd"}),
+    "4 ranks, updates during backward": (4, {"recipe": {"clip": None, "announced": True}}),
+    "4 ranks, a device of its own": (4, {"recipe": {"clip": 0.5}, "kind": "both-on-device"}),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_with_ordered_sums_bits_do_not_depend_on_how_many_ranks_take_the_micro_batches(
+    name: str, ranks: RankServer, once: Any, tmp_path: Path
+) -> None:
+    """In bf16, in which the sum of several ranks has other bits than theirs in turn."""
+    count, given = ORDERED[name]
+    given["recipe"] = {"model": "llama", "precision": "bf16", "steps": 3, **given["recipe"]}
+    expected = alone(once, 4, given["recipe"])
+    if given["recipe"].get("announced"):
+        given["recipe"] |= {"accumulation": 4 // count}
+    for result in ranks.run("train", count, tmp_path, parts=4, ordered=True, **given):
+        assert_equal(result["weights"], expected["weights"])
+        assert_equal(result["states"], expected["states"])
+
+
+@pytest.mark.parametrize("given", [{"stage": 1}, {"stage": 3, "replicas": 2}])
+def test_ordered_sums_of_whole_gradients_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"ordered_sums.*use stage 2 or 3 and one replica"):
+        Ranks(4, 4, ordered_sums=True, **given)
 
 
 DEPARTURES: dict[str, dict[str, Any]] = {

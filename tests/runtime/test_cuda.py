@@ -170,6 +170,25 @@ def test_training_agrees_with_the_cpu_within_rounding(
     assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
 
 
+@pytest.mark.usefixtures("_poison", "_deterministic")
+@pytest.mark.parametrize("placement", ["all", SSD, HOME])
+def test_while_all_weights_are_resident_forwards_have_the_same_bits(placement: str, tmp_path: Path) -> None:
+    recipe = Recipe("llama")
+    place = replace(memory(placement, tmp_path, recipe), device="64MiB")
+    model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=place)
+    inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
+    for _ in range(2):
+        loss_of(model(**inputs)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            outside = [loss_of(model(**inputs)) for _ in range(2)]
+            optimizer.zero_grad()
+            with pagoda.resident(model):
+                inside = [loss_of(model(**inputs)) for _ in range(2)]
+        assert all(map(torch.equal, inside, outside))
+    optimizer.close()
+
+
 def test_a_gpu_without_room_is_refused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with pytest.raises(pagoda.BudgetError, match=r"memory\.device"):
