@@ -93,7 +93,7 @@ def in_readme() -> Iterator[str]:
     yield f"{system('deepspeed-cpu')} in RAM, {system('deepspeed-nvme-all')} on NVMe"
     yield f"{largest('fsdp2-offload')}, no SSD | {system('fsdp2-offload')} |"
     (large, in_large), (small, in_small) = beyond_memory("llama-8b"), beyond_memory("llama-1b")
-    yield f"`llama-8b` with 8-bit moments ({large}) trains in a process of {in_large},"
+    yield f"trained `llama-8b` with 8-bit moments ({large}) in a process of {in_large},"
     yield f"`llama-1b` ({small}) in {in_small}"
     wrong = errors("predict_bf16")
     yield f"took {median(wrong):.1%} more or less time than planned in the median, and {max(wrong):.0%} at worst"

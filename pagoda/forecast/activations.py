@@ -30,7 +30,7 @@ That is (9 + 2 * 4) * 2. Backward holds the gradients of some of these tensors a
 
 MALLOC = 4
 """By how many times its estimated activations a process that computes on the CPU may grow: glibc's malloc cannot reuse
-all aligned blocks that torch frees. `benchmarks/activations.py estimate` has seen 1.0 to 2.9 with four layers,
+all aligned blocks that torch frees. `benchmarks/activations.py estimate` has seen 1.1 to 2.8 with four layers,
 and a fine-tuning run with thirty grew by 2.8 times. This leaves room for more."""
 _WHOLE_TENSORS = 8
 """How many of the tensors of hidden width every tensor-parallel rank holds whole. Megatron-LM counts 10 of 18 bytes for
@@ -54,11 +54,11 @@ class ActivationEstimate:
     logits: int
     """Bytes around the loss."""
     gradients: int
-    """Gradients that autograd holds around the loss and in the layers: the largest, until it is copied to its extent,
-    and if layers run in tiles, which add up the gradients of a layer first, also these."""
+    """Gradients that autograd holds around the loss and in the layers: the largest; or those of a layer on their way to
+    their extents, and of a head that is tied to the embedding, which wait for the embedding's."""
     at_the_end: int
-    """Bytes of gradients at the end of backward, when nothing else is left: those of the first layer, and of a head
-    that is tied to the embedding, with the embedding's that autograd adds to it."""
+    """Bytes at the end of backward: gradients of the tied head, and of the embedding, which autograd adds to it; the
+    first layer's on their way; and three tensors of hidden width: its input, and gradients around the embedding."""
     at_once: int = 1
     """Number of forward passes whose activations exist at the same time."""
 
@@ -82,7 +82,7 @@ class ActivationEstimate:
             f"{peak}, {format_bytes(self.gradients)} of gradients on their way"
         )
         if self.total == self.at_the_end:
-            parts = "gradients of the embedding, of the head that is tied to it, and of a layer, at the end of backward"
+            parts = "at the end of backward, with gradients of the embedding and of the head that is tied to it"
         return f"about {format_bytes(self.total)} ({parts}{away})"
 
 
@@ -106,28 +106,30 @@ def estimate_activations(
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, ffn))
     if chunked_loss is None:
         chunked_loss = chunking_helps(described, running, tokens, itemsize, again)
-    largest, tied, layer = _gradients(described.root)
+    largest, tied, of_layer = _gradients(described.root, whole_layers=running < tokens)
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
         working=_block(described, running, itemsize).kept(Policy.KEEP) if again else 0,
         logits=2 * block.inputs.nbytes + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
-        gradients=itemsize * (largest + layer * (running < tokens)),
-        at_the_end=itemsize * (2 * tied + layer),
+        gradients=itemsize * max(largest, tied + of_layer),
+        at_the_end=itemsize * (2 * tied + of_layer) + 3 * block.inputs.nbytes,
         at_once=described.at_once,
     )
 
 
-def _gradients(root: ModuleSpec) -> tuple[int, int, int]:
-    """Elements of the largest gradient, of the largest of a tied parameter, and of the gradients of a layer."""
-    tied = {name for module in root.modules() for name in module.tied}
-    trained = {param.name: param.numel for param in root.walk() if param.trainable}
-    layers = (sum(param.numel for param in layer.walk() if param.trainable) for layer in layers_of(root))
-    return (
-        max(trained.values(), default=0),
-        max((numel for name, numel in trained.items() if name in tied), default=0),
-        max(layers, default=0),
-    )
+def _gradients(root: ModuleSpec, whole_layers: bool) -> tuple[int, int, int]:
+    """Elements of the largest gradient, of the largest of a tied parameter, and of those of a layer that exist at once.
+
+    Autograd computes one while another is copied to its extent. `whole_layers`: layers run in tiles, which add up all
+    gradients of a layer first.
+    """
+    used_again = {name for module in root.modules() for name in module.tied}
+    sizes = {param.name: param.numel for param in root.walk() if param.trainable}
+    layers = [[param.numel for param in layer.walk() if param.trainable] for layer in layers_of(root)]
+    at_once = (sum(layer if whole_layers else sorted(layer)[-2:]) for layer in layers)
+    tied = max((numel for name, numel in sizes.items() if name in used_again), default=0)
+    return max(sizes.values(), default=0), tied, max(at_once, default=0)
 
 
 def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> StepSizes:
