@@ -118,7 +118,7 @@ def test_activations_take_ram_before_old_states_where_that_is_faster() -> None:
     assert machine.hardware.ssd is not None
     drive = replace(machine.hardware.ssd, **slow)
     machine = replace(machine, hardware=replace(machine.hardware, ssd=drive))
-    given = LONG | {"memory": Memory(host="750MiB")}
+    given = LONG | {"memory": Memory(host="720MiB")}
     usual, searched = (made(machine, **given, plan=plan) for plan in ("usual", "search"))
     assert usual.plan.placement.speculated
     assert usual.plan.activations.peak.ssd > 0
