@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Tests run on up to two processes more than there are cores, as some wait for drives and other processes, four at most.
+# Tests run on one process more than there are cores, as some wait for drives and other processes, and on four at most.
 # Each begins with a part of its own, in order, since neighbours share what is slow to make; who ends first takes from
 # the others. The slowest tests are shown at the end.
-PARALLEL := -n $(shell nproc | awk '{print ($$1 < 3) ? $$1 + 2 : 4}') --dist worksteal --durations 20
+PARALLEL := -n $(shell nproc | awk '{print ($$1 < 4) ? $$1 + 1 : 4}') --dist worksteal --durations 20
 
 .PHONY: install demo test test-all wheel gpu gpu-stand-in lint docs clean
 
