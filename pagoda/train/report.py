@@ -320,6 +320,7 @@ def _drawing(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> st
         axes.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=3, linewidth=1.2)
     axes.set_title(title)
     axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
     if len(lines) > 1:
         axes.legend()
     said = "; ".join(
