@@ -163,9 +163,10 @@ class Reduction:
             size = bounds[group.place][1] - bounds[group.place][0]
             rows = [landing[at * size + each.header_bytes :].view(dtype)[: len(span)] for at in range(len(bounds))]
             if self._ordered:
-                for row, of_place in zip(rows, by_place, strict=True):
+                for row in rows:
                     mean_into(row, row, self._divisor)
-                    _wait(landing)
+                _wait(landing)
+                for row, of_place in zip(rows, by_place, strict=True):
                     yield span, row, True, of_place
                 continue
             self._add_up(spec, span, rows, by_place, rows[group.place])

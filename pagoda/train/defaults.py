@@ -100,8 +100,9 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
     if asked.depends_on_data:
         asked, why = _by_data(asked, ranks, console)
         reasons += why
-    asked, why = _with_activations(asked, asked.batch_size)
-    reasons += why
+    if asked.activations is None:  # as `pagoda plan` decides, since the batch is the user's
+        asked, why = _with_activations(asked, asked.batch_size, replace(_Estimate.of_run(asked), kept=1))
+        reasons += why
     if asked.optim.warmup_steps is None:
         warmup, why = _warmup(asked)
         asked = replace(asked, optim=replace(asked.optim, warmup_steps=warmup))
@@ -215,18 +216,15 @@ class _Estimate:
     def takes(self, asked: TrainConfig, batch: int) -> int:
         """Bytes for that many sequences."""
         itemsize, tokens = 4 if asked.precision == "fp32" else 2, batch * asked.seq_len
-        return (
-            self.kept
-            * estimate_activations(self.described, tokens, itemsize, asked.activations, asked.chunked_loss).total
-        )
+        estimate = estimate_activations(self.described, tokens, itemsize, asked.activations, asked.chunked_loss)
+        return self.kept * estimate.total
 
 
-def _with_activations(asked: TrainConfig, batch: int) -> tuple[TrainConfig, list[str]]:
-    """The configuration with what happens to activations of that many sequences, and why."""
+def _with_activations(asked: TrainConfig, batch: int, estimate: _Estimate) -> tuple[TrainConfig, list[str]]:
+    """The configuration with what happens to activations of that many sequences, unless it is given, and why."""
     if asked.activations is not None:
         return asked, []
-    estimate, recompute = _Estimate.of_run(asked), replace(asked, activations="recompute")
-    offload = replace(asked, activations="recompute+offload")
+    recompute, offload = (replace(asked, activations=mode) for mode in ("recompute", "recompute+offload"))
     has_tier = asked.memory.device is not None or asked.memory.ssd is not None
     if not has_tier or not estimate.takes(offload, batch) <= estimate.room < estimate.takes(recompute, batch):
         return recompute, []
@@ -236,8 +234,8 @@ def _with_activations(asked: TrainConfig, batch: int) -> tuple[TrainConfig, list
 def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfig, list[str]]:
     """The configuration with sequences of a forward pass, passes of a step, and what happens to activations, in a run
     that reads that many `sequences` by default. And the reasons."""
-    asked, reasons = _with_activations(asked, 1)
     estimate, seq_len = _Estimate.of_run(asked), asked.seq_len
+    asked, reasons = _with_activations(asked, 1, estimate)
     most = (asked.tokens_per_step or _TOKENS_PER_STEP) / seq_len
     few = not asked.tokens_per_step and sequences < _STEPS * most
     target = max(1, round((sequences // _STEPS if few else most) / ranks))

@@ -189,10 +189,11 @@ def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path)
     for room, offloads in ((between, True), (2 * takes("recompute"), False)):
         memory = Memory(host="1MiB", ssd=str(tmp_path), activations=room)
         asked = TrainConfig(model=model, seq_len=16, batch_size=batch, memory=memory)
-        chosen, reasons = defaults._with_activations(asked, batch)
+        estimate = defaults._Estimate.of_run(asked)
+        chosen, reasons = defaults._with_activations(asked, batch, estimate)
         assert chosen.activations == ("recompute+offload" if offloads else "recompute")
         assert bool(reasons) == offloads
-        kept, _ = defaults._with_activations(replace(asked, activations="keep"), batch)
+        kept, _ = defaults._with_activations(replace(asked, activations="keep"), batch, estimate)
         assert kept.activations == "keep"
 
 
