@@ -69,6 +69,8 @@ class Rules:
     """Of ZeRO."""
     inline: bool
     """Whether small work is done by the thread that submits it."""
+    ordered: bool
+    """Whether each rank's gradients are added by themselves."""
 
     @staticmethod
     def draw(rng: Random) -> "Rules":
@@ -114,8 +116,9 @@ class Rules:
             small_pieces=rng.random() < 0.5,
             cut=mode != "asynchronous" and rng.random() < 0.3,
             ranks=ranks,
-            stage=rng.choice([1, 2, 3, 3]),
+            stage=(stage := rng.choice([1, 2, 3, 3])),
             inline=not queued and rng.random() < 0.15,
+            ordered=ranks > 1 and stage > 1 and rng.random() < 0.3,
         )
 
     @property

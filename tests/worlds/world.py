@@ -135,7 +135,10 @@ class World:
     def mesh(self, rank: int) -> Mesh | None:
         """For `wrap`."""
         size = self.rules.ranks
-        return None if size == 1 else Mesh(Processes(rank, size, rank, size), Ranks(size, size, self.rules.stage))
+        if size == 1:
+            return None
+        ranks = Ranks(size, size, self.rules.stage, ordered_sums=self.rules.ordered)
+        return Mesh(Processes(rank, size, rank, size), ranks)
 
     def note(self, rank: int, *words: object) -> None:
         if self.log is not None:
