@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
 
 from pagoda.models import build_model
+from pagoda.optim.rule import DTYPES
 from pagoda.train.config import OptimConfig
 from script import begin, machine, write
 from text import batches_of_text
@@ -28,10 +29,15 @@ STUDY: list[dict[str, Any]] = [
     {"late": 0},
     {"late": 1},
     {"late": 1, "predict": 1.0},
+    {"late": 1, "sync": 40},
+    {"late": 1, "sync": 40, "predict": 1.0},
     {"batch_size": 4, "late": 0},
     {"batch_size": 4, "late": 1},
+    {"batch_size": 4, "late": 1, "sync": 40},
+    {"batch_size": 4, "late": 1, "predict": 1.0},
+    {"batch_size": 4, "late": 1, "sync": 40, "predict": 1.0},
 ]
-"""Changes of the settings: without lateness, one step late, and one step late but predicted."""
+"""Changes of the settings: without lateness, one step late, after steps without lateness, and predicted."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,12 @@ class Settings:
     batch_size: int = 1
     """Sequences of a step."""
     beta1: float = 0.9
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of forward and backward."""
     predict: float = 0.0
     """Forward and backward use weights extrapolated by so many of their last steps."""
+    sync: int = 0
+    """First steps without lateness."""
     seed: int = 0
     study: bool = False
     """Train at each of `STUDY` in place of these settings."""
@@ -62,10 +72,10 @@ def train(settings: Settings) -> list[float]:
     """The loss of every step."""
     torch.manual_seed(settings.seed)
     model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
-    params = list(model.parameters())
+    params, dtype = list(model.parameters()), DTYPES[settings.precision]
     masters = [param.detach().clone() for param in params]
     for param in params:
-        param.data = param.data.to(torch.bfloat16)
+        param.data = param.data.to(dtype)
     config = OptimConfig(lr=settings.lr, warmup_steps=settings.warmup)
     optimizer = torch.optim.AdamW(masters, config.lr, (settings.beta1, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_factor(step, settings.steps))
@@ -85,11 +95,11 @@ def train(settings: Settings) -> list[float]:
         schedule.step()
         newer.append(
             [
-                (new.detach() + settings.predict * (new.detach() - old)).to(torch.bfloat16)
+                (new.detach() + settings.predict * (new.detach() - old)).to(dtype, copy=True)
                 for new, old in zip(masters, before, strict=True)
             ]
         )
-        if len(newer) > settings.late:
+        while len(newer) > (settings.late if step >= settings.sync else 0):
             for param, weight in zip(params, newer.popleft(), strict=True):
                 param.data = weight
     return losses

@@ -212,7 +212,7 @@ class _Wrapping:
             raise
         try:
             self._move_in(engine, tiling)
-            paged = PagedOptimizer(model, rule, engine, groups)
+            paged = PagedOptimizer(model, rule, engine, groups, training.sync_steps)
             if training.batch_tiles is not None:
                 setattr(model, _TILED, TiledBlocks(tiled_blocks, training.batch_tiles))
         except BaseException:

@@ -39,7 +39,10 @@ class PagedOptimizer(torch.optim.Optimizer):
     As a context manager, it closes at the end of the block.
     """
 
-    def __init__(self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup]) -> None:
+    def __init__(
+        self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup], sync_steps: int = 0
+    ) -> None:
+        """`sync_steps`: the first steps that wait for their asynchronous updates."""
         self._warned_of_no_gradient = False
         self._states = {id(state.unit.params[state.slot]): state for state in all_states(engine)}
         params = {state.name: state.unit.params[state.slot] for state in self._states.values()}
@@ -49,6 +52,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._mark_grouped()
         _refuse_other_optimizers()
         self._engine = engine
+        self._sync_steps = sync_steps
         engine.stepper.group_of = lambda unit, slot: self.param_groups[self._group_numbers[id(unit.params[slot])]]
         engine.stepper.groups = lambda: self.param_groups
         self._in_model = Members(model, self._states)
@@ -112,6 +116,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         check_step([param for group in self.param_groups for param in group["params"]])
         after = [self._engine.rule.after_step(group) for group in self.param_groups]
         self._engine.step()
+        if self._sync_steps and max(step for unit in self._engine.units for step in unit.steps) <= self._sync_steps:
+            self.drain()
         if self.stats.grad_norm is not None:
             for group, changed in zip(self.param_groups, after, strict=True):
                 group.update(changed)

@@ -102,6 +102,8 @@ class Updates(Settings):
     max_staleness: int = 1
     """With async: the most steps whose gradients the weights lack. With N, a unit is updated after every N-th step, and
     the update may take one step of time. 0 gives the bits of sync."""
+    sync_steps: int = 0
+    """With async: the first steps that wait for their updates, as with sync. The loss often falls fastest there."""
     speculate: bool | None = None
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
     that was wrong. The bits are the same. Old and new states need room until that is known. By default this applies
@@ -112,6 +114,9 @@ class Updates(Settings):
         super().__post_init__()
         require_choice("update", self.update, UpdateMode)
         require_count("max_staleness", self.max_staleness, 0)
+        require_count("sync_steps", self.sync_steps, 0)
+        if self.sync_steps and self.update == "sync":
+            raise ConfigError(f"sync_steps is {self.sync_steps}, which needs update='async'.")
 
     @property
     def staleness(self) -> int | None:

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,34 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
             outcome.norms.append(optimizer.stats.grad_norm)
 
     mine.assert_same_bits(run(recipe.build(), RESIDENT, late, clip_grad_norm=0.5))
+
+
+def test_the_first_steps_wait_for_their_updates_if_asked_also_before_a_resume(tmp_path: Path, wrap: Wrap) -> None:
+    recipe = Recipe("plain")
+    memory = memory_of(recipe, RESIDENT, tmp_path, 2)
+
+    def trained(update: pagoda.Updates, drained: int = 0, saves: Path | None = None) -> tuple[Any, list[float]]:
+        """`drained`: steps after which the program itself drains. `saves`: to save and resume after four."""
+        model, optimizer = wrap(recipe.build(), memory, update=update)
+        generator, losses = seeded(), []
+        for step in range(STEPS):
+            losses += steps(model, optimizer, generator)
+            if step < drained:
+                optimizer.drain()
+            if step == 3 and saves is not None:
+                optimizer.save_checkpoint(saves)
+                model, optimizer = wrap(recipe.build(), memory, update=update)
+                optimizer.load_checkpoint(saves)
+        return model.state_dict(), losses
+
+    def same(one: tuple[Any, list[float]], other: tuple[Any, list[float]]) -> bool:
+        return one[1] == other[1] and all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+
+    some = pagoda.Updates("async", max_staleness=2, sync_steps=3)
+    assert same(trained(replace(some, sync_steps=STEPS)), trained(pagoda.Updates()))
+    assert same(trained(some), trained(lagging(2), drained=3))
+    assert not same(trained(some), trained(lagging(2)))
+    assert same(trained(some, saves=tmp_path / "a"), trained(lagging(2), drained=3, saves=tmp_path / "b"))
 
 
 @contextmanager
