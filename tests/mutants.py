@@ -48,8 +48,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "memory/test_pool.py",
         ),
         "the costliest window makes room": (
-            "(ceiling[0][0], evicted) < best_cost",
-            "(ceiling[0][0], evicted) > best_cost or best is None",
+            "if frames >= self._count and freed < least:",
+            "if frames >= self._count and freed >= 0:",
             "memory/test_pool.py",
         ),
     },

@@ -35,7 +35,7 @@ class _Change:
 
 
 def advise(forecast: Forecast) -> tuple[str, ...]:
-    """At most three lines. A faster plan, which costs nothing, comes first. Then the changes follow, best first."""
+    """At most three lines, the best first."""
     problem, choice = forecast.problem, forecast.choice
     if problem is None:
         return ()
@@ -60,10 +60,6 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
         if gain > _WORTH:
             gains.append((gain, f"{change.name}: {gain:+.0%}, {forecast.tokens_per_s * (1 + gain):,.0f} tokens/s."))
     lines = [line for _, line in sorted(gains, reverse=True)]
-    if forecast.config.plan == "usual" and choice.others:
-        gain = best.step_s / choice.others[0].step_s - 1
-        if gain > _WORTH:
-            lines.insert(0, f"Another plan, {choice.others[0].name} (--plan search): {gain:+.0%}.")
     nothing = (
         f"Compute binds: neither more memory, nor faster copies or drives, nor more tokens per step give {_WORTH:.0%}."
     )

@@ -1,5 +1,6 @@
 """Forecasts a run: plans a model for a machine and budgets, and simulates a step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -11,7 +12,7 @@ from pagoda.forecast.machine import Machine
 from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.problem import Problem, activations_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
-from pagoda.forecast.search import Choice, search
+from pagoda.forecast.search import Choice, search, usual
 from pagoda.forecast.tensor_parallel import tensor_part_of
 from pagoda.plan.activations import recomputes
 from pagoda.plan.combinations import check_features
@@ -34,8 +35,11 @@ class Forecast:
     resolved: tuple[str, ...]
     """The settings that were left open, with the values chosen for them."""
     problem: Problem | None = None
-    """None if activations alone do not fit."""
+    """None if activations alone do not fit. If there are many experts, the problem has joined ones."""
     choice: Choice | None = None
+    """The plans of the problem."""
+    chosen: Plan | None = None
+    """The best of them, with every expert."""
     refusal: BudgetError | None = None
     """Why nothing fits. None exactly if there is a choice."""
 
@@ -45,8 +49,8 @@ class Forecast:
 
     @property
     def plan(self) -> Plan:
-        assert self.choice is not None
-        return self.choice.best.plan
+        assert self.chosen is not None
+        return self.chosen
 
     @property
     def timeline(self) -> Timeline:
@@ -104,11 +108,9 @@ def forecast(
     try:
         problem, notes = resolved_problem(config, machine, described)
         made = replace(made, notes=notes, problem=problem)
-        choice = search(problem)
+        problem, choice, plan = _chosen(problem, usual if config.plan == "usual" else search)
     except BudgetError as refusal:
         return replace(made, refusal=refusal)
-    if config.plan == "usual":
-        choice = choice.usual()
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s
     how = f"FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
     if measure and machine.here and machine.hardware.device is None and described.measurable:
@@ -119,7 +121,22 @@ def forecast(
     if config.activations == "auto":
         activations = activations.with_policies(problem.saved)
     notes = (*notes, f"compute: {how}.", *machine.speeds())
-    return replace(made, activations=activations, notes=notes, problem=problem, choice=choice)
+    return replace(made, activations=activations, notes=notes, problem=problem, choice=choice, chosen=plan)
+
+
+def _chosen(problem: Problem, choose: Callable[[Problem], Choice]) -> tuple[Problem, Choice, Plan]:
+    """Choose a plan. Returns the problem in which plans were compared, which has joined experts if they fit too, the
+    choice, and its plan with every expert. Raises BudgetError if no plan fits."""
+    joined = problem.with_joined_experts()
+    if joined is not problem:
+        joined = replace(joined, options=replace(joined.options, page_bytes=problem.plan().page_bytes))
+        try:
+            choice = choose(joined)
+            return joined, choice, replace(problem, options=choice.best.options).plan()
+        except BudgetError:
+            pass  # joined experts are larger
+    choice = choose(problem)
+    return problem, choice, choice.best.plan
 
 
 def check_configured(config: PlanConfig) -> None:

@@ -210,7 +210,7 @@ def _renamed(module: ModuleSpec, before: str, after: str) -> ModuleSpec:
 
 def _moved(name: str, before: str, after: str) -> str:
     """Rename a module or parameter from one enclosing module to another."""
-    return after + name.removeprefix(before) if is_within(name, (before,)) else name
+    return after + name.removeprefix(before) if f"{name}.".startswith(f"{before}.") else name
 
 
 class Widths(NamedTuple):

@@ -1,5 +1,6 @@
 """The inputs of planning: a model, its optimizer's states, budgets, options, and a machine to simulate plans on."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -32,6 +33,8 @@ MOST_UNITS = 100
 _MOST_COMPARED = 0.5
 """If plans can only be compared on more than this share of the layers, they are compared on all."""
 _LEAST_LAYERS = 4
+_MOST_EXPERTS = 1000
+"""If a model has many more experts, neighbours are planned and simulated as one, so that it takes no longer."""
 _FEW_PASSES = 3
 """Micro-batches that are simulated in an estimate."""
 
@@ -79,6 +82,37 @@ class Problem:
         timeline = part.simulated(plan.retraced(trace))
         left_out = len(pass_begins(plan.trace)) - len(pass_begins(trace))
         return (timeline.step_s + left_out * timeline.pass_s) * longer, timeline.pass_s * longer
+
+    def with_joined_experts(self) -> Self:
+        """The same problem. If there are many experts, neighbours in a layer are one module, unless it would be larger
+        than a unit. A simulated step uses all experts in their order, so it takes about as long."""
+        together = len([*self.root.experts()]) // _MOST_EXPERTS
+        if together <= 1:
+            return self
+        inside: dict[str, str] = {}
+        """Module in an expert -> the joined module."""
+
+        def joined(experts: Sequence[ModuleSpec]) -> ModuleSpec:
+            name = f"{experts[0].name}-{experts[-1].name.rpartition('.')[2]}"
+            inside.update((module.name, name) for expert in experts for module in expert.modules())
+            return ModuleSpec(name, (), tuple(replace(expert, apart=False) for expert in experts))
+
+        def visit(module: ModuleSpec) -> ModuleSpec:
+            if not module.routed:
+                return replace(module, children=tuple(map(visit, module.children)))
+            of = module.children
+            groups = [joined(of[start : start + together]) for start in range(0, len(of), together)]
+            return replace(module, children=tuple(groups))
+
+        def added_up(by_module: Mapping[str, float]) -> dict[str, float]:
+            sums: defaultdict[str, float] = defaultdict(float)
+            for module, seconds in by_module.items():
+                sums[inside.get(module, module)] += seconds
+            return dict(sums)
+
+        root = visit(self.root)
+        compute = Compute(added_up(self.compute.forward_s), added_up(self.compute.backward_s))
+        return replace(self, root=root, compute=compute)
 
     def to_compare(self, plan: Plan) -> Self:
         """The problem on which such plans are compared. If there are many units, it has only the first layers of the

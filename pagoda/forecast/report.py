@@ -49,6 +49,8 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
     timeline = forecast.timeline if fits else None
     plan = plan_record(forecast.plan) if fits else {}
     problem = forecast.problem
+    plan_reasons = forecast.plan.reasons if fits else ()
+    simulated = forecast.choice.simulated if forecast.choice else ()
     return {
         "fits": fits,
         "model": forecast.described.name,
@@ -71,7 +73,7 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "lanes": _lanes(forecast) if fits else {},
         "ssd_bytes_written_per_step": forecast.ssd_bytes_written_per_step if fits else None,
         "steps_until_worn": forecast.steps_until_worn if fits and isfinite(forecast.steps_until_worn) else None,
-        "reasons": [*forecast.notes, *forecast.resolved, *(forecast.choice.reasons if forecast.choice else ())],
+        "reasons": [*forecast.notes, *forecast.resolved, *plan_reasons, *simulated],
         "refusal": str(forecast.refusal) if forecast.refusal else None,
         "advice": list(advice),
         "units": plan.get("units", []),

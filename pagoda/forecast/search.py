@@ -51,11 +51,6 @@ class Choice:
     """The other plans that fit, fastest first."""
 
     @property
-    def reasons(self) -> tuple[str, ...]:
-        """The plan's reasons, then the reasons why it was chosen."""
-        return (*self.best.plan.reasons, *self.simulated)
-
-    @property
     def simulated(self) -> tuple[str, ...]:
         """Why this plan was chosen: which lane binds it, and how much slower the next best is."""
         best = self.best
@@ -74,15 +69,16 @@ class Choice:
             )
         return tuple(chosen)
 
-    def usual(self) -> "Choice":
-        """The same plans, with the planner's default as the best."""
-        plans = (self.best, *self.others)
-        return _chosen(plans, next(candidate for candidate in plans if candidate.name == USUAL))
-
     def with_times(self, problem: Problem) -> "Choice":
         """The same choice, simulated with the compute times of another problem."""
         plans = [replace(c, timeline=problem.simulated(c.plan)) for c in (self.best, *self.others)]
         return _chosen(plans, plans[0])
+
+
+def usual(problem: Problem) -> Choice:
+    """The default plan of `make_plan`, without a search. Raises BudgetError if it does not fit."""
+    plan = problem.plan()
+    return Choice(Candidate(USUAL, problem.options, plan, problem.simulated(plan)), ())
 
 
 def search(problem: Problem) -> Choice:
@@ -99,12 +95,11 @@ def search(problem: Problem) -> Choice:
 
     Raises BudgetError if the default plan does not fit.
     """
-    plan = problem.plan()
-    usual = Candidate(USUAL, problem.options, plan, problem.simulated(plan))
-    part = problem.to_compare(plan)
-    may_be_home = _may_update_there(problem, usual)
-    found = [usual]
-    if _is_best(problem, usual) or part is problem:
+    default = usual(problem).best
+    part = problem.to_compare(default.plan)
+    may_be_home = _may_update_there(problem, default)
+    found = [default]
+    if _is_best(problem, default) or part is problem:
         _compare(problem, found)
     else:
         kinds: list[Candidate] = []
@@ -115,24 +110,24 @@ def search(problem: Problem) -> Choice:
             if kind.name != USUAL:
                 _try(found, replace(problem, options=kind.options), kind.name)
     if may_be_home and all(candidate.name != _HOME for candidate in found):
-        _try(found, replace(problem, options=_with_split(usual, device_home_share=1.0)), _HOME)
+        _try(found, replace(problem, options=_with_split(default, device_home_share=1.0)), _HOME)
     for name, options in _room_for_activations(problem, _fastest(found)):
         _try(found, replace(problem, options=options), name)
     fastest = _fastest(found)
-    if fastest.step_s < usual.step_s * (1 - _WORTH):
+    if fastest.step_s < default.step_s * (1 - _WORTH):
         return _chosen(found, fastest)
-    home = next((candidate for candidate in found if candidate.name == _HOME), usual)
-    return _chosen(found, home if home.step_s <= usual.step_s else usual)
+    home = next((candidate for candidate in found if candidate.name == _HOME), default)
+    return _chosen(found, home if home.step_s <= default.step_s else default)
 
 
 def _compare(problem: Problem, found: list[Candidate]) -> None:
     """Try all other plans and add them to the default one."""
-    fastest = usual = found[0]
+    fastest = default = found[0]
     for variations in (_unit_limits, _page_sizes, _device_updates):
         for name, options in variations(problem, fastest):
             if _is_best(problem, _fastest(found)):
                 return
-            _try(found, replace(problem, options=options), name if fastest is usual else f"{fastest.name}, {name}")
+            _try(found, replace(problem, options=options), name if fastest is default else f"{fastest.name}, {name}")
         fastest = _fastest(found)
 
 

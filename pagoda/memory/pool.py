@@ -2,12 +2,9 @@
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from pagoda.memory.page import PageRun
-
-Price = Callable[[PageRun], float | None]
-"""The cost of evicting an allocated run. Lower is better (for example minus its next use in s). None pins the run."""
 
 
 class PagePool:
@@ -79,68 +76,22 @@ class PagePool:
             count += after
         self._add_free(start, count)
 
-    def cheapest_window(self, count: int, price: Price) -> list[PageRun] | None:
-        """The allocated runs to free, at the least cost, so that `alloc(count)` succeeds.
+    def tiles(self, start: int, stop: int) -> Iterator[tuple[PageRun, bool]]:
+        """Every run of [start, stop) in address order, and whether it is free. Runs begin at `start` and end at
+        `stop`."""
+        while start < stop:
+            taken = self._allocated.get(start)
+            run = PageRun(start, self._free_by_start[start] if taken is None else taken)
+            yield run, taken is None
+            start = run.stop
 
-        A window is `count` adjacent frames, free or in runs whose `price` is not None. Its cost is (highest price,
-        total frames of the runs that it overlaps). The cheapest window is chosen, with the lowest address if tied.
-        Returns the runs that it overlaps in address order, [] if `count` frames fit already, and None if there is no
-        window. `price` is called at most once for each run and must not return NaN. Linear in the number of runs.
-        Raises ValueError if `count` is below 1.
+    def free_before(self, run: PageRun) -> int:
+        """The number of free frames directly before a run."""
+        return self._free_by_stop.get(run.start, 0)
 
-        With price = minus next use, this is PatrickStar's furthest-next-use eviction, for runs of pages.
-        """
-        _check_count(count)
-        if self.largest_free >= count:
-            return []
-        if self.frames < count:
-            return None
-        # Slide over the tiles (free or allocated runs). The cost never decreases as a window grows, so only the
-        # shortest stretches of tiles that hold `count` frames matter: one for each right end.
-        stretch: deque[tuple[int, int, bool]] = deque()
-        ceiling: deque[tuple[float, int]] = deque()  # (price, start), prices falling: [0] is the highest
-        frames = evicted = 0
-        last_start = self.first + self.frames - count
-        best: list[PageRun] | None = None
-        best_cost = (float("inf"), self.frames + 1)
-        for tile in self._tiles():
-            start, size, is_free = tile
-            if not is_free:
-                cost = price(PageRun(start, size))
-                if cost is None:
-                    if start + size > last_start:
-                        break  # what follows is too short
-                    stretch.clear()
-                    ceiling.clear()
-                    frames = evicted = 0
-                    continue
-                while ceiling and ceiling[-1][0] <= cost:
-                    ceiling.pop()
-                ceiling.append((cost, start))
-                evicted += size
-            stretch.append(tile)
-            frames += size
-            while frames - stretch[0][1] >= count:
-                old_start, old_size, old_is_free = stretch.popleft()
-                frames -= old_size
-                if not old_is_free:
-                    evicted -= old_size
-                    if ceiling[0][1] == old_start:
-                        ceiling.popleft()
-            # No single free tile holds `count` frames, so a stretch that does has at least one run to evict.
-            if frames >= count and (ceiling[0][0], evicted) < best_cost:
-                best_cost = (ceiling[0][0], evicted)
-                best = [PageRun(start, size) for start, size, is_free in stretch if not is_free]
-        return best
-
-    def _tiles(self) -> Iterator[tuple[int, int, bool]]:
-        """(start, count, is_free) of every run, in address order, found with the boundary tags."""
-        position, stop = self.first, self.first + self.frames
-        while position < stop:
-            taken = self._allocated.get(position)
-            count = self._free_by_start[position] if taken is None else taken
-            yield position, count, taken is None
-            position += count
+    def free_after(self, run: PageRun) -> int:
+        """The number of free frames directly after a run."""
+        return self._free_by_start.get(run.stop, 0)
 
     def _add_free(self, start: int, count: int) -> None:
         self._free_by_start[start] = count
@@ -151,6 +102,55 @@ class PagePool:
         del self._free_by_start[start]
         del self._free_by_stop[start + count]
         del self._free_by_fit[bisect_left(self._free_by_fit, (count, start))]
+
+
+class Window:
+    """Finds the cheapest runs to free, so that `alloc(count)` succeeds in a pool that has no free run as long.
+
+    Runs are offered one after another, the cheapest first, until `count` adjacent frames are free or in offered runs.
+    So the most expensive run to free is as cheap as possible. If the last offer leaves a choice, it is for the fewest
+    frames to free, and then for the lowest address. The pool must not change meanwhile.
+
+    If the run whose next use is furthest away is offered first, this is PatrickStar's eviction, for runs of pages.
+
+    Cost: an offer joins stretches at their ends, as `PagePool` joins free runs, whatever their number.
+    """
+
+    def __init__(self, pool: PagePool, count: int) -> None:
+        self._pool = pool
+        self._count = count
+        # The stretches of offered runs and of the free runs next to them, by either end.
+        self._start_by_stop: dict[int, int] = {}
+        self._stop_by_start: dict[int, int] = {}
+
+    def offer(self, run: PageRun) -> list[PageRun] | None:
+        """Offer an allocated run. Returns the runs to free, in address order, or None if more must be offered."""
+        start = self._start_by_stop.pop(run.start, None)
+        if start is None:
+            start = run.start - self._pool.free_before(run)
+        stop = self._stop_by_start.pop(run.stop, None)
+        if stop is None:
+            stop = run.stop + self._pool.free_after(run)
+        self._start_by_stop[stop], self._stop_by_start[start] = start, stop
+        return self._cheapest(start, stop) if stop - start >= self._count else None
+
+    def _cheapest(self, start: int, stop: int) -> list[PageRun]:
+        """The allocated runs with the fewest frames in all that overlap `count` frames of a stretch."""
+        cheapest: list[PageRun] = []
+        least = stop - start + 1
+        window: deque[tuple[PageRun, int]] = deque()  # with the frames of each run that are to be freed
+        frames = freed = 0
+        for run, is_free in self._pool.tiles(start, stop):
+            window.append((run, 0 if is_free else run.count))
+            frames += run.count
+            freed += window[-1][1]
+            while frames - window[0][0].count >= self._count:
+                left, left_freed = window.popleft()
+                frames -= left.count
+                freed -= left_freed
+            if frames >= self._count and freed < least:
+                cheapest, least = [run for run, freed in window if freed], freed
+        return cheapest
 
 
 def _check_count(count: int) -> None:

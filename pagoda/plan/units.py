@@ -92,9 +92,11 @@ class ModuleSpec:
 
     def modules(self) -> Iterator["ModuleSpec"]:
         """Every module of the subtree, in pre-order."""
-        yield self
-        for child in self.children:
-            yield from child.modules()
+        rest = [self]
+        while rest:
+            module = rest.pop()
+            yield module
+            rest += reversed(module.children)
 
     def walk(self) -> Iterator[ParamSpec]:
         """Every parameter of the subtree, in pre-order."""

@@ -1,10 +1,9 @@
 """Frames for runs of different lengths, without external fragmentation, at a logarithmic cost."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
 
 from pagoda.memory.page import PageRun
-from pagoda.memory.pool import PagePool
+from pagoda.memory.pool import PagePool, Window
 
 
 class Frames:
@@ -49,9 +48,9 @@ class Frames:
         """The number of the slab that contains a run."""
         return run.start // self._slab
 
-    def window(self, slab: int, count: int, price: Callable[[PageRun], float | None]) -> list[PageRun] | None:
-        """The cheapest runs of a slab to free to get `count` adjacent frames. None if no choice gives that room."""
-        return self._slabs[slab].cheapest_window(count, price)
+    def window(self, slab: int, count: int) -> Window:
+        """The choice of which runs of a slab to free to get `count` adjacent frames, which no slab has now."""
+        return Window(self._slabs[slab], count)
 
     def _moved(self, at: int, index: int) -> None:
         """Update the entry at index `at` of `_by_room`: the longest free run of its slab has changed."""

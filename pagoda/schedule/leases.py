@@ -41,39 +41,43 @@ _MOST_STALE = 4
 
 
 class Agenda:
-    """Units, each with one time. Changing a time costs as much as adding a unit."""
+    """Units, each with one time. Changing a time costs as much as adding a unit. Of units with the same time, the
+    smallest is first."""
 
     def __init__(self) -> None:
-        self._times: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []
-        """(time, unit). An entry is outdated if `_times` has another time for its unit, or none."""
+        self._entries: dict[int, tuple[float, int, int]] = {}
+        """unit -> (time, size, unit)."""
+        self._heap: list[tuple[float, int, int]] = []
+        """Entries. One that is not in `_entries` is outdated."""
 
-    def put(self, unit: int, time: float) -> None:
-        """Set the time of a unit."""
-        if self._times.get(unit) == time:
+    def put(self, unit: int, time: float, size: int = 0) -> None:
+        """Set the time and the size of a unit."""
+        entry = (time, size, unit)
+        if self._entries.get(unit) == entry:
             return
-        self._times[unit] = time
-        heappush(self._heap, (time, unit))
-        if len(self._heap) > _MOST_STALE * len(self._times):
-            self._heap = [(time, unit) for unit, time in self._times.items()]
+        self._entries[unit] = entry
+        heappush(self._heap, entry)
+        if len(self._heap) > _MOST_STALE * len(self._entries):
+            self._heap = [*self._entries.values()]
             heapify(self._heap)
 
     def first(self) -> tuple[float, int] | None:
         """The least time and its unit; None if there are no units."""
         while self._heap:
-            time, unit = self._heap[0]
-            if self._times.get(unit) == time:
-                return self._heap[0]
+            time, _, unit = entry = self._heap[0]
+            if self._entries.get(unit) is entry:
+                return time, unit
             heappop(self._heap)
         return None
 
     def time(self, unit: int) -> float:
         """The time of a unit. Infinite if it has none."""
-        return self._times.get(unit, inf)
+        entry = self._entries.get(unit)
+        return inf if entry is None else entry[0]
 
     def remove(self, unit: int) -> None:
         """Remove a unit and its time."""
-        del self._times[unit]
+        del self._entries[unit]
 
 
 @dataclass(eq=False, repr=False)
@@ -320,15 +324,7 @@ class Leases:
             yield lease
 
     def _make_room(self, count: int, needed_at: float) -> None:
-        """End the leases of the cheapest window: the leases that are needed last, and all only after `needed_at`."""
-
-        def price(run: PageRun) -> float | None:
-            lease = self._owner[run.start]
-            if not self._may_end(lease):
-                return None
-            useful = self._useful(lease.unit)
-            return None if useful <= needed_at else -useful
-
+        """End leases that are needed last, and all only after `needed_at`, so that `count` adjacent frames are free."""
         tried: list[tuple[int, float]] = []
         victims: list[PageRun] | None = None
         while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
@@ -338,21 +334,36 @@ class Leases:
             self._idle_slabs.remove(slab)
             if (found := self._first_idle(slab)) is None:
                 continue  # it comes back when one of its leases is idle again
-            if found != time:
-                self._idle_slabs.put(slab, found)
+            if found[0] != time:
+                self._idle_slabs.put(slab, found[0])
                 continue
             tried.append((slab, time))
             if -time <= needed_at:
                 break
-            victims = self.frames.window(slab, count, price)
+            victims = self._victims(slab, count, needed_at)
         for slab, time in tried:
             self._idle_slabs.put(slab, time)
         for run in victims or ():
             self._end(self._owner[run.start])
 
-    def _first_idle(self, slab: int) -> float | None:
-        """Minus the time of the latest next use among the leases of a slab that may make room. None if there are
-        none."""
+    def _victims(self, slab: int, count: int, needed_at: float) -> list[PageRun] | None:
+        """The leases of a slab to end, so that `count` adjacent frames are free. None if other leases are between
+        them."""
+        idle, window = self._idle[slab], self.frames.window(slab, count)
+        offered: list[tuple[float, Lease]] = []
+        victims: list[PageRun] | None = None
+        while victims is None and (first := self._first_idle(slab)) is not None and -first[0] > needed_at:
+            time, unit = first
+            offered.append((time, self._leases[unit]))
+            idle.remove(unit)
+            victims = window.offer(self._leases[unit].run)
+        for time, lease in offered:
+            idle.put(lease.unit, time, lease.run.count)
+        return victims
+
+    def _first_idle(self, slab: int) -> tuple[float, int] | None:
+        """The unit whose next use is the last among the leases of a slab that may make room, behind minus the time of
+        that use. None if there are none."""
         idle = self._idle[slab]
         while (first := idle.first()) is not None:
             time, unit = first
@@ -360,9 +371,9 @@ class Leases:
             if lease is None or self.frames.slab_of(lease.run) != slab or not self._may_end(lease):
                 idle.remove(unit)  # it comes back when it is idle again
             elif -time != (useful := self._useful(unit)):
-                idle.put(unit, -useful)
+                idle.put(unit, -useful, lease.run.count)
             else:
-                return time
+                return first
         return None
 
     def _may_end(self, lease: Lease) -> bool:
@@ -387,7 +398,7 @@ class Leases:
         lease = self._leases.get(unit)
         if lease is not None and not self._users[unit] and unit != self._last_used:
             slab, time = self.frames.slab_of(lease.run), -self._useful(unit)
-            self._idle[slab].put(unit, time)
+            self._idle[slab].put(unit, time, lease.run.count)
             self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
 
     def _end(self, lease: Lease, again: bool = True) -> None:

@@ -55,7 +55,8 @@ class Execution:
         while operations := self._scheduler.take():
             for operation in operations:
                 self._begin(operation)
-        in_use = self._scheduler.usage.frames, self._scheduler.usage.pages
+        usage = self._scheduler.usage
+        in_use = usage.frames, usage.pages
         if in_use != self.in_use[-1][1]:
             self.in_use.append((self._lanes.now, in_use))
 

@@ -8,23 +8,18 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagoda.memory.page import PageRun
-from pagoda.memory.pool import PagePool
-
-Prices = dict[PageRun, float | None]
+from pagoda.memory.pool import PagePool, Window
 
 
-def brute_force_window(owners: list[PageRun | None], first: int, count: int, prices: Prices) -> list[PageRun] | None:
-    """Tries every window; the cheapest by (highest price, frames evicted), then the lowest address."""
-    best, best_cost = None, None
+def brute_force_window(owners: list[PageRun | None], first: int, count: int, offered: list[PageRun]) -> list[PageRun]:
+    """Tries every window of free and offered frames; the cheapest by frames to free, then the lowest address. Empty if
+    there is none."""
+    found = []
     for start in range(len(owners) - count + 1):
         runs = list(dict.fromkeys(run for run in owners[start : start + count] if run is not None))
-        costs = [prices[run] for run in runs]
-        if None in costs:
-            continue
-        cost = (max(costs, default=float("-inf")), sum(run.count for run in runs))
-        if best_cost is None or cost < best_cost:
-            best, best_cost = runs, cost
-    return best
+        if set(runs) <= set(offered):
+            found.append((sum(run.count for run in runs), start, runs))
+    return min(found)[2] if found else []
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
@@ -73,24 +68,21 @@ class PoolAgainstModel(RuleBasedStateMachine):
                 self.pool.free(run)
 
     @rule(count=st.integers(1, 26), data=st.data())
-    def cheapest_window_is_the_cheapest_and_frees_the_frames(self, count: int, data: st.DataObject) -> None:
-        price = st.none() | st.sampled_from([float("-inf"), -2.0, 0.0, 1.0, float("inf")])
-        prices: Prices = {run: data.draw(price) for run in self.runs()}
-        asked: list[PageRun] = []
-
-        def price_once(run: PageRun) -> float | None:
-            asked.append(run)
-            return prices[run]
-
-        window = self.pool.cheapest_window(count, price_once)
-        assert window == brute_force_window(self.owners, self.first, count, prices)
-        assert len(asked) == len(set(asked))
-        if window is not None:
-            assert all(prices[run] is not None for run in window)
-            after = copy.deepcopy(self.pool)
-            for run in window:
-                after.free(run)
-            assert after.alloc(count) is not None
+    def a_window_needs_the_fewest_offers_and_frees_the_fewest_frames(self, count: int, data: st.DataObject) -> None:
+        if self.pool.largest_free >= count:
+            return
+        window, offered = Window(self.pool, count), []
+        for run in data.draw(st.permutations(self.runs())):
+            offered.append(run)
+            freed = window.offer(run)
+            assert (freed or []) == brute_force_window(self.owners, self.first, count, offered)
+            if freed:
+                after = copy.deepcopy(self.pool)
+                for each in freed:
+                    after.free(each)
+                assert after.alloc(count) is not None
+                return
+        assert count > len(self.owners)
 
     @invariant()
     def counters_say_what_the_owners_say(self) -> None:
@@ -98,7 +90,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
             return
         assert self.pool.in_use == len(self.owners) - self.owners.count(None)
         assert self.pool.largest_free == max((length for length, _ in self.holes()), default=0)
-        assert [PageRun(start, count) for start, count, is_free in self.pool._tiles() if not is_free] == self.runs()
+        tiles = self.pool.tiles(self.first, self.first + len(self.owners))
+        assert [run for run, is_free in tiles if not is_free] == self.runs()
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase

@@ -3,6 +3,7 @@ each has frames in a row, where runs in use block only the slabs that they touch
 
 import random
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from pagoda.memory.page import PageRun
+from pagoda.memory.pool import PagePool
 from pagoda.plan.trace import STEP, NextUse, Trace, assumed_trace, gradients_of
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, SchedulePlan, UnitPlan
@@ -195,6 +197,33 @@ def test_prefetching_never_costs_more_fetches_than_least_recent_use_would(proble
     assert fetched <= lru_fetches(problem)
 
 
+def test_room_for_a_small_lease_costs_the_same_however_many_share_its_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab is as large as the largest unit, which may be as large as a hundred experts."""
+    looked_at = 0
+    tiles = PagePool.tiles
+
+    def counted(pool: PagePool, start: int, stop: int) -> Iterator[tuple[PageRun, bool]]:
+        nonlocal looked_at
+        for tile in tiles(pool, start, stop):
+            looked_at += 1
+            yield tile
+
+    monkeypatch.setattr(PagePool, "tiles", counted)
+    small = 300
+    pages = {0: 100, **dict.fromkeys(range(1, small + 1), 1)}
+    units = [UnitPlan(lease_frames=frames) for frames in pages.values()]
+    scheduler = Scheduler(SchedulePlan(units, assumed_trace(list(pages)), frame_pool=200))
+    windows = 0
+    for access in scheduler.trace.accesses[:-1]:
+        if access.unit:
+            scheduler.access(access)
+            windows += len(units_of(Kind.RECLAIM, end_all(scheduler)))
+            scheduler.release(access.unit)
+            end_all(scheduler)
+    assert windows > 100
+    assert looked_at <= 3 * windows
+
+
 # --- frames --------------------------------------------------------------------------------------------------
 
 SLAB, SLABS = 6, 4
@@ -216,10 +245,12 @@ def test_runs_never_overlap_and_whatever_is_pinned_every_other_slab_can_be_made_
         in_use = sum(run.count for run in runs)
         peak = max(peak, in_use)
         assert (frames.in_use, frames.peak) == (in_use, peak)
-        prices = {run: rng.choice([None, 0.0, 1.0]) for run in runs}
-        touched = {run.start // SLAB for run, price in prices.items() if price is None}
+        pinned = {run for run in runs if rng.random() < 0.3}
+        touched = {run.start // SLAB for run in pinned}
         for slab in {frames.slab_of(run) for run in runs}:
-            assert (frames.window(slab, SLAB, prices.get) is not None) == (slab < SLABS and slab not in touched)
+            window = frames.window(slab, SLAB)
+            offered = [run for run in runs if frames.slab_of(run) == slab and run not in pinned]
+            assert any(map(window.offer, offered)) == (slab < SLABS and slab not in touched)
 
 
 def test_the_slab_with_the_least_room_that_has_it_gives_a_run() -> None:
