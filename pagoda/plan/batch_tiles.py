@@ -1,19 +1,19 @@
 """The number of micro-batches in which a layer runs its batch."""
 
-from pagoda.config.training import BatchTiles
+from pagoda.config.training import TileCount
 
 TILE_TOKENS = 4096
 """Matrix products with this many rows run at full speed on any machine. More rows only take more memory."""
 
 
-def tile_count(tiles: BatchTiles, samples: int, tokens: int) -> int:
+def tile_count(tiles: TileCount, samples: int, tokens: int) -> int:
     """Number of micro-batches for `samples` samples of `tokens` tokens in total, with at least one sample each. "auto"
     takes as few as keep each at `TILE_TOKENS` or below."""
     wanted = -(-tokens // TILE_TOKENS) if tiles == "auto" else tiles
     return max(1, min(wanted, samples))
 
 
-def tile_tokens(tiles: BatchTiles | None, samples: int, seq_len: int) -> int:
+def tile_tokens(tiles: TileCount | None, samples: int, seq_len: int) -> int:
     """Tokens of the largest micro-batch."""
     if tiles is None:
         return samples * seq_len
