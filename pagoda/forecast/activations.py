@@ -27,6 +27,9 @@ _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 """Number of tensors of hidden width and of MLP width that a layer keeps for backward, including gradients in flight.
 Megatron-LM (arXiv 2205.05198) counts 34 bytes per token and hidden element in 16 bits, with an MLP four times as wide.
 That is (9 + 2 * 4) * 2. Backward holds the gradients of some of these tensors at a time."""
+_NORM_TENSORS = 4
+"""How many of those of hidden width are of norms. With sequence tiles, a layer keeps only a piece of these and of those
+of MLP width. On two AMD EPYC cores, a layer then kept 10 whole tensors of hidden width."""
 
 MALLOC = 4
 """By how many times its estimated activations a process that computes on the CPU may grow: glibc's malloc cannot reuse
@@ -50,7 +53,8 @@ class ActivationEstimate:
     offloaded: int
     """Bytes offloaded to another tier."""
     working: int
-    """Bytes that one layer keeps while it is recomputed and differentiated. Zero if no layer is recomputed."""
+    """Bytes that one layer keeps while it, or a piece of its MLP, is recomputed and differentiated. Zero if nothing is
+    recomputed."""
     logits: int
     """Bytes around the loss."""
     gradients: int
@@ -93,24 +97,30 @@ def estimate_activations(
     mode: ActivationMode | None,
     chunked_loss: bool | None = None,
     tile_tokens: int | None = None,
+    piece_tokens: int | None = None,
 ) -> ActivationEstimate:
     """Estimate the activations of a micro-batch of `tokens` tokens with elements of `itemsize` bytes.
 
-    `chunked_loss` means the same as in `pagoda train`. With `tile_tokens`, layers run that many tokens at a time.
+    `chunked_loss` means the same as in `pagoda train`. With `tile_tokens`, layers run that many tokens at a time, and
+    with `piece_tokens`, their MLPs and norms.
     """
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
-    again = recomputes(mode)
-    block, policy = _block(described, tokens, itemsize), Policy.RECOMPUTE if again else Policy.KEEP
+    piece = running if piece_tokens is None else min(running, piece_tokens)
+    again, in_pieces = recomputes(mode), piece < running
+    block, policy = _block(described, tokens, itemsize, in_pieces), Policy.RECOMPUTE if again else Policy.KEEP
     saved = described.at_once * described.layers * block.kept(policy)
     offloads, ffn = mode in ("offload", "recompute+offload"), described.ffn // described.tensor_parallel
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, ffn))
     if chunked_loss is None:
-        chunked_loss = chunking_helps(described, running, tokens, itemsize, again)
+        chunked_loss = chunking_helps(described, running, piece, tokens, itemsize, again)
+    working = _block(described, running, itemsize, in_pieces).kept(Policy.KEEP) if again else 0
+    if in_pieces:
+        working += itemsize * piece * (_NORM_TENSORS * described.hidden + _FFN_TENSORS * ffn)
     largest, tied, of_layer = _gradients(described.root, whole_layers=running < tokens)
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
-        working=_block(described, running, itemsize).kept(Policy.KEEP) if again else 0,
+        working=working,
         logits=2 * block.inputs.nbytes + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
         gradients=itemsize * max(largest, tied + of_layer),
         at_the_end=itemsize * (2 * tied + of_layer) + 3 * block.inputs.nbytes,
@@ -132,28 +142,33 @@ def _gradients(root: ModuleSpec, whole_layers: bool) -> tuple[int, int, int]:
     return max(sizes.values(), default=0), tied, max(at_once, default=0)
 
 
-def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> StepSizes:
-    """Sizes of what each layer keeps for backward in a micro-batch of `tokens` tokens, without the loss."""
-    blocks = (_block(described, tokens, itemsize),) * len(layers_of(described.root))
+def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int, in_pieces: bool = False) -> StepSizes:
+    """Sizes of what each layer keeps for backward in a micro-batch of `tokens` tokens, without the loss. `in_pieces`:
+    MLPs and norms process them piece by piece."""
+    blocks = (_block(described, tokens, itemsize, in_pieces),) * len(layers_of(described.root))
     return StepSizes(blocks, (0,) * (len(blocks) + 1))
 
 
-def _block(described: ModelDescription, tokens: int, itemsize: int) -> BlockSizes:
-    """What one layer keeps for backward for `tokens` tokens."""
+def _block(described: ModelDescription, tokens: int, itemsize: int, in_pieces: bool) -> BlockSizes:
+    """What one layer keeps for backward for `tokens` tokens, without the pieces of MLPs and norms."""
     hidden, ffn = (itemsize * tokens * width for width in (described.hidden, described.ffn))
     parts, tensors = described.tensor_parallel, _HIDDEN_TENSORS + _CHOICE_TENSORS * described.top_k
     whole = _WHOLE_TENSORS if parts > 1 else tensors
     inputs, inner = Storages().with_one(hidden, LEAST_OFFLOADED_BYTES), Storages()
-    sizes = *[hidden] * (whole - 1), *[hidden // parts] * (tensors - whole), *[ffn // parts] * _FFN_TENSORS
+    whole -= _NORM_TENSORS * in_pieces
+    tensors -= _NORM_TENSORS * in_pieces
+    wide = 0 if in_pieces else _FFN_TENSORS
+    sizes = *[hidden] * (whole - 1), *[hidden // parts] * (tensors - whole), *[ffn // parts] * wide
     for nbytes in sizes:
         inner = inner.with_one(nbytes, LEAST_OFFLOADED_BYTES)
     return BlockSizes(inputs, inputs, inner)
 
 
 def chunking_helps(
-    model: ModelDescription | Widths, tile_tokens: int, tokens: int, itemsize: int, checkpointing: bool
+    model: ModelDescription | Widths, tile_tokens: int, piece_tokens: int, tokens: int, itemsize: int, recomputes: bool
 ) -> bool:
     """Whether an unchunked loss would set the peak of activations, and a chunked loss would take less."""
-    logits, layer = _LOGIT_BYTES * tokens * model.vocab, _HIDDEN_TENSORS * model.hidden + _FFN_TENSORS * model.ffn
-    working = itemsize * tile_tokens * layer if checkpointing else 0
+    logits, norms = _LOGIT_BYTES * tokens * model.vocab, _NORM_TENSORS * model.hidden
+    layer = tile_tokens * (_HIDDEN_TENSORS * model.hidden - norms) + piece_tokens * (norms + _FFN_TENSORS * model.ffn)
+    working = itemsize * layer if recomputes else 0
     return logits > working and logits > 2 * (2 * itemsize * tokens * model.hidden + _CHUNK_BYTES)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pagoda.autograd.activations.blocks import ModelBlock, find_blocks, without_cache
 from pagoda.config.training import TileCount
 from pagoda.errors import ConfigError, PagodaError
-from pagoda.plan.batch_tiles import tile_count
+from pagoda.plan.tiles import tile_count
 
 _PACKED = ("cu_seqlens", "cu_seq_lens", "cu_window_seqlens")
 """Names of arguments for the bounds of sequences that lie in one row after another."""

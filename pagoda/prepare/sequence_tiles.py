@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pagoda.autograd.activations.blocks import find_blocks
 from pagoda.config.training import TileCount, Tiles
 from pagoda.errors import ConfigError
-from pagoda.plan.batch_tiles import tile_count
+from pagoda.plan.tiles import tile_count
 
 _MLP = re.compile(r"(MLP|Mlp|FeedForward|DenseActDense|DenseGatedActDense)$")
 _NORM = re.compile(r"(RMSNorm|LayerNorm)$")

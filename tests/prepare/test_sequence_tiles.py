@@ -66,7 +66,7 @@ def test_backward_may_run_again() -> None:
 
 
 def test_auto_keeps_pieces_as_large_as_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.plan.batch_tiles.TILE_TOKENS", 10)
+    monkeypatch.setattr("pagoda.plan.tiles.TILE_TOKENS", 10)
     assert max(step_of(tiles="auto")[2]) == 10
 
 
