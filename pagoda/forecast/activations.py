@@ -16,6 +16,7 @@ from pagoda.plan.activations import (
     recomputes,
 )
 from pagoda.plan.units import ModuleSpec, layers_of
+from pagoda.prepare.documents import mask_bytes
 
 _LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss: the logit in 16 bits and in fp32, and its gradient in both. docs/plan.md has
@@ -63,6 +64,8 @@ class ActivationEstimate:
     at_the_end: int
     """Bytes at the end of backward: gradients of the tied head, and of the embedding, which autograd adds to it; the
     first layer's on their way; and three tensors of hidden width: its input, and gradients around the embedding."""
+    masks: int = 0
+    """Bytes of attention masks of tokens times tokens."""
     at_once: int = 1
     """Number of forward passes whose activations exist at the same time."""
 
@@ -76,7 +79,7 @@ class ActivationEstimate:
     @property
     def total(self) -> int:
         """Peak bytes in compute's memory. The logits are freed before the first layer's backward."""
-        return max(self.saved + max(self.working, self.logits) + self.gradients, self.at_the_end)
+        return self.masks + max(self.saved + max(self.working, self.logits) + self.gradients, self.at_the_end)
 
     def __str__(self) -> str:
         away = f"; {format_bytes(self.offloaded)} are offloaded" if self.offloaded else ""
@@ -85,9 +88,10 @@ class ActivationEstimate:
             f"{format_bytes(self.saved)} kept by layers, {format_bytes(max(self.working, self.logits))} around the "
             f"{peak}, {format_bytes(self.gradients)} of gradients on their way"
         )
-        if self.total == self.at_the_end:
+        if self.total == self.masks + self.at_the_end:
             parts = "at the end of backward, with gradients of the embedding and of the head that is tied to it"
-        return f"about {format_bytes(self.total)} ({parts}{away})"
+        masks = f"; {format_bytes(self.masks)} are masks of attention in a window" if self.masks else ""
+        return f"about {format_bytes(self.total)} ({parts}{masks}{away})"
 
 
 def estimate_activations(
@@ -124,6 +128,7 @@ def estimate_activations(
         logits=2 * block.inputs.nbytes + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
         gradients=itemsize * max(largest, tied + of_layer),
         at_the_end=itemsize * (2 * tied + of_layer) + 3 * block.inputs.nbytes,
+        masks=mask_bytes(tokens, described.row_with_mask, itemsize),
         at_once=described.at_once,
     )
 

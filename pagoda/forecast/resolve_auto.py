@@ -24,9 +24,9 @@ from pagoda.plan.activations import (
     offload_room,
     recomputes,
 )
-from pagoda.plan.tiles import tile_count
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import DEVICE, HOST
+from pagoda.plan.tiles import tile_count
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.rates import Rates
 

@@ -84,7 +84,7 @@ def _per_token(model: nn.Module, classes: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if type(module) in (nn.LayerNorm, nn.RMSNorm):
+    if type(module) is nn.LayerNorm or type(module) is nn.RMSNorm:
         return len(module.normalized_shape) == 1
     return _of_transformers(module, _NORM) and len(_arguments(module)) == 1
 
@@ -118,7 +118,7 @@ def _check(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _tile(module: nn.Module, tiles: TileCount) -> None:
-    forward = module.forward
+    forward: Callable[[torch.Tensor], torch.Tensor] = module.forward
 
     @wraps(forward)
     def in_tiles(hidden: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _recomputed(
     `hidden` is saved before any piece runs. So if the layer around them is recomputed too, torch ends that with this
     save, because nothing that runs later is needed.
     """
-    kept = _Kept(hidden, sizes, axis)
+    kept = _KeptWhole(hidden, sizes, axis)
     first: list[torch.Tensor | None] = [*pieces]
 
     def run(index: int) -> torch.Tensor:
@@ -158,7 +158,7 @@ def _recomputed(
     return [checkpoint(run, index, use_reentrant=False) for index in range(len(sizes))]
 
 
-class _Kept:
+class _KeptWhole:
     """A tensor that is saved for backward as a whole, and given back in pieces."""
 
     def __init__(self, tensor: torch.Tensor, sizes: list[int], axis: int) -> None:

@@ -49,7 +49,9 @@ def test_sequence_tiles_take_the_width_of_the_mlp_out_of_the_peak(tmp_path: Path
     tokens, piece = 1024, 64
     whole = estimated(tmp_path, tokens=tokens)
     model = write_model(tmp_path, hidden_size=HIDDEN, intermediate_size=FFN, vocab_size=VOCAB)
-    config = PlanConfig(model=model, batch_size=tokens // 16, seq_len=16, precision="fp32", sequence_tiles=tokens // piece)
+    config = PlanConfig(
+        model=model, batch_size=tokens // 16, seq_len=16, precision="fp32", sequence_tiles=tokens // piece
+    )
     described = describe_model(config, count_flops=False)
     tiled = estimate_activations(described, tokens, 4, "recompute", False, config.tile_tokens, config.piece_tokens)
     of_mlp, of_norms = 4 * 5 * FFN, 4 * 4 * HIDDEN
