@@ -28,19 +28,29 @@ def attend_by_document(model: nn.Module) -> None:
 
     Raises ConfigError for a model whose attention is not transformers' sdpa.
     """
+    attention_of_whole_rows(model, NAME, attend)
+
+
+def attention_of_whole_rows(model: nn.Module, name: str, attention: Callable[..., Any]) -> None:
+    """Let a model use an attention function of the interface of transformers, under a name. It gets no mask where
+    tokens attend to all earlier tokens of their document.
+
+    Raises ConfigError for a model whose attention is not transformers' sdpa.
+    """
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if implementation == name:
+        return
+    settable = getattr(model, "_can_set_attn_implementation", lambda: False)()
+    if implementation not in ("sdpa", NAME) or not settable:
+        raise ConfigError(
+            f"the attention of {type(model).__name__} is {implementation!r}, and not transformers' sdpa: it needs a "
+            "mask of tokens times tokens"
+        )
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if implementation != NAME:
-        settable = getattr(model, "_can_set_attn_implementation", lambda: False)()
-        if implementation != "sdpa" or not settable:
-            raise ConfigError(
-                f"{type(model).__name__} cannot keep the documents of a row apart without a mask of tokens times "
-                f"tokens, as its attention is {implementation!r} and not transformers' sdpa"
-            )
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, _mask)
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _mask)
+    model.set_attn_implementation(name)  # type: ignore[operator]
 
 
 def window_of(config: Any, tokens: int) -> int | None:
@@ -84,7 +94,7 @@ def _mask(
     use_vmap: bool = False,
     **others: Any,
 ) -> torch.Tensor | None:
-    """None if a layer attends to all earlier tokens of each document, which `_attend` sees in their positions."""
+    """None if a layer attends to all earlier tokens of each document, which `attend` sees in their positions."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     packs = getattr(mask_function, "__qualname__", "") == "and_masks.<locals>.and_mask" and not use_vmap
@@ -103,7 +113,7 @@ def _mask(
     return whole
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -54,5 +54,5 @@ def test_short_documents_attend_together() -> None:
 
 
 def test_a_model_with_attention_of_its_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="its attention is None"):
+    with pytest.raises(ConfigError, match="attention of Plain is None"):
         attend_by_document(zoo.Plain(blocks=2))

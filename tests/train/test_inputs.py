@@ -93,9 +93,7 @@ def test_documents_stay_apart_where_the_run_says_so(kind: str, precision: str) -
 def test_a_mask_of_a_long_row_is_refused_if_there_is_no_memory_for_it(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more, why = {"mistral": ({"sliding_window": 8, **KV}, "a window of 8"), "llama": ({}, "its attention is 'eager'")}[
-        kind
-    ]
+    more, why = {"mistral": ({"sliding_window": 8, **KV}, "a window of 8"), "llama": ({}, "is 'eager'")}[kind]
     monkeypatch.setattr("pagoda.train.inputs.free_ram", lambda: 5 * 2 * 20**2)
     monkeypatch.setattr("pagoda.train.inputs.SHORT_TOKENS", 4)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **MODELS["llama"][0], **more}))
