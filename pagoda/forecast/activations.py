@@ -120,7 +120,7 @@ def estimate_activations(
     working = _block(described, running, itemsize, in_pieces).kept(Policy.KEEP) if again else 0
     if in_pieces:
         working += itemsize * piece * (_NORM_TENSORS * described.hidden + _FFN_TENSORS * ffn)
-    largest, tied, of_layer = _gradients(described.root, whole_layers=running < tokens)
+    largest, tied, of_layer = _gradients(described.root, whole_layers=piece < tokens)
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
@@ -136,8 +136,8 @@ def estimate_activations(
 def _gradients(root: ModuleSpec, whole_layers: bool) -> tuple[int, int, int]:
     """Elements of the largest gradient, of the largest of a tied parameter, and of those of a layer that exist at once.
 
-    Autograd computes one while another is copied to its extent. `whole_layers`: layers run in tiles, which add up all
-    gradients of a layer first.
+    Autograd computes one while another is copied to its extent. `whole_layers`: layers or their MLPs run in
+    tiles, which add up all gradients of a layer first.
     """
     used_again = {name for module in root.modules() for name in module.tied}
     sizes = {param.name: param.numel for param in root.walk() if param.trainable}
