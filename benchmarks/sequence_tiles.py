@@ -99,16 +99,20 @@ def alst(length: int) -> Step:
 
     LlamaMLP.forward = tiled
 
-    def of_piece(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(self(x).float(), y, ignore_index=-100, reduction="sum")
-
     def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
         hidden = model.model(input_ids=ids).last_hidden_state
         targets = functional.pad(ids[:, 1:], (0, 1), value=-100)
         pieces = -(-ids.shape[1] // LOSS_TOKENS)
+
+        def of_piece(head: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            # Its backward does not scale the gradient of the head, so the mean is taken in here.
+            return functional.cross_entropy(head(x).float(), y, ignore_index=-100, reduction="sum") / (ids.numel() - 1)
+
         head = model.lm_head
-        total = TiledFusedLogitsLoss.apply(of_piece, head, hidden, targets, None, pieces, [head.weight], "sum")
-        return total / (ids.numel() - 1)  # type: ignore[no-any-return]
+        loss: torch.Tensor = TiledFusedLogitsLoss.apply(
+            of_piece, head, hidden, targets, None, pieces, [head.weight], "sum"
+        )
+        return loss
 
     return in_memory(length, loss_of)
 
@@ -139,10 +143,10 @@ def table(results: dict[str, Any]) -> str:
         "| tokens | system | memory that a step adds | of plain | seconds, of plain |",
         "|--:|---|--:|--:|--:|",
     ]
-    for length, systems in results["lengths"].items():
-        plain = systems["plain"]
+    for length, of_length in results["lengths"].items():
+        plain = of_length["plain"]
         for name, label in SYSTEMS.items():
-            its = systems[name]
+            its = of_length[name]
             memory, seconds = its["added_mib"] / plain["added_mib"], its["step_s"] / plain["step_s"]
             rows.append(f"| {int(length):,} | {label} | {its['added_mib']:,.0f} MiB | {memory:.2f} | {seconds:.2f} |")
     return "\n".join(rows)
@@ -150,6 +154,7 @@ def table(results: dict[str, Any]) -> str:
 
 def main(
     lengths: tuple[int, ...] = (8192, 16384),
+    systems: tuple[str, ...] = (*SYSTEMS,),
     cache: Path | None = None,
     out: Path | None = None,
     docs: Path | None = None,
@@ -163,9 +168,9 @@ def main(
         python, variables = replace(DEEPSPEED, prepare="").process(cache or Path(tempfile.gettempdir()))
         found: dict[str, dict[str, Any]] = {}
         if out is not None and out.exists():
-            found = json.loads(out.read_text())["lengths"]  # those of other lengths stay
+            found = json.loads(out.read_text())["lengths"]  # those that are not measured now stay
         for length in lengths:
-            for system in SYSTEMS:
+            for system in systems:
                 command = [python if system == "alst" else sys.executable, __file__, "--one", system, str(length)]
                 environment = {**os.environ, **variables, "GLIBC_TUNABLES": EXACT}
                 done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

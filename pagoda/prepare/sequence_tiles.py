@@ -121,17 +121,18 @@ def _tile(module: nn.Module, tiles: TileCount) -> None:
     forward: Callable[[torch.Tensor], torch.Tensor] = module.forward
 
     @wraps(forward)
-    def in_tiles(hidden: torch.Tensor) -> torch.Tensor:
-        axis = max(range(hidden.dim() - 1), key=lambda dim: hidden.shape[dim], default=0)
-        count = tile_count(tiles, hidden.shape[axis], hidden.numel() // hidden.shape[-1])
-        if count < 2:
+    def in_tiles(*args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        (hidden,) = (*args, *named.values())
+        axis = max(range(hidden.dim() - 1), key=lambda dim: hidden.shape[dim], default=None)
+        length = 1 if axis is None else hidden.shape[axis]
+        count = tile_count(tiles, length, hidden.numel() // max(1, hidden.shape[-1]))
+        if axis is None or count < 2:
             return forward(hidden)
-        length = hidden.shape[axis]
         sizes = [(tile + 1) * length // count - tile * length // count for tile in range(count)]
         pieces = [piece.contiguous() for piece in torch.unsafe_split_with_sizes(hidden, sizes, axis)]
-        if not torch.is_grad_enabled():
-            return torch.cat([forward(piece) for piece in pieces], axis)
-        return torch.cat(_recomputed(forward, hidden, pieces, sizes, axis), axis)
+        if torch.is_grad_enabled():
+            return torch.cat(_recomputed(forward, hidden, pieces, sizes, axis), axis)
+        return torch.cat([forward(piece) for piece in pieces], axis)
 
     module.__dict__["forward"] = in_tiles
 
