@@ -44,7 +44,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     "prepare/sequence_tiles.py": {
         "the pieces of an MLP that backward computes again are those of another order": (
             "return self._left.pop(index)",
-            "return self._left.pop(max(self._left))",
+            "return self._left.pop(min(self._left))",
             "prepare/test_sequence_tiles.py",
         ),
         "an MLP runs before its input is saved": (

@@ -12,6 +12,7 @@ import pytest
 
 import cards
 import roofline
+import sequence_tiles
 import two_ranks
 from marks import between_marks
 from pagoda.memory.sizes import format_bytes
@@ -24,6 +25,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cards.py": ("cards", cards.table),
     "peers.py": ("peers", peers.tables),
     "roofline.py": ("roofline", roofline.tables),
+    "sequence_tiles.py": ("sequence_tiles", sequence_tiles.table),
     "two_ranks.py": ("ranks", two_ranks.tables),
 }
 """Script between whose marks a page has a table -> the file of results, and what makes the table of it."""

@@ -34,6 +34,14 @@ def test_ranks_that_divide_sequences_train_as_one_rank_does(name: str, ranks: Ra
         torch.testing.assert_close(results[0]["weights"][weight], expected, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.slow
+def test_the_example_learns(ranks: RankServer, tmp_path: Path) -> None:
+    printed = ranks.run("run_example", 2, tmp_path, name="long_context", words=["6"])
+    losses = [float(line.split()[-1]) for line in printed[0].splitlines()]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
+
+
 @pytest.fixture
 def world_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 8}.items():
