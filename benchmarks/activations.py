@@ -123,7 +123,7 @@ def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
     with pagoda.init():
         model = build_model(case.model, seq_len=case.seq_len, layers=LAYERS)
     sizes = widths(model.config.get_text_config())
-    chunked = chunking_helps(sizes, case.tokens, case.tokens, 4, recomputes(activations))
+    chunked = chunking_helps(sizes, case.tokens, case.tokens, case.tokens, 4, recomputes(activations))
     if chunked:
         chunked_loss(model)
     model, optimizer = pagoda.wrap(

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pagoda.optim.param_groups import no_decay_groups as no_decay_groups
     from pagoda.prepare.construct import init as init
     from pagoda.prepare.deferred_logits import chunked_loss as chunked_loss
+    from pagoda.prepare.sequence_parallel import divide_sequences as divide_sequences
 
 _HOMES = {
     "pagoda.api": "load plan_of wrap",
@@ -63,6 +64,7 @@ _HOMES = {
     "pagoda.errors": "BudgetError CheckpointError ConfigError NonFiniteGradientError PagodaError RankError "
     "StorageError UsageError",
     "pagoda.prepare.deferred_logits": "chunked_loss",
+    "pagoda.prepare.sequence_parallel": "divide_sequences",
     "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim SignSGD",
     "pagoda.optim.param_groups": "no_decay_groups",
     "pagoda.mesh.mesh": "Mesh open_mesh",

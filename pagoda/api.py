@@ -59,6 +59,7 @@ from pagoda.prepare.model_checks import (
     check_quantized,
 )
 from pagoda.prepare.operator_tiles import Tiling
+from pagoda.prepare.sequence_tiles import modules_to_tile, tile_sequences
 from pagoda.prepare.shared_memory import check_memory_is_apart
 from pagoda.ranks.experts import ExpertExchange
 from pagoda.ranks.stages import Links
@@ -187,6 +188,7 @@ class _Wrapping:
         for group in groups:
             rule.with_group({**rule.defaults(), **group})
         tiled_blocks = [] if training.batch_tiles is None else blocks_to_tile(model, training.batch_tiles)
+        in_pieces = [] if training.sequence_tiles is None else modules_to_tile(model, training)
         device = open_device(compute_device(self._memory))
         check_one_dtype(model, dtype)
         check_nodes_are_free(model, dtype, device.torch_device)
@@ -215,6 +217,8 @@ class _Wrapping:
             paged = PagedOptimizer(model, rule, engine, groups, training.sync_steps)
             if training.batch_tiles is not None:
                 setattr(model, _TILED, TiledBlocks(tiled_blocks, training.batch_tiles))
+            if training.sequence_tiles is not None:
+                tile_sequences(in_pieces, training.sequence_tiles)
         except BaseException:
             engine.close()
             raise

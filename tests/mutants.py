@@ -6,7 +6,7 @@ Each mutant is tried in a copy of the checkout, by the tests named with it; with
 It prints which test noticed it first, or that none did. The mutants of the scheduler and the runtime are in
 tests/worlds, whose random worlds must notice them.
 
-`python tests/mutants.py` with the tests named here: 54 of 55 are noticed. Nobody notices that frames are filled while
+`python tests/mutants.py` with the tests named here: 58 of 59 are noticed. Nobody notices that frames are filled while
 an earlier fill is under way, which only rare timing shows.
 """
 
@@ -41,6 +41,32 @@ class Mutant:
 
 
 _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
+    "prepare/sequence_tiles.py": {
+        "the pieces of an MLP that backward computes again are those of another order": (
+            "return self._left.pop(index)",
+            "return self._left.pop(min(self._left))",
+            "prepare/test_sequence_tiles.py",
+        ),
+        "an MLP runs before its input is saved": (
+            "    kept = _KeptWhole(hidden, sizes, axis)\n",
+            "    torch.cat([forward(piece) for piece in pieces], axis)\n    kept = _KeptWhole(hidden, sizes, axis)\n",
+            "prepare/test_sequence_tiles.py",
+        ),
+    },
+    "prepare/documents.py": {
+        "short documents that attend together see each other": (
+            "(document[:, None] == document).tril()",
+            "(document[:, None] >= document).tril()",
+            "prepare/test_documents.py",
+        ),
+    },
+    "prepare/sequence_parallel.py": {
+        "the last token of a rank's part has no target": (
+            "return SequencePart({",
+            "targets[:, mine.stop - 1] = IGNORED\n        return SequencePart({",
+            "ranks/test_sequence_parallel.py",
+        ),
+    },
     "memory/pool.py": {
         "freed pages do not join the free ones before them": (
             "        if before is not None:",

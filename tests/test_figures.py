@@ -9,12 +9,18 @@ from statistics import median
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 import cards
 import roofline
+import sequence_tiles
 import two_ranks
 from marks import between_marks
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.forecast import forecast
+from pagoda.forecast.machine import find_machine_for
 from pagoda.memory.sizes import format_bytes
+from pagoda.models.shapes import SHAPES
 from peer_suite import report as peers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +30,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cards.py": ("cards", cards.table),
     "peers.py": ("peers", peers.tables),
     "roofline.py": ("roofline", roofline.tables),
+    "sequence_tiles.py": ("sequence_tiles", sequence_tiles.table),
     "two_ranks.py": ("ranks", two_ranks.tables),
 }
 """Script between whose marks a page has a table -> the file of results, and what makes the table of it."""
@@ -240,3 +247,21 @@ FAST, *SLOW = range(len(cards.CASES))
 def test_the_planner_says_now_what_the_table_of_cards_has(number: int) -> None:
     made = cards.planned(cards.CASES[number])
     assert made == pytest.approx(results("cards")[number]), "run `python benchmarks/cards.py` as its docstring says"
+
+
+@pytest.mark.parametrize(
+    ("card", "tokens"), [("h100", 524288), pytest.param("rtx4090", 131072, marks=pytest.mark.slow)]
+)
+def test_the_plans_of_long_sequences_are_what_the_page_says(card: str, tokens: int, tmp_path: Path) -> None:
+    settings = {**SHAPES["llama3.1-8b"].settings, "max_position_embeddings": tokens}
+    LlamaConfig(**settings).save_pretrained(tmp_path)
+    config = PlanConfig(model=str(tmp_path), hardware=card, seq_len=tokens, sequence_tiles="auto", plan="usual")
+    made = forecast(config, find_machine_for(config), measure=False)
+    assert made.fits
+    page = words((ROOT / "docs" / "long-sequences.md").read_text())
+    taken, away = (f"{nbytes / 2**30:.0f} GiB" for nbytes in (made.activations.total, made.activations.offloaded))
+    texts = {
+        "h100": f"{tokens:,} tokens on one H100, with {taken} of activations and {away} offloaded",
+        "rtx4090": f"on {tokens:,} on an RTX 4090",
+    }
+    assert texts[card] in page

@@ -81,7 +81,7 @@ AXES = {
     "place": PLACES,
     "numbers": ("bf16", "fp16", "fp32", "bf16+fp32", "fp32+bf16"),
     "update": ("at step", "announced", "speculate", "async"),
-    "tiles": (None, "batch", "layers"),
+    "tiles": (None, "batch", "sequence", "layers"),
     "unit": ("4KiB", "32KiB", LARGEST_UNIT),
     "clip": (None, 0.5),
     "passes": (1, 2),
@@ -116,6 +116,7 @@ def possible(case: Case) -> bool:
     return why_not(features_of(case)) is None and not (
         (place == RAM and activations in OFFLOADS)  # nowhere to go
         or (case.get("rule") in WHOLE and update == "async" and place in NO_WEIGHTS_IN_RAM)
+        or (case.get("tiles") == "sequence" and case.get("model") == "conv")  # it has no tokens
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -135,7 +136,9 @@ def build(case: Case) -> nn.Module:
 def settings(case: Case) -> dict[str, Any]:
     """The arguments of `wrap`."""
     announced = case["passes"] if case["update"] in ("announced", "speculate") else None
-    tiles = {"batch": pagoda.Tiles(batch_tiles=2), "layers": pagoda.Tiles(tile_limit="8KiB")}.get(case["tiles"])
+    in_pieces = pagoda.Tiles(sequence_tiles=2, per_token=("Block",) if case["model"] == "plain" else ())
+    batch, layers = pagoda.Tiles(batch_tiles=2), pagoda.Tiles(tile_limit="8KiB")
+    tiles = {"batch": batch, "sequence": in_pieces, "layers": layers}.get(case["tiles"])
     update = pagoda.Updates("async" if case["update"] == "async" else "sync")
     if case["update"] == "speculate":
         update = pagoda.Updates(speculate=True)

@@ -20,7 +20,10 @@ _ESSENTIAL = (
     *("--optim.lr", "--epochs", "--steps", "--batch-size", "--seq-len", "--precision", "--lora.rank", "--resume"),
 )
 """Flags that come first, in this order."""
-_OF_MEMORY = ("--memory", "--quantize", "--activations", "--tile", "--batch-tiles", "--chunked", "--optim.moments")
+_OF_MEMORY = (
+    *("--memory", "--quantize", "--activations", "--tile", "--batch-tiles", "--sequence-tiles", "--per-token"),
+    *("--chunked", "--optim.moments"),
+)
 """How flags begin that decide how much memory a run takes."""
 _WIDTH = 100
 _ENTRY = re.compile(r"  (-|[A-Z][A-Z_|]+( |$))")

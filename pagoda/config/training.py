@@ -15,7 +15,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 Gradients = Literal["bf16", "fp32"]
 UpdateMode = Literal["sync", "async"]
 ActivationMode = Literal["auto", "keep", "recompute", "offload", "recompute+offload"]
-BatchTiles = int | Literal["auto"]
+TileCount = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +152,20 @@ class Activations(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles(Settings):
-    """Which computations run in pieces: each layer's batch, and large layers."""
+    """Which computations run in pieces: each layer's batch, MLPs on long sequences, and large layers."""
 
-    batch_tiles: BatchTiles | None = None
+    batch_tiles: TileCount | None = None
     """Number of micro-batches in which each layer runs its batch ("auto" chooses it), so that its weights are fetched
     once for the whole batch. Use one large batch instead of accumulation. With this setting you state that layers treat
     the samples of a batch independently in training. Gradients then have the bits of accumulation over the same
     micro-batches. Layers that mix samples are refused where Pagoda detects it."""
+    sequence_tiles: TileCount | None = None
+    """Number of pieces in which MLPs and norms process the tokens of a long sequence ("auto" chooses it). Their
+    activations then take the memory of one piece. Backward computes each piece again. Gradients of their weights are
+    sums over pieces, rounded after each."""
+    per_token: tuple[str, ...] = ()
+    """Names of classes of modules, in addition to MLPs and norms of transformers, that sequence_tiles applies to. You
+    state that they take one tensor and work on each token alone."""
     tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
     """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are cut into tiles, which
     are fetched, used and dropped one after another. The gradient of such a layer's input is a sum over tiles, so it is
@@ -167,13 +174,13 @@ class Tiles(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_tiles is not None and self.batch_tiles != "auto":
-            require(
-                type(self.batch_tiles) is int and self.batch_tiles >= 1,
-                "batch_tiles",
-                self.batch_tiles,
-                "a whole number, at least 1, or 'auto'",
-            )
+        for name in ("batch_tiles", "sequence_tiles"):
+            tiles = getattr(self, name)
+            if tiles is not None and tiles != "auto":
+                whole = type(tiles) is int and tiles >= 1
+                require(whole, name, tiles, "a whole number, at least 1, or 'auto'")
+        if self.per_token and self.sequence_tiles is None:
+            raise ConfigError(f"per_token is {self.per_token!r}, which needs sequence_tiles: set it to 'auto'.")
         if (nbytes := self.tile_bytes) is not None:
             require(nbytes >= PAGE_ALIGN, "tile_limit", self.tile_limit, f"at least {PAGE_ALIGN} bytes")
 

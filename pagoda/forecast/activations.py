@@ -16,6 +16,7 @@ from pagoda.plan.activations import (
     recomputes,
 )
 from pagoda.plan.units import ModuleSpec, layers_of
+from pagoda.prepare.documents import mask_bytes
 
 _LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss: the logit in 16 bits and in fp32, and its gradient in both. docs/plan.md has
@@ -27,6 +28,9 @@ _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 """Number of tensors of hidden width and of MLP width that a layer keeps for backward, including gradients in flight.
 Megatron-LM (arXiv 2205.05198) counts 34 bytes per token and hidden element in 16 bits, with an MLP four times as wide.
 That is (9 + 2 * 4) * 2. Backward holds the gradients of some of these tensors at a time."""
+_NORM_TENSORS = 4
+"""How many of those of hidden width are of norms. With sequence tiles, a layer keeps only a piece of these and of those
+of MLP width. On two AMD EPYC cores, a layer then kept 10 whole tensors of hidden width."""
 
 MALLOC = 4
 """By how many times its estimated activations a process that computes on the CPU may grow: glibc's malloc cannot reuse
@@ -50,7 +54,8 @@ class ActivationEstimate:
     offloaded: int
     """Bytes offloaded to another tier."""
     working: int
-    """Bytes that one layer keeps while it is recomputed and differentiated. Zero if no layer is recomputed."""
+    """Bytes that one layer keeps while it, or a piece of its MLP, is recomputed and differentiated. Zero if nothing is
+    recomputed."""
     logits: int
     """Bytes around the loss."""
     gradients: int
@@ -59,6 +64,8 @@ class ActivationEstimate:
     at_the_end: int
     """Bytes at the end of backward: gradients of the tied head, and of the embedding, which autograd adds to it; the
     first layer's on their way; and three tensors of hidden width: its input, and gradients around the embedding."""
+    masks: int = 0
+    """Bytes of attention masks of tokens times tokens."""
     at_once: int = 1
     """Number of forward passes whose activations exist at the same time."""
 
@@ -72,7 +79,7 @@ class ActivationEstimate:
     @property
     def total(self) -> int:
         """Peak bytes in compute's memory. The logits are freed before the first layer's backward."""
-        return max(self.saved + max(self.working, self.logits) + self.gradients, self.at_the_end)
+        return self.masks + max(self.saved + max(self.working, self.logits) + self.gradients, self.at_the_end)
 
     def __str__(self) -> str:
         away = f"; {format_bytes(self.offloaded)} are offloaded" if self.offloaded else ""
@@ -81,9 +88,10 @@ class ActivationEstimate:
             f"{format_bytes(self.saved)} kept by layers, {format_bytes(max(self.working, self.logits))} around the "
             f"{peak}, {format_bytes(self.gradients)} of gradients on their way"
         )
-        if self.total == self.at_the_end:
+        if self.total == self.masks + self.at_the_end:
             parts = "at the end of backward, with gradients of the embedding and of the head that is tied to it"
-        return f"about {format_bytes(self.total)} ({parts}{away})"
+        masks = f"; {format_bytes(self.masks)} are masks of attention in a window" if self.masks else ""
+        return f"about {format_bytes(self.total)} ({parts}{masks}{away})"
 
 
 def estimate_activations(
@@ -93,27 +101,34 @@ def estimate_activations(
     mode: ActivationMode | None,
     chunked_loss: bool | None = None,
     tile_tokens: int | None = None,
+    piece_tokens: int | None = None,
 ) -> ActivationEstimate:
     """Estimate the activations of a micro-batch of `tokens` tokens with elements of `itemsize` bytes.
 
-    `chunked_loss` means the same as in `pagoda train`. With `tile_tokens`, layers run that many tokens at a time.
+    `chunked_loss` means the same as in `pagoda train`. With `tile_tokens`, layers run that many tokens at a time, and
+    with `piece_tokens`, their MLPs and norms.
     """
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
-    again = recomputes(mode)
-    block, policy = _block(described, tokens, itemsize), Policy.RECOMPUTE if again else Policy.KEEP
+    piece = running if piece_tokens is None else min(running, piece_tokens)
+    again, in_pieces = recomputes(mode), piece < running
+    block, policy = _block(described, tokens, itemsize, in_pieces), Policy.RECOMPUTE if again else Policy.KEEP
     saved = described.at_once * described.layers * block.kept(policy)
     offloads, ffn = mode in ("offload", "recompute+offload"), described.ffn // described.tensor_parallel
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, ffn))
     if chunked_loss is None:
-        chunked_loss = chunking_helps(described, running, tokens, itemsize, again)
-    largest, tied, of_layer = _gradients(described.root, whole_layers=running < tokens)
+        chunked_loss = chunking_helps(described, running, piece, tokens, itemsize, again)
+    working = _block(described, running, itemsize, in_pieces).kept(Policy.KEEP) if again else 0
+    if in_pieces:
+        working += itemsize * piece * (_NORM_TENSORS * described.hidden + _FFN_TENSORS * ffn)
+    largest, tied, of_layer = _gradients(described.root, whole_layers=piece < tokens)
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
-        working=_block(described, running, itemsize).kept(Policy.KEEP) if again else 0,
+        working=working,
         logits=2 * block.inputs.nbytes + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
         gradients=itemsize * max(largest, tied + of_layer),
         at_the_end=itemsize * (2 * tied + of_layer) + 3 * block.inputs.nbytes,
+        masks=mask_bytes(tokens, described.row_with_mask, itemsize),
         at_once=described.at_once,
     )
 
@@ -121,8 +136,8 @@ def estimate_activations(
 def _gradients(root: ModuleSpec, whole_layers: bool) -> tuple[int, int, int]:
     """Elements of the largest gradient, of the largest of a tied parameter, and of those of a layer that exist at once.
 
-    Autograd computes one while another is copied to its extent. `whole_layers`: layers run in tiles, which add up all
-    gradients of a layer first.
+    Autograd computes one while another is copied to its extent. `whole_layers`: layers or their MLPs run in
+    tiles, which add up all gradients of a layer first.
     """
     used_again = {name for module in root.modules() for name in module.tied}
     sizes = {param.name: param.numel for param in root.walk() if param.trainable}
@@ -132,28 +147,33 @@ def _gradients(root: ModuleSpec, whole_layers: bool) -> tuple[int, int, int]:
     return max(sizes.values(), default=0), tied, max(at_once, default=0)
 
 
-def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> StepSizes:
-    """Sizes of what each layer keeps for backward in a micro-batch of `tokens` tokens, without the loss."""
-    blocks = (_block(described, tokens, itemsize),) * len(layers_of(described.root))
+def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int, in_pieces: bool = False) -> StepSizes:
+    """Sizes of what each layer keeps for backward in a micro-batch of `tokens` tokens, without the loss. `in_pieces`:
+    MLPs and norms process them piece by piece."""
+    blocks = (_block(described, tokens, itemsize, in_pieces),) * len(layers_of(described.root))
     return StepSizes(blocks, (0,) * (len(blocks) + 1))
 
 
-def _block(described: ModelDescription, tokens: int, itemsize: int) -> BlockSizes:
-    """What one layer keeps for backward for `tokens` tokens."""
+def _block(described: ModelDescription, tokens: int, itemsize: int, in_pieces: bool) -> BlockSizes:
+    """What one layer keeps for backward for `tokens` tokens, without the pieces of MLPs and norms."""
     hidden, ffn = (itemsize * tokens * width for width in (described.hidden, described.ffn))
     parts, tensors = described.tensor_parallel, _HIDDEN_TENSORS + _CHOICE_TENSORS * described.top_k
     whole = _WHOLE_TENSORS if parts > 1 else tensors
     inputs, inner = Storages().with_one(hidden, LEAST_OFFLOADED_BYTES), Storages()
-    sizes = *[hidden] * (whole - 1), *[hidden // parts] * (tensors - whole), *[ffn // parts] * _FFN_TENSORS
+    whole -= _NORM_TENSORS * in_pieces
+    tensors -= _NORM_TENSORS * in_pieces
+    wide = 0 if in_pieces else _FFN_TENSORS
+    sizes = *[hidden] * (whole - 1), *[hidden // parts] * (tensors - whole), *[ffn // parts] * wide
     for nbytes in sizes:
         inner = inner.with_one(nbytes, LEAST_OFFLOADED_BYTES)
     return BlockSizes(inputs, inputs, inner)
 
 
 def chunking_helps(
-    model: ModelDescription | Widths, tile_tokens: int, tokens: int, itemsize: int, checkpointing: bool
+    model: ModelDescription | Widths, tile_tokens: int, piece_tokens: int, tokens: int, itemsize: int, recomputes: bool
 ) -> bool:
     """Whether an unchunked loss would set the peak of activations, and a chunked loss would take less."""
-    logits, layer = _LOGIT_BYTES * tokens * model.vocab, _HIDDEN_TENSORS * model.hidden + _FFN_TENSORS * model.ffn
-    working = itemsize * tile_tokens * layer if checkpointing else 0
+    logits, norms = _LOGIT_BYTES * tokens * model.vocab, _NORM_TENSORS * model.hidden
+    layer = tile_tokens * (_HIDDEN_TENSORS * model.hidden - norms) + piece_tokens * (norms + _FFN_TENSORS * model.ffn)
+    working = itemsize * layer if recomputes else 0
     return logits > working and logits > 2 * (2 * itemsize * tokens * model.hidden + _CHUNK_BYTES)

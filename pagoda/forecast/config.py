@@ -9,7 +9,7 @@ from pagoda.config.run import Run
 from pagoda.config.settings import require, require_count
 from pagoda.errors import ConfigError
 from pagoda.models.lora import LoraConfig
-from pagoda.plan.batch_tiles import tile_tokens
+from pagoda.plan.tiles import piece_tokens, tile_tokens
 
 if TYPE_CHECKING:
     from pagoda.optim.rule import Rule, StateSpec
@@ -109,3 +109,8 @@ class PlanConfig(Run):
     def tile_tokens(self) -> int:
         """Tokens that a layer runs at a time."""
         return tile_tokens(self.batch_tiles, self.batch_size, self.seq_len)
+
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens that an MLP processes at a time."""
+        return piece_tokens(self.sequence_tiles, self.tile_tokens)

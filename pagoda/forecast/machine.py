@@ -189,8 +189,8 @@ def _ssd_budget(machine: Machine, memory: Memory, notes: list[str]) -> int | Non
 def _no_room(tier: str, there: int, needed: int) -> BudgetError:
     return BudgetError(
         f"The activations do not fit: {tier} has {format_bytes(there)}, and they need {format_at_least(needed)} in "
-        f"addition to the pages. Lower --batch-size or --seq-len, and raise --accumulation-steps "
-        "instead.",
+        "addition to the pages. Lower --batch-size, and raise --accumulation-steps instead. For long sequences, use "
+        "--activations recompute+offload and --sequence-tiles auto, or lower --seq-len.",
         tier=tier,
         needed_bytes=needed,
     )

@@ -14,6 +14,7 @@ from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
+from pagoda.prepare.documents import window_of
 
 _DESCRIBED = 2
 """Number of layers that are built to describe a built-in shape."""
@@ -46,6 +47,9 @@ class ModelDescription:
     pass."""
     at_once: int = 1
     """Number of forward passes whose activations wait for backward at the same time. Above 1 in a pipeline stage."""
+    row_with_mask: int = 0
+    """Tokens of a row that has an attention mask of tokens times tokens, because layers attend in a window. 0 without
+    a mask."""
     heads: int = 1
     """Most equal parts into which attention can be divided."""
     divisions: Mapping[str, Division] = field(default_factory=dict)
@@ -98,11 +102,12 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
         heads, divisions = shape.heads, OF_PAPERS
         params = root.numel
-        hidden, ffn, vocab = shape.hidden, shape.ffn * max(1, top_k), shape.vocab
+        hidden, ffn, vocab, row_with_mask = shape.hidden, shape.ffn * max(1, top_k), shape.vocab, 0
     else:
         root, params, flops, built, layers = _tree_of_transformers(config, name, count_flops)
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
+        row_with_mask = 0 if window_of(built, config.seq_len) is None else config.seq_len
     elsewhere = (ranks - 1) * sum(module.numel for module in root.modules() if module.routed)
     return ModelDescription(
         name=name,
@@ -116,6 +121,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         measurable=shape is None and not top_k and config.lora.rank is None,
         top_k=top_k,
         exchanged=exchanged_elements(root, config.tokens * top_k * hidden, ranks),
+        row_with_mask=row_with_mask,
         heads=heads,
         divisions=divisions,
     )

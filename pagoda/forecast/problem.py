@@ -173,7 +173,13 @@ class Problem:
 def activations_of(config: PlanConfig, described: ModelDescription) -> ActivationEstimate:
     """Estimate the activations of a run with these settings."""
     return estimate_activations(
-        described, config.tokens, config.itemsize, config.activations, config.chunked_loss, config.tile_tokens
+        described,
+        config.tokens,
+        config.itemsize,
+        config.activations,
+        config.chunked_loss,
+        config.tile_tokens,
+        config.piece_tokens,
     )
 
 
@@ -192,7 +198,7 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
         )
     saved = NO_BLOCKS
     if one_policy:
-        sizes = estimate_sizes(described, config.tokens, config.itemsize)
+        sizes = estimate_sizes(described, config.tokens, config.itemsize, config.sequence_tiles is not None)
         saved = ActivationPlan((Policy(options.activations),) * len(sizes.blocks), sizes=sizes)
     compute, exchanges = work_of(config, machine, described, recomputes(config.activations))
     problem = Problem(

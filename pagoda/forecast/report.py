@@ -63,6 +63,7 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "degrees": forecast.config.degrees,
         "activations": forecast.config.activations,
         "batch_tiles": forecast.config.batch_tiles,
+        "sequence_tiles": forecast.config.sequence_tiles,
         "activation_bytes": forecast.activations.total,
         "tokens_per_step": forecast.tokens_per_step,
         "step_s": timeline.step_s if timeline else None,

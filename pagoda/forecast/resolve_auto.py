@@ -24,9 +24,9 @@ from pagoda.plan.activations import (
     offload_room,
     recomputes,
 )
-from pagoda.plan.batch_tiles import tile_count
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import DEVICE, HOST
+from pagoda.plan.tiles import tile_count
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.rates import Rates
 
@@ -76,7 +76,8 @@ def resolved_problem(
     problem, notes = problem_of(config, machine, described)
     if config.activations == "auto":
         plan = problem.plan()
-        sizes = _timed(estimate_sizes(described, config.tokens, config.itemsize), problem)
+        in_pieces = config.sequence_tiles is not None
+        sizes = _timed(estimate_sizes(described, config.tokens, config.itemsize, in_pieces), problem)
         saved = choose(sizes, _room(config, machine, problem, plan, sizes))
         compute = without_recomputing(problem.compute, problem.root, saved.policies)
         problem = replace(problem, saved=saved, compute=compute)
@@ -92,7 +93,7 @@ def alternatives(config: PlanConfig, machine: Machine, described: ModelDescripti
         modes = (config.activations,)
     if "auto" in (config.activations, config.batch_tiles) and config.chunked_loss is None:
         # Chunks change rounding. So only the request decides whether the loss is chunked, as in a run.
-        sizes = config.tile_tokens, config.tokens, config.itemsize
+        sizes = config.tile_tokens, config.piece_tokens, config.tokens, config.itemsize
         config = replace(config, chunked_loss=chunking_helps(described, *sizes, recomputes(config.activations)))
     return [_with_tiles(replace(config, activations=mode), machine, described) for mode in modes]
 

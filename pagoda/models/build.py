@@ -56,7 +56,7 @@ def build_model(
     if positions is not None and seq_len > positions:
         raise ConfigError(
             f"seq_len {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
-            f" use --seq-len {positions} or less"
+            f" use --seq-len {positions} or less, or a directory whose config.json has more max_position_embeddings"
         )
     text.use_cache = False
     if layers is not None:

@@ -26,7 +26,7 @@ HOW_TO_NAME = (
 )
 """The way out of a wrong name."""
 
-Setting = int | float | bool | str | dict[str, float | str]
+Setting = int | float | bool | str | dict[str, float | str] | None
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,14 @@ _BUILT_IN = (
     _gemma3("12b", (3_840, 48, 16, 8, 15_360)),
     _gemma3("27b", (5_376, 62, 32, 16, 21_504), head_dim=128),
     _published(
-        "mistral", "mistral-small-24b", _MISTRAL_SMALL, (5_120, 40, 32, 8, 32_768), 131_072, 32_768, head_dim=128
+        "mistral",
+        "mistral-small-24b",
+        _MISTRAL_SMALL,
+        (5_120, 40, 32, 8, 32_768),
+        131_072,
+        32_768,
+        head_dim=128,
+        sliding_window=None,
     ),
     _gpt2("gpt2", 768, 12, 12),
     _gpt2("gpt2-medium", 1_024, 24, 16),

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pagoda.autograd.activations.blocks import ModelBlock, find_blocks, without_cache
-from pagoda.config.training import BatchTiles
+from pagoda.config.training import TileCount
 from pagoda.errors import ConfigError, PagodaError
-from pagoda.plan.batch_tiles import tile_count
+from pagoda.plan.tiles import tile_count
 
 _PACKED = ("cu_seqlens", "cu_seq_lens", "cu_window_seqlens")
 """Names of arguments for the bounds of sequences that lie in one row after another."""
@@ -27,7 +27,7 @@ _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, ty
 """Types of arguments that all micro-batches can share, because a forward does not write to them."""
 
 
-def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[ModelBlock]:
+def blocks_to_tile(model: nn.Module, tiles: TileCount) -> list[ModelBlock]:
     """The blocks of a model to which `batch_tiles` applies.
 
     Raises ConfigError for a model without blocks, and for a fixed count if a block has a batch norm that computes its
@@ -58,7 +58,7 @@ class TiledBlocks:
     kernels compute the same bits for a sample in any batch.
     """
 
-    def __init__(self, blocks: list[ModelBlock], tiles: BatchTiles) -> None:
+    def __init__(self, blocks: list[ModelBlock], tiles: TileCount) -> None:
         self._tiles = tiles
         self._cache_dropped = False
         self.whole: dict[str, str] = {}

@@ -19,7 +19,7 @@ from pagoda.forecast.model_description import widths
 from pagoda.forecast.record import timeline_record
 from pagoda.mesh.mesh import Mesh
 from pagoda.plan.activations import recomputes
-from pagoda.plan.batch_tiles import tile_tokens
+from pagoda.plan.tiles import piece_tokens, tile_tokens
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
@@ -35,7 +35,8 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
     itemsize = 2 if config.precision == "bf16" else 4
     sizes = widths(model.config.get_text_config())
-    return chunking_helps(sizes, at_a_time, tokens, itemsize, recomputes(config.activations))
+    piece = piece_tokens(config.sequence_tiles, at_a_time)
+    return chunking_helps(sizes, at_a_time, piece, tokens, itemsize, recomputes(config.activations))
 
 
 def precision_hint(config: TrainConfig) -> str | None:

@@ -20,6 +20,7 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import may_be_restarted, was_restarted
 from pagoda.models.build import is_encoder_decoder, model_directory, positions_of
+from pagoda.plan.tiles import piece_tokens, tile_tokens
 from pagoda.train.config import TrainConfig
 from pagoda.train.inputs import rows_of
 from pagoda.train.progress import say
@@ -216,7 +217,16 @@ class _Estimate:
     def takes(self, asked: TrainConfig, batch: int) -> int:
         """Bytes for that many sequences."""
         itemsize, tokens = 4 if asked.precision == "fp32" else 2, batch * asked.seq_len
-        estimate = estimate_activations(self.described, tokens, itemsize, asked.activations, asked.chunked_loss)
+        tiles = tile_tokens(asked.batch_tiles, batch, asked.seq_len)
+        estimate = estimate_activations(
+            self.described,
+            tokens,
+            itemsize,
+            asked.activations,
+            asked.chunked_loss,
+            tiles,
+            piece_tokens(asked.sequence_tiles, tiles),
+        )
         return self.kept * estimate.total
 
 

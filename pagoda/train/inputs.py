@@ -9,10 +9,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from pagoda.budgets import compute_device
 from pagoda.config.reading import Reading
 from pagoda.errors import ConfigError
+from pagoda.memory.ram import free_ram
+from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.models.build import is_encoder_decoder
+from pagoda.prepare.documents import SHORT_TOKENS, attend_by_document, mask_bytes, window_of
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.progress import say
@@ -117,19 +121,54 @@ def example(rows: Rows, tokenizer: Tokenizer) -> list[str]:
 
 def keep_apart(session: Session, evaluated: Batches | None, mesh: Mesh, console: Console) -> Batches | None:
     """Keep the positions of batches, which start again with each document, only if the model then keeps documents
-    apart. Prints whether it does. Returns the batches to evaluate on, which are treated like those of the session."""
+    apart. Prints whether it does. Returns the batches to evaluate on, which are treated like those of the session.
+
+    Raises ConfigError if attention would need a mask of tokens times tokens for which there is no memory.
+    """
     batches = session.batches
-    if batches.continued or not batches.rows.tokens.about.separates:
-        return evaluated
-    why = "takes no position_ids"
-    if batches.positions:
-        if not any(from_all(mesh, "whether documents stay apart", _crosses(session))):
-            say(console, "Documents: attention ends where a document does")
-            return evaluated
-        why = "reads earlier documents, even if positions start again"
-    session.batches = replace(batches, positions=False)
-    say(console, f"Documents: the model {why}, so attention crosses from document to document")
-    return evaluated and replace(evaluated, positions=False)
+    separates = batches.rows.tokens.about.separates and not batches.continued
+    crosses = not batches.positions or any(from_all(mesh, "whether documents stay apart", _crosses(session)))
+    if separates and crosses:
+        why = "reads earlier documents, even if positions start again" if batches.positions else "takes no position_ids"
+        say(console, f"Documents: the model {why}, so attention crosses from document to document")
+        session.batches = replace(batches, positions=False)
+        evaluated = evaluated and replace(evaluated, positions=False)
+    _keep_masks_small(session)
+    if separates and not crosses:
+        say(console, "Documents: attention ends where a document does")
+    return evaluated
+
+
+def _keep_masks_small(session: Session) -> None:
+    """Let documents of long rows attend without a mask of tokens times tokens.
+
+    Raises ConfigError if such a mask is needed and there is no memory for it.
+    """
+    batches, tokens = session.batches, session.batches.rows.length
+    window = window_of(session.model.config.get_text_config(), tokens)  # type: ignore[operator, union-attr]
+    why = None if window is None else f"the model has layers that attend in a window of {window:,} tokens"
+    if batches.positions and tokens > SHORT_TOKENS:
+        try:
+            attend_by_document(session.model)
+        except ConfigError as refusal:
+            why = str(refusal)
+    if why is None:
+        return
+    itemsize = 4 if session.config.precision == "fp32" else 2
+    room, needed = _free_of_compute(session), mask_bytes(batches.batch_size * tokens, tokens, itemsize)
+    if needed > room:
+        most = int(tokens * (room / needed) ** 0.5)
+        raise ConfigError(
+            f"--seq-len {tokens} needs {format_at_least(needed)} for a mask of tokens times tokens, and "
+            f"{format_bytes(room)} are free: {why}. Use --seq-len {most} or less"
+        )
+
+
+def _free_of_compute(session: Session) -> int:
+    """Free bytes of the memory of compute."""
+    if compute_device(session.config.memory).type == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return free_ram()
 
 
 def _crosses(session: Session) -> bool:

@@ -43,3 +43,19 @@ def test_a_head_of_its_own_waits_for_nothing(tmp_path: Path) -> None:
 def test_frozen_parameters_have_no_gradients(tmp_path: Path) -> None:
     adapters = estimated(tmp_path, tokens=1, lora=LoraConfig(rank=2))
     assert adapters.total < HEAD // 2
+
+
+def test_sequence_tiles_take_the_width_of_the_mlp_out_of_the_peak(tmp_path: Path) -> None:
+    tokens, piece = 1024, 64
+    whole = estimated(tmp_path, tokens=tokens)
+    model = write_model(tmp_path, hidden_size=HIDDEN, intermediate_size=FFN, vocab_size=VOCAB)
+    config = PlanConfig(
+        model=model, batch_size=tokens // 16, seq_len=16, precision="fp32", sequence_tiles=tokens // piece
+    )
+    described = describe_model(config, count_flops=False)
+    tiled = estimate_activations(described, tokens, 4, "recompute", False, config.tile_tokens, config.piece_tokens)
+    of_mlp, of_norms = 4 * 5 * FFN, 4 * 4 * HIDDEN
+    assert whole.working - tiled.working == (tokens - piece) * (of_mlp + of_norms)
+    kept = [estimate_activations(described, tokens, 4, "keep", False, tokens, each) for each in (tokens, piece)]
+    assert kept[0].saved - kept[1].saved == described.layers * tokens * (of_mlp + of_norms)
+    assert (kept[0].working, kept[1].working) == (0, piece * (of_mlp + of_norms))

@@ -124,7 +124,7 @@ def test_models_of_every_kind_are_tiled(name: str, wrap: Wrap, monkeypatch: pyte
 
 
 def test_auto_keeps_micro_batches_as_large_as_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.plan.batch_tiles.TILE_TOKENS", 10)
+    monkeypatch.setattr("pagoda.plan.tiles.TILE_TOKENS", 10)
     train(zoo.RESIDENT, tiles="auto").assert_same_bits(train(zoo.RESIDENT, tiles=4))
 
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_tiled_is_refused_and_says_why(kind: str, wrap: Wrap) -> 
 def test_auto_runs_whole_what_cannot_be_tiled_and_the_plan_says_so(
     kind: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.plan.batch_tiles.TILE_TOKENS", 2)
+    monkeypatch.setattr("pagoda.plan.tiles.TILE_TOKENS", 2)
     results = []
     x = torch.randn(SAMPLES, WIDTH)
     for tiles in (None, "auto"):

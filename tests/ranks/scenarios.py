@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
+from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import Outcome, Recipe, assert_equal, batch, loss_of, precision_of, take_step
 
 import pagoda
@@ -759,3 +760,34 @@ def clip_unalike(out: Path, how: str) -> str:
     with suppress(Exception):
         optimizer.close()
     return error
+
+
+def divide_sequences(_: Path, divided: int, kv_heads: int, packed: bool, **settings: Any) -> dict[str, Any]:
+    """Losses (of all ranks), norms and weights of a model whose sequences `divided` ranks divide. A step has two
+    sequences, of all groups of ranks together."""
+    world = launched()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=100, use_cache=False)).train()
+    how = {"memory": pagoda.Memory(host="64MiB"), "precision": "fp32", "clip_grad_norm": 0.5, **settings}
+    how["tiles"] = pagoda.Tiles(sequence_tiles=2)
+    model, optimizer = pagoda.wrap(pagoda.chunked_loss(model), pagoda.AdamW(lr=1e-2), **how)
+    sequences = pagoda.divide_sequences(model, divided)
+    losses, norms = [], []
+    for step in range(2):
+        ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(step))
+        whole = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(24) < 4, -100)}
+        if packed:
+            whole["position_ids"] = torch.cat([torch.arange(9), torch.arange(15)]).expand(2, -1)
+        each = 2 * divided // world.size
+        first = world.rank // divided * each
+        part = sequences.part({name: tensor[first : first + each] for name, tensor in whole.items()})
+        loss = part.loss(model(**part.inputs).logits)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(optimizer.stats.grad_norm)
+    weights = {name: tensor.clone() for name, tensor in pagoda.full_state_dict(model).items()}
+    optimizer.close()
+    return {"losses": losses, "norms": norms, "weights": weights}

@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import pagoda
+from pagoda.errors import ConfigError
 from pagoda.mesh.mesh import open_mesh
 from pagoda.train.data import Batches, Rows
 from pagoda.train.inputs import example, keep_apart
@@ -40,6 +42,7 @@ MAMBA = {
     "attn_layer_period": 2,
     "attn_layer_offset": 1,
 }
+KV = {"num_key_value_heads": 2}
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({"intermediate_size": 64}, "attention ends where a document does"),
     "mixtral": (EXPERTS, "attention ends where a document does"),
@@ -63,9 +66,8 @@ def said_of(model: Any, rows: Rows, precision: str) -> tuple[str, Batches, Batch
             found: torch.Tensor = model(**batch).logits.float()
         return found
 
-    session: Any = SimpleNamespace(
-        batches=batches, config=SimpleNamespace(precision=precision), model=model, logits=logits
-    )
+    config = SimpleNamespace(precision=precision, memory=pagoda.Memory())
+    session: Any = SimpleNamespace(batches=batches, config=config, model=model, logits=logits)
     shown = io.StringIO()
     evaluated = keep_apart(session, batches, open_mesh(), Console(file=shown, width=200))
     return shown.getvalue(), session.batches, evaluated
@@ -85,3 +87,28 @@ def test_documents_stay_apart_where_the_run_says_so(kind: str, precision: str) -
         assert batches.positions == evaluated.positions == ("attention ends" in said)
     untold = Rows.of(tokens_of(range(48)), 24)  # documents of bytes, which nothing separates
     assert said_of(model, untold, precision)[0] == ""
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama"])
+def test_a_mask_of_a_long_row_is_refused_if_there_is_no_memory_for_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, why = {"mistral": ({"sliding_window": 8, **KV}, "a window of 8"), "llama": ({}, "is 'eager'")}[kind]
+    monkeypatch.setattr("pagoda.train.inputs.free_ram", lambda: 5 * 2 * 20**2)
+    monkeypatch.setattr("pagoda.train.inputs.SHORT_TOKENS", 4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **MODELS["llama"][0], **more}))
+    rows = Rows.of(tokens_of(np.arange(96) % 60 + 1, ends=[*range(6, 97, 6)]), 24)
+    if kind == "llama":
+        model.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match=f"--seq-len 24 needs .* a mask .*{why}.* Use --seq-len 20 or less"):
+        said_of(model, rows, "fp32")
+
+
+def test_documents_of_a_long_row_stay_apart_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.train.inputs.SHORT_TOKENS", 4)
+    monkeypatch.setattr("pagoda.prepare.documents.SHORT_TOKENS", 4)
+    monkeypatch.setattr("transformers.masking_utils.sdpa_mask", None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**SIZES, **MODELS["llama"][0]}))
+    rows = Rows.of(tokens_of(np.arange(96) % 60 + 1, ends=[*range(6, 97, 6)]), 24)
+    assert "attention ends where a document does" in said_of(model, rows, "fp32")[0]
+    assert "_attn_implementation" not in model.config.to_dict()
