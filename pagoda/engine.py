@@ -1,6 +1,7 @@
 """The engine: owns all parts of a run on a live model, and connects them."""
 
 import atexit
+import gc
 import logging
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -20,7 +21,7 @@ from pagoda.autograd.loss_scale import LossScaler
 from pagoda.autograd.stepper import Norms, Stepper
 from pagoda.autograd.uses import Uses
 from pagoda.config.training import Precision
-from pagoda.errors import StorageError, UsageError
+from pagoda.errors import BudgetError, StorageError, UsageError
 from pagoda.memory.page import PageRun
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
@@ -48,11 +49,13 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
 from pagoda.runtime.updates import UpdateStream
 from pagoda.schedule.event_log import open_scheduler
+from pagoda.schedule.operations import schedule_plan
 from pagoda.simulate.timeline import Timeline
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
+T = TypeVar("T")
 _log = logging.getLogger("pagoda")
 
 _CLOSE_S = 600.0
@@ -299,6 +302,60 @@ class Engine:
                 if isinstance(error, StorageError) or self.store.writes != writes:
                     self.damage.note(error)
                 raise
+
+    def move(self, plan: Plan) -> bool:
+        """Between two steps, move states to their homes in another plan of the same units. All ranks of this stage call
+        it at the same point. Returns False, with nothing changed, if someone holds weights of a lease, or if a tier has
+        no room for what another process has taken.
+
+        Raises StorageError if a drive fails. States are then damaged.
+        """
+        with self.accesses.turn:
+            self.settle()
+            self.accesses.agree("moving states to other homes")
+            self.accesses.wait_until_idle()
+            self.saver.settle()
+            if self.leases.held:
+                gc.collect()  # reference cycles may keep views of leases alive
+            if any(self._of_all_ranks("whether weights are held", self.leases.held)):
+                return False
+            try:
+                self._executor.let_go()
+                moved = self._try_to_move(plan)
+                if not all(self._of_all_ranks("whether states could be moved", moved)):
+                    plan, moved = self.plan, False
+                    self.store.move(plan)
+                self._open_all(plan)
+            except BaseException as error:
+                self.damage.note(error)
+                raise
+            # No rank goes on before all have moved: it may ask others for weights.
+            self._of_all_ranks("moving states to other homes", None)
+        return moved
+
+    def _try_to_move(self, plan: Plan) -> bool:
+        """Whether states could be moved."""
+        try:
+            self.store.move(plan)
+        except BudgetError as error:
+            _log.warning("States could not be moved to other homes: %s", error)
+            return False
+        return True
+
+    def _open_all(self, plan: Plan) -> None:
+        """Let all parts follow a plan, to whose memory states have moved."""
+        self.plan = self.accesses.plan = plan
+        self.scheduler.moved(schedule_plan(plan))
+        self._speculations = 0, 0
+        self.gradients.take_memory()
+        self.leases.take_memory()
+        self._threads.updates.take_memory()
+        if self.rank_group is not None:
+            self.rank_group.take_memory()
+        self.graphs.take_memory()
+
+    def _of_all_ranks(self, what: str, mine: T) -> list[T]:
+        return [mine] if self.rank_group is None else self.rank_group.announce(what, mine)
 
     def prepare_capture(self) -> None:
         """Bring states to where the last `step()` leaves them, except for queued updates.

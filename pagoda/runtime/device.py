@@ -96,8 +96,12 @@ class Device:
         """The memory that leases are taken from."""
         return Arena(nbytes)
 
-    def host_arena(self, nbytes: int) -> Arena:
-        """RAM that `copy_in` reads and `copy_out` writes."""
+    def free(self, arena: Arena) -> None:
+        """Return an arena's memory, so that another one can take it. Nothing will use it any more."""
+        arena.close()
+
+    def host_arena(self, nbytes: int, locked: bool = True) -> Arena:
+        """RAM that `copy_in` reads and `copy_out` writes once it is locked."""
         return Arena(nbytes)
 
     def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
@@ -201,8 +205,13 @@ class CudaDevice(Device):
     def arena(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.torch_device)
 
-    def host_arena(self, nbytes: int) -> Arena:
-        return PinnedArena(nbytes)
+    def free(self, arena: Arena) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        arena.close()
+        torch.cuda.empty_cache()
+
+    def host_arena(self, nbytes: int, locked: bool = True) -> Arena:
+        return PinnedArena(nbytes, locked)
 
     def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
         from pagoda.optim import triton_kernels

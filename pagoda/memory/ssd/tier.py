@@ -113,6 +113,28 @@ class SSDTier:
         self._allocated += pages
         return PageRun(self._allocated - pages, pages)
 
+    def rearrange(self, pages: int, spare: int, kept: Mapping[PageRun, PageRun]) -> None:
+        """Allocate `pages` pages anew, with `spare` additional slots. `kept`: run of the new pages -> run whose content
+        it has from now on, without I/O. What other pages hold is lost, unless a snapshot or a commit keeps it.
+
+        No load or store is under way. Raises StorageError and BudgetError like `PageStore`, with nothing changed.
+        """
+        with self._changed:
+            held = [*self._commits.values()]
+            held += [table for each in self._kept if each.reference is None for table in each.tables.values()]
+            needed = len(slots_of(held))
+            self._store.grow(pages + spare + needed, needed)
+            table = SlotTable(max(1, pages), self._store.file.slots)
+            for each in held:
+                table.pin(each)
+            for run, before in kept.items():
+                content = self._table.table(before)
+                table.pin(content)
+                table.adopt(run, content)
+                table.unpin(content)
+            self._table, self._spare, self._allocated = table, spare, pages
+            self._changed.notify_all()
+
     def load(self, run: PageRun, offset_bytes: int, into: memoryview) -> None:
         """Read whole pages, with the content of the latest store that has ended.
 
