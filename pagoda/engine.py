@@ -23,6 +23,7 @@ from pagoda.autograd.uses import Uses
 from pagoda.config.training import Precision
 from pagoda.errors import BudgetError, StorageError, UsageError
 from pagoda.memory.page import PageRun
+from pagoda.memory.ram import resident_bytes, restart_peak
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
 from pagoda.optim.kernels import warm_up
@@ -31,6 +32,7 @@ from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
+from pagoda.plan.second_placement import Needs, SecondPlacement
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD, update_threads
 from pagoda.process import forks, start_thread
 from pagoda.ranks.rank_group import RankGroup
@@ -147,8 +149,14 @@ class Engine:
         device: Device,
         scaler: LossScaler,
         links: Links,
+        second: SecondPlacement | None = None,
     ) -> None:
-        """`links`: this process's place among the ranks, and the means to communicate with them."""
+        """`links`: this process's place among the ranks, and the means to communicate with them. `second`: when homes
+        are chosen again."""
+        self._second = second
+        self._needs = Needs()
+        """What something other than pages has needed in the steps until then."""
+        self._resident_before = resident_bytes() or 0
         self.units = units
         self.stats = StepStats()
         self.timeline: Timeline | None = None
@@ -222,6 +230,38 @@ class Engine:
             self.accesses.end_step()
             self._step += 1
             self._take_stats(norms, scale, replanned)
+            if self._second is not None:
+                self._place_again(self._second)
+
+    def begin_measuring(self) -> None:
+        """Steps begin. What they need in addition to pages counts from now on."""
+        if self._second is not None:
+            self.device.restart_peak()
+            if not restart_peak():
+                self._needs = Needs(host=None)
+
+    def _place_again(self, second: SecondPlacement) -> None:
+        """A step has ended. Measure, and move states if it was the last of those before the second placement."""
+        pages = None if self.store.device is None else self.store.device.arena
+        device, host = 0, resident_bytes(peak=True)
+        if pages is not None:
+            device = self.device.needed_beside(pages, second.device or 0, self.stats.activation_bytes.kept)
+        if host is not None:
+            host -= self._resident_before + self.store.host.arena.resident_bytes
+            host = max(0, host - (0 if pages is None else pages.resident_bytes))
+        self._needs = self._needs.or_more(Needs(device, host))
+        if self._step < second.after:
+            return
+        for each in self._of_all_ranks("what steps have needed", self._needs):
+            self._needs = self._needs.or_more(each)
+        plan = second.plan(self.plan, self._needs)
+        if not all(self._of_all_ranks("the second placement", plan is not None)):
+            plan = None
+        if plan is None or self.move(plan):
+            self._second = None  # else someone holds weights now, and the end of the next step is another try
+        if plan is not None and self._second is None:
+            self.stats = replace(self.stats, moved=plan.reasons[-1])
+            self.restart_clock()
 
     def restart_clock(self) -> None:
         """Count waits from now. Bytes that lanes have moved since the last step still count."""
@@ -481,7 +521,7 @@ class Engine:
             peaks[tier] = peaks.get(tier, 0) + scheduler.usage.most_frames * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
-        if self.store.ssd is not None:
+        if self.store.ssd is not None and SSD in self.plan.placement.lines:
             peaks[SSD] = self.store.ssd.peak_bytes
         for tier, nbytes in self.graphs.peak_bytes.items():
             peaks[tier] = peaks.get(tier, 0) + nbytes

@@ -120,6 +120,17 @@ class Arena:
         4096. The arena must not be locked. Raises ValueError like `view`."""
         self._memory_with(offset, nbytes).madvise(mmap.MADV_DONTNEED, offset, nbytes)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of it that are in RAM now. 0 once it is closed."""
+        if self._memory is None:
+            return 0
+        pages = np.zeros(-(-self.nbytes // mmap.PAGESIZE), np.uint8)
+        address, size = ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes)
+        if _libc.mincore(address, size, ctypes.c_void_p(pages.ctypes.data)) != 0:
+            return self.nbytes
+        return min(self.nbytes, int((pages & 1).sum(dtype=np.int64)) * mmap.PAGESIZE)
+
     def close(self) -> None:
         """Free the memory as soon as no tensor or view of it is alive. Idempotent.
 

@@ -51,6 +51,10 @@ class CudaArena(Arena):
         storage = torch._C._construct_storage_from_data_pointer(self.address + offset, device, nbytes)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
+    @property
+    def resident_bytes(self) -> int:
+        return 0
+
     def poison(self, offset: int, nbytes: int) -> None:
         """Fill with 0xFF, after all work that is queued on the current stream."""
         self._memory_with(offset, nbytes)[offset : offset + nbytes].fill_(0xFF)

@@ -238,6 +238,8 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
         share = getattr(split, name)
         if refused is not None and share:
             raise ConfigError(f"split.{name} is {share}, but {refused}. memory.split=None chooses it.")
+    if refused is not None:
+        split = replace(split, device_home_share=0.0)
     splits = [split]
     # If RAM and SSD cannot hold everything, the device may.
     if options.split is None and refused is None:
