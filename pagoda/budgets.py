@@ -15,7 +15,7 @@ from pagoda.memory.ram import filesystem_in_ram, free_ram
 from pagoda.memory.ssd.record import bytes_of_stores
 from pagoda.mesh.world import World
 from pagoda.plan.placement import Budgets
-from pagoda.plan.second_placement import FIRST_SHARE, SecondPlacement
+from pagoda.plan.second_placement import SecondPlacement
 
 HOST_SHARE = 0.8
 """Share of the free RAM that an open host budget may take. Activations need the rest."""
@@ -27,10 +27,7 @@ def budgets_of(memory: Memory) -> Budgets:
     Raises StorageError for an SSD directory that cannot be used.
     """
     host = int(free_ram() * HOST_SHARE) if memory.host_bytes is None else memory.host_bytes
-    device = memory.device_bytes
-    if device is not None and memory.adapt_after is not None:
-        device = int(device * FIRST_SHARE)
-    return Budgets(host, device, ssd_budget(memory))
+    return Budgets(host, memory.device_pages, ssd_budget(memory))
 
 
 def second_placement(memory: Memory, first: Budgets) -> SecondPlacement | None:

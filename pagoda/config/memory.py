@@ -17,6 +17,10 @@ Size = Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")]
 """Bytes, or text such as "20GiB" (multiples of 1024) or "20GB" (multiples of 1000)."""
 
 
+FIRST_SHARE = 0.5
+"""Share of a device's memory that pages may take until it is known what else needs it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """What a GPU does besides computing. The planner's first choice is `Split(device_home_share=None)`. `pagoda train
@@ -62,7 +66,7 @@ class Memory(Settings):
     device: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """SIZE: compute on the current CUDA GPU, and use that much of its memory for pages. cpu:SIZE: compute on the CPU,
     with separate RAM in place of a GPU's memory, to test without a GPU. By default the CPU computes, with weights in
-    host RAM. `pagoda train` takes half of the GPU's free memory by default, if there is a GPU."""
+    host RAM. `pagoda train` takes the GPU's free memory by default, if there is a GPU."""
     host: Size = None
     """RAM for pages. By default 80% of the free RAM, or in a container, 80% of what its limit leaves free."""
     ssd: Annotated[str | Path | None, tyro.conf.arg(metavar="DIR[:SIZE][,DIR[:SIZE]...]")] = None
@@ -133,6 +137,12 @@ class Memory(Settings):
                 "for an arena in RAM that stands in for one."
             )
         return parse_bytes(size, "memory.device")
+
+    @property
+    def device_pages(self) -> int | None:
+        """Most bytes of the device for pages in the first steps."""
+        whole = self.device_bytes
+        return whole if whole is None or self.adapt_after is None else int(whole * FIRST_SHARE)
 
     @property
     def ssd_directories(self) -> Mapping[Path, int | None]:

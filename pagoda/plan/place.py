@@ -391,8 +391,9 @@ class _Placer:
     def _at_home(self, whole_units: bool) -> frozenset[tuple[int, str]]:
         """(unit, state) pairs that live on the device: as many as fit the share of its memory that nothing else needs.
 
-        These are whole units: without a share, as many as let all others be leased at once. Or, if `whole_units` is false, all weights of the units that the device updates, then
-        their gradients, then the rest. The last unit is never among them, so there is always something to lease.
+        These are whole units: without a share, as many as let all others be leased at once. Or, if `whole_units` is
+        false, all weights of the units that the device updates, then their gradients, then the rest. The last unit is
+        never among them, so there is always something to lease.
         """
         layout, share = self.layout, self.split.device_home_share
         if share == 0 or self.device is None:

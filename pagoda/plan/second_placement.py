@@ -20,8 +20,6 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.reasons import reasons_for
 from pagoda.plan.tiers import DEVICE, HOST
 
-FIRST_SHARE = 0.5
-"""Share of a device's memory that pages may take until it is known what else needs it."""
 _MARGIN = 0.2
 """Part of what was measured that stays free in addition."""
 _LEAST_FREE = 0.05
@@ -56,8 +54,8 @@ class SecondPlacement:
     """Bytes. None if the user has set the budget for pages, which does not change."""
 
     def first_plan(self, make: Callable[[Options], Plan], options: Options) -> Plan:
-        """The plan until then. Nothing lives on the device, from where it would have to pass through RAM, if other tiers
-        hold all states."""
+        """The plan until then. If other tiers hold all states, none lives on the device, which it would leave through
+        RAM."""
         if options.split is None:
             with suppress(BudgetError):
                 plan = make(replace(options, split=Split()))
@@ -70,9 +68,9 @@ class SecondPlacement:
         """What the needs leave for pages. `first`: the budgets until now."""
         device, host = first.device, first.host
         if self.device is not None:
-            device = _left(self.device, needs.device)
+            device = left_for_pages(self.device, needs.device)
         if self.host is not None and needs.host is not None:
-            host = _left(self.host, needs.host)
+            host = left_for_pages(self.host, needs.host)
         return replace(first, device=device, host=host)
 
     def room_for_activations(self, room: int, plan: Plan) -> int:
@@ -114,7 +112,7 @@ class SecondPlacement:
         )
 
 
-def _left(whole: int, needed: int) -> int:
+def left_for_pages(whole: int, needed: int) -> int:
     """Bytes for pages, of `whole` bytes of which everything else needs some."""
     return max(0, whole - max(int(needed * (1 + _MARGIN)), needed + int(whole * _LEAST_FREE)))
 

@@ -1,19 +1,19 @@
 """The second placement: after some steps, states move to the memory that these have left, and no bit changes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairwise import each_once
 from zoo import PAGE, RESIDENT, Outcome, Recipe, batch, least, loss_of, train
 
 import pagoda
 from pagoda import budgets, engine
-from pagoda.plan.placement import LEASES
-from pagoda.plan.tiers import DEVICE, HOST, SSD
+from pagoda.plan.tiers import DEVICE, HOST
 from pagoda.runtime.device import Device
 from pagoda.schedule.event_log import replay
 
@@ -30,7 +30,7 @@ RECIPES = {
 
 @cache
 def resident(recipe: Recipe) -> Outcome:
-    return train(recipe, RESIDENT)
+    return train(replace(recipe, activations="keep"), RESIDENT)
 
 
 def adapting(device: str | None = "4MiB", host: str | int | None = "64MiB", ssd: Path | None = None) -> pagoda.Memory:
@@ -79,3 +79,102 @@ def test_what_steps_leave_of_the_device_becomes_home_to_states(recipe: str, driv
     assert said[2].startswith("After 2 steps, activations and all else but pages had taken ")
     assert " of states from host to device" in said[2]
     assert said[2] == plan.reasons[-1]
+
+
+def test_a_device_that_needs_more_for_the_rest_is_home_to_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the second placement, steps happened to have enough. With less, there may be none of it left."""
+    recipe, said = Recipe("plain"), {}
+    monkeypatch.setattr(Device, "needed_beside", lambda *_: 3 << 20)
+    outcome = train(recipe, adapting(), watched(recipe, said))
+    outcome.assert_same_bits(resident(recipe))
+    assert outcome.plan.peak_bytes[DEVICE] <= (4 << 20) - 1.2 * (3 << 20)
+    assert "leases take" in said[2]
+
+
+def test_where_the_rest_leaves_no_room_for_a_lease_states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, said = Recipe("plain"), {}
+    monkeypatch.setattr(Device, "needed_beside", lambda *_: 4 << 20)
+    outcome = train(recipe, adapting(), watched(recipe, said))
+    outcome.assert_same_bits(resident(recipe))
+    assert not said
+    assert outcome.plan.budgets.device == 2 << 20
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["open", "given"])
+def test_ram_beside_activations_is_home_to_states_on_ssd_but_never_more_than_was_given(
+    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, said = Recipe("plain"), {}
+    whole = int(least(recipe, "host-weights", tmp_path, unit_limit="64KiB").host_bytes / 0.8) + (200 << 10)
+    monkeypatch.setattr(budgets, "free_ram", lambda: whole)
+    monkeypatch.setattr(engine, "resident_bytes", lambda peak=False: 0)
+    memory = adapting(device=None, host=int(0.8 * whole) if given else None, ssd=tmp_path)
+    outcome = train(recipe, memory, watched(recipe, said))
+    outcome.assert_same_bits(resident(recipe))
+    if given:
+        assert not said
+        assert outcome.plan.peak_bytes[HOST] <= int(0.8 * whole)
+    else:
+        assert " of states from ssd to host" in said[2]
+        assert 0.8 * whole < outcome.plan.peak_bytes[HOST] <= 0.95 * whole
+
+
+def test_states_wait_until_nobody_holds_weights_of_a_lease() -> None:
+    recipe, said, held = Recipe("plain"), {}, []
+
+    def each(step: int, model: Any, _: Any) -> None:
+        held.clear()
+        if step == 1:
+            model.blocks[1].register_forward_hook(lambda block, *_: held.append(block.up.weight.data[0]))
+        if step == 2:
+            model.blocks[1]._forward_hooks.clear()
+
+    train(recipe, adapting(), watched(recipe, said, each)).assert_same_bits(resident(recipe))
+    assert set(said) == {3}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_checkpoints_of_before_and_after_resume_anywhere(wait: bool, tmp_path: Path) -> None:
+    """The one of before, whose pages on SSD are kept in place, is perhaps still being written when states move."""
+    recipe = Recipe("plain")
+    losses = resident(recipe).losses
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    host = least(recipe, "all-on-ssd", tmp_path, unit_limit="64KiB").host_bytes * 3 // 2
+    memory = replace(adapting(host=host, ssd=drive), ssd_checkpoints=2)
+
+    def each(step: int, _: Any, optimizer: Any) -> None:
+        if step in (1, 3):
+            optimizer.save_checkpoint(tmp_path / f"step-{step}", wait=wait)
+
+    said: dict[int, str] = {}
+    train(recipe, memory, watched(recipe, said, each)).assert_same_bits(resident(recipe))
+    assert set(said) == {2}
+    for step, where in product((1, 3), (RESIDENT, replace(memory, adapt_after=1))):
+        model, optimizer = pagoda.wrap(
+            recipe.build(), pagoda.AdamW(lr=1e-2, weight_decay=0.1), memory=where, clip_grad_norm=recipe.clip
+        )
+        optimizer.load_checkpoint(tmp_path / f"step-{step}")
+        generator = torch.Generator().manual_seed(1)
+        batches = [batch(recipe.model, generator) for _ in range(recipe.steps)]
+        found = []
+        for inputs in batches[step:]:
+            loss = loss_of(model(**inputs))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        optimizer.close()
+        assert found == losses[step:]
+
+
+def test_a_scheduler_that_was_given_other_homes_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_EVENT_LOG", str(tmp_path / "events.jsonl"))
+    recipe, said = Recipe("plain"), {}
+    train(recipe, adapting(), watched(recipe, said))
+    assert said
+    assert replay(tmp_path / "events.jsonl") > 0
+
+
+def test_asynchronous_updates_whose_lag_a_move_would_change_are_refused() -> None:
+    with pytest.raises(pagoda.ConfigError, match="asynchronous updates"):
+        pagoda.wrap(Recipe("plain").build(), pagoda.AdamW(), memory=adapting(), update="async")
