@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from pagoda.errors import BudgetError, StorageError
+from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena, copy_bytes, tensor_bytes
 from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.ram import free_ram
 from pagoda.memory.region import Region
-from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.mesh.shards import Shards
 from pagoda.plan.device_updates import WORK
@@ -377,18 +376,20 @@ class Store:
         self._device.computing()
         self._device.fence().synchronize()
 
+    @property
+    def may_move(self) -> bool:
+        """Whether RAM has room for the states on a separate device, which pass through it when they `move`."""
+        return sum(tensor.nbytes for tensor in self._on_device.values()) <= free_ram()
+
+    @property
+    def _on_device(self) -> dict[tuple[int, str], torch.Tensor]:
+        """(unit, state) -> extent, for states on a separate device."""
+        homes = self.plan.placement.homes
+        return {key: at for key, at in self._tensors.items() if homes.get(key) == DEVICE and key[1] != GRAD}
+
     def _leave_device(self, tier: Region) -> None:
         """Copy the states on a separate device to RAM, and free its memory."""
-        homes = self.plan.placement.homes
-        there = {key: at for key, at in self._tensors.items() if homes.get(key) == DEVICE and key[1] != GRAD}
-        needed, free = sum(tensor.nbytes for tensor in there.values()), free_ram()
-        if needed > free:
-            raise BudgetError(
-                f"{format_bytes(needed)} of states on the device must pass through RAM, and {format_bytes(free)} of it "
-                "are free.",
-                tier=HOST,
-            )
-        for key, tensor in there.items():
+        for key, tensor in self._on_device.items():
             self._tensors[key] = Arena(tensor.nbytes).tensor(0, tensor.numel(), tensor.dtype).copy_(tensor)
         self._device.free(tier.arena)
 

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import PAGE, RESIDENT, Outcome, Recipe, batch, least, loss_of, train
+from zoo import PAGE, RESIDENT, Outcome, Recipe, batch, least, loss_of, losses_of, train
 
 import pagoda
-from pagoda import budgets, engine
+from pagoda import budgets
+from pagoda.memory.arena import Arena
+from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import DEVICE, HOST
+from pagoda.runtime import needs
 from pagoda.runtime.device import Device
 from pagoda.schedule.event_log import replay
+
+from .test_lora import RULE, adapted, loss_of as lora_loss, on_ssd
 
 RECIPES = {
     "clipped": Recipe("plain"),
@@ -100,6 +105,29 @@ def test_where_the_rest_leaves_no_room_for_a_lease_states_stay(monkeypatch: pyte
     assert outcome.plan.budgets.device == 2 << 20
 
 
+def test_memory_that_something_else_has_taken_meanwhile_leaves_states_where_they_were(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also those that had lived on the device, whose memory is given back for the new homes."""
+    recipe, said, opened = Recipe("plain"), {}, []
+    open_arena = Device.arena
+
+    def arena(self: Device, nbytes: int) -> Arena:
+        opened.append(nbytes)
+        if len(opened) == 2:
+            raise pagoda.BudgetError("taken", tier=DEVICE)
+        return open_arena(self, nbytes)
+
+    monkeypatch.setattr(Device, "arena", arena)
+    memory = replace(adapting("3MiB"), split=pagoda.Split(device_home_share=1.0))
+    outcome = train(recipe, memory, watched(recipe, said))
+    outcome.assert_same_bits(resident(recipe))
+    assert opened[0] == opened[2] < opened[1]
+    assert len(opened) == 3
+    assert not said
+    assert outcome.plan.placement.resident
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["open", "given"])
 def test_ram_beside_activations_is_home_to_states_on_ssd_but_never_more_than_was_given(
     given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,7 +135,7 @@ def test_ram_beside_activations_is_home_to_states_on_ssd_but_never_more_than_was
     recipe, said = Recipe("plain"), {}
     whole = int(least(recipe, "host-weights", tmp_path, unit_limit="64KiB").host_bytes / 0.8) + (200 << 10)
     monkeypatch.setattr(budgets, "free_ram", lambda: whole)
-    monkeypatch.setattr(engine, "resident_bytes", lambda peak=False: 0)
+    monkeypatch.setattr(needs, "resident_bytes", lambda peak=False: 0)
     memory = adapting(device=None, host=int(0.8 * whole) if given else None, ssd=tmp_path)
     outcome = train(recipe, memory, watched(recipe, said))
     outcome.assert_same_bits(resident(recipe))
@@ -165,6 +193,20 @@ def test_checkpoints_of_before_and_after_resume_anywhere(wait: bool, tmp_path: P
             found.append(loss.item())
         optimizer.close()
         assert found == losses[step:]
+
+
+def test_frozen_weights_under_adapters_move_too(tmp_path: Path) -> None:
+    def trained(memory: pagoda.Memory) -> tuple[list[float], Plan]:
+        model, optimizer = pagoda.wrap(adapted(), RULE, memory=memory, precision="fp32", clip_grad_norm=0.5)
+        losses = losses_of(lambda step: lora_loss(model, step), optimizer, 4)
+        plan = pagoda.plan_of(model)
+        optimizer.close()
+        return losses, plan
+
+    memory = on_ssd(tmp_path)
+    losses, plan = trained(replace(memory, device="cpu:8MiB", adapt_after=2))
+    assert losses == trained(pagoda.Memory(host="64MiB"))[0]
+    assert len(plan.placement.resident) == len(plan.units) - 1
 
 
 def test_a_scheduler_that_was_given_other_homes_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
