@@ -222,7 +222,7 @@ class Engine:
                 plan, moved = self.plan, False
                 self.store.move(plan)
             self.plan = self.accesses.plan = plan
-            self.scheduler.moved(schedule_plan(plan))
+            self.accesses.tell(self.scheduler.moved, schedule_plan(plan))
             self._speculations = 0, 0
             for part in (self.gradients, self.leases, self._threads.updates, self.rank_group, self.graphs):
                 if part is not None:

@@ -71,7 +71,11 @@ class PinnedArena(Arena):
         super().__init__(nbytes)
         self._unlock: Callable[[], object] = lambda: None
         if locked:
-            self.lock()
+            try:
+                self.lock()
+            except BudgetError:
+                self.close()
+                raise
 
     def lock(self) -> None:
         """Page-lock all of it. Raises BudgetError if the system refuses to lock that much."""
@@ -89,7 +93,7 @@ class PinnedArena(Arena):
                 # function, but its usual builds load CUDA's symbols for the whole process.
                 with suppress(AttributeError):
                     ctypes.CDLL(None).cudaGetLastError()
-                self.close()
+                self.unlock()
                 raise BudgetError(
                     f"CUDA could not page-lock {format_bytes(nbytes)} of RAM (error {error}). Lower memory.host, or "
                     "raise the limit on locked memory (ulimit -l).",

@@ -104,6 +104,9 @@ class Device:
         `whole` bytes of it, and graphs have kept `kept`."""
         return kept
 
+    def settle(self) -> None:
+        """Wait until all work in all queues has ended."""
+
     def free(self, arena: Arena) -> None:
         """Return an arena's memory, so that another one can take it. Nothing will use it any more."""
         arena.close()
@@ -221,8 +224,11 @@ class CudaDevice(Device):
         by_others = max(0, whole - free - torch.cuda.memory_reserved(self.torch_device))
         return torch.cuda.max_memory_reserved(self.torch_device) - pages.nbytes + by_others
 
-    def free(self, arena: Arena) -> None:
+    def settle(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def free(self, arena: Arena) -> None:
+        self.settle()
         arena.close()
         torch.cuda.empty_cache()
 

@@ -87,6 +87,7 @@ class Store:
         for (_, state), tensor in self._tensors.items():
             if state != GRAD:
                 tensor.zero_()
+        self._make_room_on_ssd(plan)
         self._place_on_ssd({})
         self.host.arena.lock()
 
@@ -102,7 +103,6 @@ class Store:
         self.host = Region.of(HOST, host, page, poison=self._poison)
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._runs: dict[tuple[int, str], PageRun] = {}
-        self._pages_on_ssd = 0
         for unit in plan.units:
             self._open_unit(unit)
         self.gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
@@ -121,17 +121,19 @@ class Store:
         self.host_bytes = page * sum(n for line, n in placement.lines[HOST].items() if line not in (LEASES, STAGING))
         """Bytes of homes and rings, without leases and staging, whose use varies."""
 
+    def _make_room_on_ssd(self, plan: Plan) -> None:
+        """Open the SSD tier that a plan needs, or let it grow. Raises StorageError and BudgetError."""
+        pages, spare = _pages_on_ssd(plan)
+        if self.ssd is not None:
+            self.ssd.make_room(pages, spare)
+        elif pages:
+            assert self._directories, "a plan uses SSD only where there is a directory"
+            self.ssd = SSDTier(self._directories, pages, plan.page_bytes, spare)
+
     def _place_on_ssd(self, kept: Mapping[PageRun, PageRun]) -> None:
         """Give the extents on SSD their pages. `kept`: run -> the run of before whose content it has."""
-        placement, pages = self.plan.placement, self._pages_on_ssd
-        spare = placement.pages(SSD, SPARE) + placement.pages(SSD, UNDO)
         if self.ssd is not None:
-            self.ssd.rearrange(pages, spare, kept)
-        elif SSD in placement.lines:
-            assert self._directories, "a plan uses SSD only where there is a directory"
-            planned = sum(placement.lines[SSD].values()) - spare
-            self.ssd = SSDTier(self._directories, planned, self.plan.page_bytes, spare)
-            self.ssd.alloc(pages)
+            self.ssd.rearrange(*_pages_on_ssd(self.plan), kept)
 
     def dtype(self, state: str) -> torch.dtype:
         """Dtype of a state."""
@@ -310,8 +312,8 @@ class Store:
             pages = layout.pages(unit, state)
             home = placement.home(unit.index, state)
             if pages and home == SSD and state in placement.lines[SSD]:
-                self._runs[unit.index, state] = PageRun(self._pages_on_ssd, pages)
-                self._pages_on_ssd += pages
+                before = next(reversed(self._runs.values()), PageRun(0, 0))
+                self._runs[unit.index, state] = PageRun(before.stop, pages)
             elif pages and home == HOST and state in placement.lines[HOST]:
                 self._tensors[unit.index, state] = self.host.take(pages).tensor(self.dtype(state))
                 if unit.index in placement.speculated and state != GRAD:
@@ -347,6 +349,7 @@ class Store:
         Raises BudgetError if a tier has no room. States are then as before, but on a separate device they, and leases,
         have no memory until a `move` to the plan of before. Raises StorageError if a drive fails. States are then lost.
         """
+        self._make_room_on_ssd(plan)
         if self.device is not None:
             self._leave_device(self.device)
         old = copy(self)
@@ -373,8 +376,7 @@ class Store:
                 self.ssd.store(run, 0, tensor_bytes(move.tensor))
         old.host.arena.close()
         self.host.arena.lock()
-        self._device.computing()
-        self._device.fence().synchronize()
+        self._device.settle()
 
     @property
     def may_move(self) -> bool:
@@ -469,6 +471,12 @@ class Store:
                     torch.frombuffer(window[at : at + size], dtype=torch.uint8).zero_()
             return False
         return True
+
+
+def _pages_on_ssd(plan: Plan) -> tuple[int, int]:
+    """Pages that a plan has on SSD, and spare ones."""
+    spare = plan.placement.pages(SSD, SPARE) + plan.placement.pages(SSD, UNDO)
+    return sum(plan.placement.lines.get(SSD, {}).values()) - spare, spare
 
 
 def _open_device_tier(plan: Plan, device: Device, poison: bool) -> Region | None:

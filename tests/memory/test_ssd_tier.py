@@ -55,6 +55,7 @@ def test_pages_that_are_arranged_anew_keep_their_content_and_commits_keep_theirs
     commit = tier.commit(tmp_path / "checkpoint")
     tier.store(first, 0, pattern(2, 7))
     moved, again, copied, new = PageRun(0, 3), PageRun(3, 2), PageRun(5, 2), PageRun(7, 4)
+    tier.make_room(11, 8)
     tier.rearrange(11, 8, {moved: second, again: first, copied: first})
     tier.store(copied, 0, pattern(2, 8))
     tier.store(new, 0, pattern(4, 9))

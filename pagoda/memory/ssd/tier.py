@@ -113,17 +113,18 @@ class SSDTier:
         self._allocated += pages
         return PageRun(self._allocated - pages, pages)
 
-    def rearrange(self, pages: int, spare: int, kept: Mapping[PageRun, PageRun]) -> None:
-        """Allocate `pages` pages anew, with `spare` additional slots. `kept`: run of the new pages -> run whose content
-        it has from now on, without I/O. What other pages hold is lost, unless a snapshot or a commit keeps it.
+    def make_room(self, pages: int, spare: int) -> None:
+        """Grow for `rearrange` with these numbers. Raises StorageError and BudgetError like `PageStore`."""
+        with self._changed:
+            self._grow_to(pages + spare)
 
-        No load or store is under way. Raises StorageError and BudgetError like `PageStore`, with nothing changed.
-        """
+    def rearrange(self, pages: int, spare: int, kept: Mapping[PageRun, PageRun]) -> None:
+        """Allocate `pages` pages anew, with `spare` additional slots, for which there is room. `kept`: run of the new
+        pages -> run whose content it has from now on, without I/O. What other pages hold is lost, unless a snapshot or
+        a commit keeps it. No load or store is under way."""
         with self._changed:
             held = [*self._commits.values()]
             held += [table for each in self._kept if each.reference is None for table in each.tables.values()]
-            needed = len(slots_of(held))
-            self._store.grow(pages + spare + needed, needed)
             table = SlotTable(max(1, pages), self._store.file.slots)
             for each in held:
                 table.pin(each)
@@ -242,11 +243,16 @@ class SSDTier:
 
     def _grow(self) -> bool:
         """Add the slots that commits of other runs keep of this run's spare ones. Returns whether there were any."""
+        return self._grow_to(self._table.pages + self._spare)
+
+    def _grow_to(self, slots: int) -> bool:
+        """Grow to so many slots in addition to those that commits of other runs keep. Returns whether that added
+        any."""
         others = (
             self._commits[c] for c, run in self._run_of.items() if c in self._commits and run not in self._own_runs
         )
         before, kept = self._table.slots, len(slots_of(others))
-        self._store.grow(self._table.pages + self._spare + kept, kept)
+        self._store.grow(slots + kept, kept)
         self._table.grow(self._store.file.slots)
         return self._table.slots > before
 
