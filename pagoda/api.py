@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pagoda.autograd.activations.blocks import refuse_own_checkpointing
 from pagoda.autograd.loss_scale import LossScaler
-from pagoda.budgets import budgets_of, compute_device, memory_of_rank
+from pagoda.budgets import budgets_of, compute_device, memory_of_rank, second_placement
 from pagoda.checkpoint.export import exported_by_reference
 from pagoda.checkpoint.model_config import model_of
 from pagoda.checkpoint.pretrained import attach_tensors, attach_weights
@@ -46,8 +46,12 @@ from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.combinations import check_experts_of_stages, check_features
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.options import Options
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.ranks import ALONE
+from pagoda.plan.second_placement import SecondPlacement
 from pagoda.plan.tiers import SSD
+from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.prepare.compiled import compiled_in_place
 from pagoda.prepare.construct import Builder, describe, init, live_units, move_buffers, owners_of
@@ -175,7 +179,13 @@ class _Wrapping:
         self._states = rule.states(training.precision)
         check_features(Options.of(training, memory), self._states, training.tile_bytes is not None)
         _check_activations(training, memory, model, mesh)
+        if memory.adapt_after is not None and training.staleness is not None:
+            raise ConfigError(
+                "memory.adapt_after moves states once all updates have ended, which changes what asynchronous updates "
+                "compute: leave it out, or use update='sync'."
+            )
         self._links = Links.open(mesh)
+        self._asked = memory
         self._memory = memory if mesh.everyone.size == 1 else memory_of_rank(memory, mesh.everyone)
 
     def wrapped(self, param_groups: ParamGroups | None, reserve: Reserve) -> PagedOptimizer:
@@ -215,6 +225,7 @@ class _Wrapping:
         try:
             self._move_in(engine, tiling)
             paged = PagedOptimizer(model, rule, engine, groups, training.sync_steps)
+            engine.begin_measuring()
             if training.batch_tiles is not None:
                 setattr(model, _TILED, TiledBlocks(tiled_blocks, training.batch_tiles))
             if training.sequence_tiles is not None:
@@ -241,6 +252,7 @@ class _Wrapping:
             device,
             LossScaler(self._training.scaling),
             self._links,
+            second_placement(self._asked, plan.budgets),
         )
 
     def _check_stages(self, groups: int) -> None:
@@ -258,10 +270,13 @@ class _Wrapping:
         states, budgets = self._states, budgets_of(self._memory)
         root = describe(self._model, trained, states[0].dtype, states[0].whole)
         mesh, transport, options = self._mesh, self._links.ranks, Options.of(self._training, self._memory)
-        if transport is None:
-            plan = make_plan(root, states, budgets, options)
-        else:
+        if transport is not None:
             budgets = least_budgets(transport, budgets)
+        second = second_placement(self._asked, budgets)
+        make = partial(self._made, second, root, budgets, options)
+        if transport is None:
+            plan = make()
+        else:
             check_equal(
                 transport,
                 model=rank_independent_text(root, root),
@@ -270,7 +285,6 @@ class _Wrapping:
                 options=options,
                 clip=self._training.clip_grad_norm,
             )
-            make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
             plan = agreed_plan(transport, make, root)
         _check_extents(self._rule, plan)
         if plan.layout.expert_units:
@@ -279,8 +293,20 @@ class _Wrapping:
             return plan
         budget = self._memory.activation_bytes
         room = _free_beside(plan, device, mesh.world.local_size) if budget is None else budget
+        if second is not None:
+            room = second.room_for_activations(room, plan)
         options = replace(plan.options, activation_bytes=room, activations_limited=budget is not None)
         return replace(plan, options=options)
+
+    def _made(self, second: SecondPlacement | None, root: ModuleSpec, budgets: Budgets, options: Options) -> Plan:
+        """The plan of this rank. Raises BudgetError."""
+        mesh = self._mesh
+        ranks, rank = (ALONE, None) if self._links.ranks is None else (mesh.ranks, mesh.rank)
+
+        def make(options: Options) -> Plan:
+            return make_plan(root, self._states, budgets, options, ranks, rank=rank)
+
+        return make(options) if second is None else second.first_plan(make, options)
 
     def _move_in(self, engine: Engine, tiling: Tiling) -> None:
         """Write the values of every state to its home, and move buffers. With several ranks, the values are those of

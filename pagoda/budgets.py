@@ -15,6 +15,7 @@ from pagoda.memory.ram import filesystem_in_ram, free_ram
 from pagoda.memory.ssd.record import bytes_of_stores
 from pagoda.mesh.world import World
 from pagoda.plan.placement import Budgets
+from pagoda.plan.second_placement import SecondPlacement
 
 HOST_SHARE = 0.8
 """Share of the free RAM that an open host budget may take. Activations need the rest."""
@@ -26,7 +27,15 @@ def budgets_of(memory: Memory) -> Budgets:
     Raises StorageError for an SSD directory that cannot be used.
     """
     host = int(free_ram() * HOST_SHARE) if memory.host_bytes is None else memory.host_bytes
-    return Budgets(host, memory.device_bytes, ssd_budget(memory))
+    return Budgets(host, memory.device_pages, ssd_budget(memory))
+
+
+def second_placement(memory: Memory, first: Budgets) -> SecondPlacement | None:
+    """When homes are chosen again, and from what. None if they stay. `first`: the budgets of all ranks."""
+    if memory.adapt_after is None:
+        return None
+    host = int(first.host / HOST_SHARE) if memory.host is None else None
+    return SecondPlacement(memory.adapt_after, memory.device_bytes, host)
 
 
 def ssd_budget(memory: Memory, ranks: int = 1) -> int | None:

@@ -1,15 +1,16 @@
 """The engine: owns all parts of a run on a live model, and connects them."""
 
 import atexit
+import gc
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -20,7 +21,7 @@ from pagoda.autograd.loss_scale import LossScaler
 from pagoda.autograd.stepper import Norms, Stepper
 from pagoda.autograd.uses import Uses
 from pagoda.config.training import Precision
-from pagoda.errors import StorageError, UsageError
+from pagoda.errors import BudgetError, StorageError, UsageError
 from pagoda.memory.page import PageRun
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
@@ -30,8 +31,9 @@ from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
+from pagoda.plan.second_placement import Needs, SecondPlacement
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD, update_threads
-from pagoda.process import forks, start_thread
+from pagoda.process import forks
 from pagoda.ranks.rank_group import RankGroup
 from pagoda.ranks.stages import Links
 from pagoda.ranks.transport import Transport
@@ -39,80 +41,24 @@ from pagoda.runtime.capture import Capture, CapturedPiece, Saver
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import GradientBuffers
-from pagoda.runtime.lanes import THREAD_NAMES, Lane, open_lanes
+from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.leases import Fetcher
 from pagoda.runtime.meter import StepMeter
+from pagoda.runtime.needs import NeedsMeter
 from pagoda.runtime.stats import StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
-from pagoda.runtime.updates import UpdateStream
 from pagoda.schedule.event_log import open_scheduler
+from pagoda.schedule.operations import schedule_plan
 from pagoda.simulate.timeline import Timeline
+from pagoda.threads import Threads, end_dropped, give_back
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
+T = TypeVar("T")
 _log = logging.getLogger("pagoda")
-
-_CLOSE_S = 600.0
-"""Longest time that the garbage collector waits for an engine's threads. They could be waiting for a lock that its
-caller holds."""
-
-
-@dataclass(frozen=True)
-class Threads:
-    """All threads of an engine. Neither they nor the objects that they use keep the engine alive."""
-
-    lanes: Mapping[str, Lane]
-    updates: UpdateStream
-    saver: Saver
-    rank_group: RankGroup | None
-
-    def end(self, stack: ExitStack) -> None:
-        """Register calls with `stack` that finish the work of all threads and join them."""
-        for lane in self.lanes.values():
-            stack.callback(lane.clear)
-        # From the last: each feeds those before it.
-        for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
-            stack.callback(self.lanes[name].close)
-        stack.callback(self.updates.close)
-        if self.rank_group is not None:
-            stack.callback(self.rank_group.close)
-        stack.callback(self.saver.close)
-
-
-def give_back(executor: Executor, store: Store) -> None:
-    """Release memory and SSD space. If someone still holds weights, the device's memory stays, because tensors there do
-    not keep it alive."""
-    held = executor.close()
-    store.close(device=not held)
-
-
-def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) -> None:
-    """End the threads of an engine that was dropped without `close`, and release its memory and SSD space.
-
-    Updates that have not begun are not carried out. `since` is `forks()` in the engine's process. In other processes,
-    this does nothing.
-    """
-    if since != forks():
-        return
-    closer = start_thread(_end, f"{THREAD_NAMES}closer", threads, executor, store)
-    # Ranks end when all of them have dropped their engines. A thread of an engine must not wait for itself.
-    if threads.rank_group is None and not threading.current_thread().name.startswith(THREAD_NAMES):
-        closer.join(_CLOSE_S)
-
-
-def _end(threads: Threads, executor: Executor, store: Store) -> None:
-    refusal = UsageError("The optimizer was dropped without close().")
-    try:
-        with ExitStack() as stack:
-            stack.callback(give_back, executor, store)
-            threads.end(stack)
-            threads.updates.refuse(refusal)
-    except Exception as error:
-        _log.warning("An optimizer was dropped without close(), and its end failed: %s", error)
-    refusal.__traceback__ = None  # its frames would keep memory until the next collection
 
 
 @atexit.register
@@ -144,8 +90,12 @@ class Engine:
         device: Device,
         scaler: LossScaler,
         links: Links,
+        second: SecondPlacement | None = None,
     ) -> None:
-        """`links`: this process's place among the ranks, and the means to communicate with them."""
+        """`links`: this process's place among the ranks, and the means to communicate with them. `second`: when homes
+        are chosen again."""
+        self._second = second
+        self._needs = None if second is None else NeedsMeter(device, second.device or 0)
         self.units = units
         self.stats = StepStats()
         self.timeline: Timeline | None = None
@@ -219,6 +169,73 @@ class Engine:
             self.accesses.end_step()
             self._step += 1
             self._take_stats(norms, scale, replanned)
+            if self._second is not None and self._needs is not None:
+                self._place_again(self._second, self._needs)
+
+    def begin_measuring(self) -> None:
+        """Steps begin. What they need beside pages counts from now on."""
+        if self._needs is not None:
+            self._needs.begin()
+
+    def _place_again(self, second: SecondPlacement, meter: NeedsMeter) -> None:
+        """A step has ended. Measure. If it was the last before the second placement, move states, or if someone holds
+        weights, after the next step."""
+        meter.end_step(self.store, self.stats.activation_bytes.kept)
+        if self._step < second.after:
+            return
+        needs = reduce(Needs.or_more, self._of_all_ranks("what steps have needed", meter.needs))
+        plan = second.plan(self.plan, needs)
+        if not all(self._of_all_ranks("the second placement", plan is not None and self.store.may_move)):
+            self._second = None
+        elif plan is not None and self._can_move():
+            self._second = None
+            if self._move(plan):
+                self.stats = replace(self.stats, moved=plan.reasons[-1])
+            self.restart_clock()
+
+    def _can_move(self) -> bool:
+        """Whether states can move now. Waits until nothing is under way. Returns False if someone holds weights, on any
+        rank."""
+        self.settle()
+        self.accesses.agree("moving states to other homes")
+        self.accesses.wait_until_idle()
+        self.saver.settle()
+        if self.leases.held:
+            gc.collect()  # reference cycles may keep views of leases alive
+        return not any(self._of_all_ranks("whether weights are held", self.leases.held))
+
+    def _move(self, plan: Plan) -> bool:
+        """Move states to their homes in another plan of the same units, on all ranks. Returns False, with states as
+        before, if a tier has no room because something else has taken it.
+
+        Raises StorageError if a drive fails. States are then damaged.
+        """
+        try:
+            self._executor.let_go()
+            moved = True
+            try:
+                self.store.move(plan)
+            except BudgetError as error:
+                _log.warning("States stay where they were: %s", error)
+                moved = False
+            if not all(self._of_all_ranks("whether states could move", moved)):
+                plan, moved = self.plan, False
+                self.store.move(plan)
+            self.plan = self.accesses.plan = plan
+            self.accesses.tell(self.scheduler.moved, schedule_plan(plan))
+            self._speculations = 0, 0
+            for part in (self.gradients, self.leases, self._threads.updates, self.rank_group, self.graphs):
+                if part is not None:
+                    part.take_memory()
+        except BaseException as error:
+            self.damage.note(error)
+            raise
+        # No rank goes on before all have moved, because it may ask others for weights.
+        self._of_all_ranks("the end of moving states", None)
+        return moved
+
+    def _of_all_ranks(self, what: str, mine: T) -> list[T]:
+        return [mine] if self.rank_group is None else self.rank_group.announce(what, mine)
 
     def restart_clock(self) -> None:
         """Count waits from now. Bytes that lanes have moved since the last step still count."""
@@ -424,7 +441,7 @@ class Engine:
             peaks[tier] = peaks.get(tier, 0) + scheduler.usage.most_frames * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
-        if self.store.ssd is not None:
+        if self.store.ssd is not None and SSD in self.plan.placement.lines:
             peaks[SSD] = self.store.ssd.peak_bytes
         for tier, nbytes in self.graphs.peak_bytes.items():
             peaks[tier] = peaks.get(tier, 0) + nbytes

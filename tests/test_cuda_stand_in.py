@@ -37,7 +37,10 @@ def gpu_tests(chosen: str, timeout: float = 300) -> str:
 
 def test_placements_on_a_gpu_give_the_same_bits_without_a_race_and_a_step_waits_for_no_copy() -> None:
     placements = "(users and llama and checkpoint and test_placement or during or resident) and (ssd or home)"
-    others = "sees or one_without_a_race and 3 or refused or first_did_not and both or peak_memory or waits_for_no_copy"
+    others = (
+        "second_placement and poison and drive or sees or one_without_a_race and 3 or refused or "
+        "first_did_not and both or peak_memory or waits_for_no_copy"
+    )
     rules = (
         "share_buffers or asynchronous and home and 2 or gradients and home or muon and not fp32 or adafactor and both"
     )
@@ -101,6 +104,15 @@ def test_the_program_trains_on_it_in_every_mode(options: tuple[str, ...], tmp_pa
     sizes = ("--memory.device", "24MiB", "--memory.host", "256MiB", "--memory.ssd", f"{tmp_path}:512MiB")
     shape = ("--model", "gpt-2x64", "--batch-size", "2", "--seq-len", "32", "--steps", "4")
     said = run("-c", TRAIN, "train", *shape, *sizes, "--out", str(tmp_path / "run"), *options)
+    assert said.splitlines()[-1] == "[]"
+
+
+@pytest.mark.slow
+def test_the_program_gives_the_gpu_by_default_what_its_first_steps_leave_free(tmp_path: Path) -> None:
+    shape = ("--model", "gpt-2x64", "--batch-size", "2", "--seq-len", "32", "--steps", "3", "--memory.host", "256MiB")
+    said = run("-c", TRAIN, "train", *shape, "--out", str(tmp_path / "run"))
+    assert "--memory.adapt-after 2: until then, pages take 50% of it" in " ".join(said.split())
+    assert "After 2 steps, activations and all else but pages had taken" in " ".join(said.split())
     assert said.splitlines()[-1] == "[]"
 
 

@@ -29,6 +29,7 @@ HOUSE = (
     "checkpoint",
     "models",
     "engine",
+    "threads",
     "autograd",
     "ranks",
     "runtime",

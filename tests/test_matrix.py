@@ -65,9 +65,11 @@ UPDATED, HOME, BOTH = "updated-on-device", "home-on-device", "both-on-device"
 some and is home to a part of their states."""
 UPDATED_FROM_SSD = "updated-on-device-from-ssd"
 """As UPDATED, with as much on SSD as can be."""
-PLACES = (RAM, *PLACEMENTS, UPDATED, UPDATED_FROM_SSD, HOME, BOTH)
-ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD)
-NO_WEIGHTS_IN_RAM = (ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD)
+ADAPTING = "adapting"
+"""As ARENA_ALL_ON_SSD for one step, and then home to what fits."""
+PLACES = (RAM, *PLACEMENTS, UPDATED, UPDATED_FROM_SSD, HOME, BOTH, ADAPTING)
+ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD, ADAPTING)
+NO_WEIGHTS_IN_RAM = (ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD, ADAPTING)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
@@ -117,6 +119,7 @@ def possible(case: Case) -> bool:
         (place == RAM and activations in OFFLOADS)  # nowhere to go
         or (case.get("rule") in WHOLE and update == "async" and place in NO_WEIGHTS_IN_RAM)
         or (case.get("tiles") == "sequence" and case.get("model") == "conv")  # it has no tokens
+        or (place == ADAPTING and update == "async")
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -179,9 +182,12 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
             beside += slot_count(layout) * slot_pages(layout)
         device = (layout.lease_pages(ahead=1) + beside) * page
         memory = replace(memory, device=f"cpu:{device}", split=split)
+        if place == ADAPTING:
+            homes = sum(map(layout.total_pages, (*(state.name for state in layout.states), GRAD)))
+            memory = replace(memory, device=f"cpu:{2 * device + homes * page + (1 << 20)}", adapt_after=1)
         options = replace(options, split=split)
     if place in ON_SSD:
-        host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options)
+        host = least_host(root, states, Budgets(page, memory.device_pages, 1 << 40), options)
         if place == HOST_WEIGHTS:
             pages = range(host // page, (64 << 20) // page)
             host = page * pages[bisect(pages, False, key=lambda count: holds(count * page, root, states, options))]
@@ -236,8 +242,10 @@ def check(case: Case, directory: Path) -> None:
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
     there = plan.placement.units_with("device", ["weight"])
     updating = (UPDATED, UPDATED_FROM_SSD, BOTH)
-    for units, places in ((plan.placement.passing, updating), (there, (HOME, BOTH))):
+    for units, places in ((plan.placement.passing, updating), (there, (HOME, BOTH, ADAPTING))):
         assert not units or place in places or (place == HOME and case["rule"] in COPIED)
+        if place == ADAPTING and case["rule"] in COPIED:
+            continue
         assert units or small or place not in places
     bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}
     # What a model does itself may add gradients up in another order.

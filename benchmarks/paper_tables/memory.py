@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from pagoda.config.memory import Split
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.options import Options
 from pagoda.plan.placement import BOUNCE, CHECKPOINT, Budgets
@@ -20,7 +21,8 @@ def pagoda_bytes(name: str, ranks: int, stage: int) -> int:
     """Bytes of model state, gradients included, that a real plan of one of `ranks` ranks has, in whole pages."""
     shape = PAPER_SHAPES[name]
     shared = Ranks(ranks, min(16, ranks), stage)  # type: ignore[arg-type]
-    plan = make_plan(tree(shape), STATES, Budgets(ROOM, ROOM), Options(unit_limit=UNIT_BYTES), shared)
+    options = Options(unit_limit=UNIT_BYTES, split=Split())
+    plan = make_plan(tree(shape), STATES, Budgets(ROOM, ROOM), options, shared)
     return sum(nbytes for line, nbytes in plan.bytes["host"].items() if line not in (BOUNCE, CHECKPOINT))
 
 

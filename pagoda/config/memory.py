@@ -17,10 +17,14 @@ Size = Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")]
 """Bytes, or text such as "20GiB" (multiples of 1024) or "20GB" (multiples of 1000)."""
 
 
+FIRST_SHARE = 0.5
+"""Share of a device's memory that pages may take until it is known what else needs it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What a GPU does besides computing. The defaults are the planner's first choice. `pagoda train --plan search`
-    tries others.
+    """What a GPU does besides computing. The planner's first choice is `Split(device_home_share=None)`. `pagoda train
+    --plan search` tries others.
 
     Raises ConfigError for a share that is out of range.
     """
@@ -28,20 +32,22 @@ class Split:
     device_update_share: float = 0.0
     """Largest share of the parameters that the GPU updates. Their states pass through it, block by block, while the CPU
     updates the others. Muon and `Optim` need 0 or 1, because their bits differ on a GPU."""
-    device_home_share: float = 0.0
+    device_home_share: float | None = 0.0
     """Largest share of the GPU's memory that is home to states and gradients, which are updated there. The memory that
     leases and the update ring need does not count. By itself, this makes the GPU home to whole units. With
     `device_update_share`, if RAM holds the rest, the GPU is home to weights first, then to gradients, then to moments
-    of the parameters that it updates."""
+    of the parameters that it updates. None: it is home to whole units as far as all weights of the others can still be
+    leased at once."""
 
     def __post_init__(self) -> None:
         for name in ("device_update_share", "device_home_share"):
-            require(0 <= getattr(self, name) <= 1, f"split.{name}", getattr(self, name), "from 0 to 1")
+            share = getattr(self, name)
+            require(share is None or 0 <= share <= 1, f"split.{name}", share, "from 0 to 1")
 
     def __str__(self) -> str:
+        home = "what leases leave" if self.device_home_share is None else f"{self.device_home_share:.0%}"
         return (
-            f"{self.device_update_share:.0%} of updates run on the device, and {self.device_home_share:.0%} of it is "
-            "home to states (as set)."
+            f"{self.device_update_share:.0%} of updates run on the device, and {home} of it is home to states (as set)."
         )
 
 
@@ -60,7 +66,7 @@ class Memory(Settings):
     device: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """SIZE: compute on the current CUDA GPU, and use that much of its memory for pages. cpu:SIZE: compute on the CPU,
     with separate RAM in place of a GPU's memory, to test without a GPU. By default the CPU computes, with weights in
-    host RAM. `pagoda train` takes half of the GPU's free memory by default, if there is a GPU."""
+    host RAM. `pagoda train` takes the GPU's free memory by default, if there is a GPU."""
     host: Size = None
     """RAM for pages. By default 80% of the free RAM, or in a container, 80% of what its limit leaves free."""
     ssd: Annotated[str | Path | None, tyro.conf.arg(metavar="DIR[:SIZE][,DIR[:SIZE]...]")] = None
@@ -77,6 +83,11 @@ class Memory(Settings):
     activations: Size = None
     """With activations "auto": memory for activations, in addition to pages. By default 80% of what pages leave
     free."""
+    adapt_after: int | None = None
+    """Number of steps after which homes of states are chosen again, once, from what these steps have left free: the
+    GPU then holds more states, or fewer. The size of `device` is then for everything on the GPU; until then pages take
+    half of it. Without `host`, RAM is measured too. Later steps must need no more memory than these. No result changes.
+    By default homes stay. `pagoda train` sets 2 if it chooses `device`."""
     ssd_checkpoints: Annotated[int | None, tyro.conf.Suppress] = None
     """Number of checkpoints that keep their pages on SSD instead of copying them. Training then writes to other pages,
     so each of these checkpoints takes as much SSD space as the weights and moments there. 0: every checkpoint copies
@@ -89,6 +100,8 @@ class Memory(Settings):
         if page is not None:
             fits = page > 0 and page % PAGE_ALIGN == 0 and page & (page - 1) == 0
             require(fits, "memory.page_size", page, f"a power of two and a multiple of {PAGE_ALIGN}")
+        if self.adapt_after is not None:
+            require_count("memory.adapt_after", self.adapt_after, 1)
         if self.ssd_checkpoints is not None:
             require_count("memory.ssd_checkpoints", self.ssd_checkpoints, 0)
 
@@ -124,6 +137,12 @@ class Memory(Settings):
                 "for an arena in RAM that stands in for one."
             )
         return parse_bytes(size, "memory.device")
+
+    @property
+    def device_pages(self) -> int | None:
+        """Most bytes of the device for pages in the first steps."""
+        whole = self.device_bytes
+        return whole if whole is None or self.adapt_after is None else int(whole * FIRST_SHARE)
 
     @property
     def ssd_directories(self) -> Mapping[Path, int | None]:

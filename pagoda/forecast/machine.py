@@ -13,6 +13,7 @@ from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import ALONE, Ranks
+from pagoda.plan.second_placement import left_for_pages
 from pagoda.plan.tiers import DEVICE, HOST
 from pagoda.simulate.hardware import Figure, Hardware, hardware_file, read_hardware
 from pagoda.simulate.machines import MACHINES, find_machine
@@ -136,8 +137,15 @@ def _device_budget(machine: Machine, memory: Memory, activations: ActivationEsti
         raise ConfigError(f"memory.device is {memory.device!r}, but hardware {hardware.name!r} {reason}")
     if asked is not None:
         here = f"an arena in RAM of {format_bytes(asked)}" if computes_on_cpu else f"{memory.device} as asked"
-        notes.append(f"device: {here}.")
-        return asked
+        if memory.adapt_after is None:
+            notes.append(f"device: {here}.")
+            return asked
+        left = max(memory.device_pages or 0, left_for_pages(asked, activations.total))
+        notes.append(
+            f"device: {here}, less what about {format_bytes(activations.total)} of activations need, after "
+            f"{memory.adapt_after} steps."
+        )
+        return left
     if hardware.device is None:
         return None
     whole = int(hardware.device.memory_bytes.value)

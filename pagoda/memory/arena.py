@@ -10,6 +10,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
 from pagoda.errors import BudgetError, ConfigError
@@ -68,7 +69,7 @@ class Arena:
             self.populate(growing=True)
 
     def populate(self, growing: bool = False) -> None:
-        """Take all the memory from the system now, in pieces, on all cores. Only for a new arena: it stays zero.
+        """Take all the memory from the system now, in pieces, on all cores. Its contents stay.
 
         First touch by one thread is slow on virtual machines: 0.1 to 0.3 GB/s where the host has no free memory ready.
         `growing`: wait before each round of pieces until that much RAM is free. Otherwise a machine without it would
@@ -107,6 +108,28 @@ class Arena:
         """
         self._memory_with(offset, nbytes)
         ctypes.memset(self.address + offset, 0xFF, nbytes)
+
+    def lock(self) -> None:
+        """Page-lock the memory, if copies to a device need that. Its contents stay."""
+
+    def unlock(self) -> None:
+        """Undo `lock`."""
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Return the memory of [offset, offset + nbytes), whose contents are lost, to the system. Both are multiples of
+        4096. The arena must not be locked. Raises ValueError like `view`."""
+        self._memory_with(offset, nbytes).madvise(mmap.MADV_DONTNEED, offset, nbytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of it that are in RAM now. 0 once it is closed."""
+        if self._memory is None:
+            return 0
+        pages = np.zeros(-(-self.nbytes // mmap.PAGESIZE), np.uint8)
+        address, size = ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes)
+        if _libc.mincore(address, size, ctypes.c_void_p(pages.ctypes.data)) != 0:
+            return self.nbytes
+        return min(self.nbytes, int((pages & 1).sum(dtype=np.int64)) * mmap.PAGESIZE)
 
     def close(self) -> None:
         """Free the memory as soon as no tensor or view of it is alive. Idempotent.
@@ -158,7 +181,7 @@ def _wait_for_ram(start: int, stop: int, nbytes: int) -> None:
 
 
 def _touch(address: int, nbytes: int) -> None:
-    """Take new, zero memory from the system. Releases the GIL."""
+    """Take memory from the system, and keep its contents. Releases the GIL."""
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
         return
     code = ctypes.get_errno()
@@ -167,7 +190,8 @@ def _touch(address: int, nbytes: int) -> None:
             f"the system could not provide {format_bytes(nbytes)} of memory that it had mapped: {os.strerror(code)}; "
             "give this tier less"
         )
-    ctypes.memset(address, 0, nbytes)
+    first_bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))[:: mmap.PAGESIZE]
+    np.bitwise_or(first_bytes, 0, out=first_bytes)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
@@ -50,26 +51,40 @@ class CudaArena(Arena):
         storage = torch._C._construct_storage_from_data_pointer(self.address + offset, device, nbytes)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
+    @property
+    def resident_bytes(self) -> int:
+        return 0
+
     def poison(self, offset: int, nbytes: int) -> None:
         """Fill with 0xFF, after all work that is queued on the current stream."""
         self._memory_with(offset, nbytes)[offset : offset + nbytes].fill_(0xFF)
 
 
 class PinnedArena(Arena):
-    """An `Arena` with page-locked RAM of exactly this size, so that a GPU copies from and to it at the link's rate.
+    """An `Arena` of exactly this size that can be page-locked, so that a GPU copies from and to it at the link's rate.
 
     torch rounds its own pinned allocations up to a power of two (pytorch issue 95823).
     """
 
-    def __init__(self, nbytes: int) -> None:
-        """Raises like `Arena`, and BudgetError if the system refuses to lock that much."""
+    def __init__(self, nbytes: int, locked: bool = True) -> None:
+        """Raises like `Arena`, and like `lock` if it is `locked` at once."""
         super().__init__(nbytes)
+        self._unlock: Callable[[], object] = lambda: None
+        if locked:
+            try:
+                self.lock()
+            except BudgetError:
+                self.close()
+                raise
+
+    def lock(self) -> None:
+        """Page-lock all of it. Raises BudgetError if the system refuses to lock that much."""
         self.populate()
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        nbytes, cudart = self.nbytes, torch.cuda.cudart()  # type: ignore[no-untyped-call]
         locked: list[int] = []
-        self._unlock = weakref.finalize(self, _unlock, cudart, locked, forks())
+        self._unlock = unlock = weakref.finalize(self, _unlock, cudart, locked, forks())
         """CUDA must let go of memory before it is unmapped, also if nobody closes the arena after an error."""
-        self._unlock.atexit = False
+        unlock.atexit = False
         for start in range(0, nbytes, REGISTERED_BYTES):
             address = self.address + start
             error = int(cudart.cudaHostRegister(address, min(REGISTERED_BYTES, nbytes - start), 0))
@@ -78,7 +93,7 @@ class PinnedArena(Arena):
                 # function, but its usual builds load CUDA's symbols for the whole process.
                 with suppress(AttributeError):
                     ctypes.CDLL(None).cudaGetLastError()
-                self.close()
+                self.unlock()
                 raise BudgetError(
                     f"CUDA could not page-lock {format_bytes(nbytes)} of RAM (error {error}). Lower memory.host, or "
                     "raise the limit on locked memory (ulimit -l).",
@@ -89,9 +104,12 @@ class PinnedArena(Arena):
             if start:
                 _seams.add(address)
 
+    def unlock(self) -> None:
+        self._unlock()
+
     def close(self) -> None:
         """Unlock the memory, and free it as soon as no tensor or view of it is alive. Idempotent."""
-        self._unlock()
+        self.unlock()
         super().close()
 
 

@@ -47,6 +47,23 @@ def ram_bytes(root: Path = _ROOT) -> int:
     return min([total, *(limit for limit, _ in _limits(root))])
 
 
+def resident_bytes(peak: bool = False, root: Path = _ROOT) -> int | None:
+    """Bytes of RAM that this process holds now, or at its `peak` since `restart_peak`. None if the system does not
+    tell."""
+    name = "VmHWM:" if peak else "VmRSS:"
+    found = (line.split() for line in _lines(root / "proc/self/status") if line.startswith(name))
+    return next((int(line[1]) * 1024 for line in found), None)
+
+
+def restart_peak(root: Path = _ROOT) -> bool:
+    """Count the peak of `resident_bytes` from now on. Returns False if the system does not let this process."""
+    try:
+        (root / "proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def filesystem_in_ram(path: Path, root: Path = _ROOT) -> str | None:
     """The type of the filesystem of a path if its files take RAM, such as "tmpfs". None for any other filesystem."""
     device = os.stat(path).st_dev

@@ -8,7 +8,8 @@ from pagoda.config.memory import Memory, Split
 from pagoda.config.training import ActivationMode, Training
 from pagoda.optim.rule import DTYPES
 
-DEFAULT_SPLIT = Split()
+DEFAULT_SPLIT = Split(device_home_share=None)
+"""The planner's first choice."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class _Placer:
         if self.split.device_update_share and self.device is not None:
             self.update_ring = slot_count(layout) * slot_pages(layout)
         self.trained = [unit for unit in layout.units if unit.trainable_numel]
-        self.on_ranks = layout.of_all_ranks() if self.split.device_home_share else [layout]
+        self.on_ranks = layout.of_all_ranks() if self.split.device_home_share != 0 else [layout]
         """The layouts of all ranks if they differ and units may live on the device, otherwise this one."""
         self.may_be_at_home: tuple[str, ...] = (
             WEIGHT,
@@ -391,13 +391,19 @@ class _Placer:
     def _at_home(self, whole_units: bool) -> frozenset[tuple[int, str]]:
         """(unit, state) pairs that live on the device: as many as fit the share of its memory that nothing else needs.
 
-        These are whole units. Or, if `whole_units` is false, all weights of the units that the device updates, then
-        their gradients, then the rest. The last unit is never among them, so there is always something to lease.
+        These are whole units: without a share, as many as let all others be leased at once. Or, if `whole_units` is
+        false, all weights of the units that the device updates, then their gradients, then the rest. The last unit is
+        never among them, so there is always something to lease.
         """
         layout, share = self.layout, self.split.device_home_share
-        if not share or self.device is None:
+        if share == 0 or self.device is None:
             return frozenset()
         units, everything = list(layout.units[:-1]), self.may_be_at_home
+        buffers = self.update_ring + reduce_buffers(layout).pages
+        if share is None:
+            room = self.device - buffers - sum(map(layout.lease_of, layout.units))
+            pages = {unit.index: self._most_at_home(unit, everything) - self._spared(unit) for unit in units}
+            return frozenset(product(first_that_fit(pages, room), everything))
         groups = [(units, everything)]
         if not whole_units:
             updated = on_device(self.trained, self.split.device_update_share)
@@ -406,8 +412,7 @@ class _Placer:
             gradients = everything.index(GRAD)
             weights, moments = everything[:gradients], everything[gradients + 1 :]
             groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
-        needed = layout.lease_pages() + self.update_ring + reduce_buffers(layout).pages
-        room = int(share * (self.device - needed))
+        room = int(share * (self.device - buffers - layout.lease_pages()))
         at_home: set[tuple[int, str]] = set()
         for of_units, states in groups:
             pages = {unit.index: self._most_at_home(unit, states) for unit in of_units}
@@ -415,6 +420,10 @@ class _Placer:
             room -= sum(pages[unit] for unit in fit)
             at_home.update(product(fit, states))
         return frozenset(at_home)
+
+    def _spared(self, unit: UnitSpec) -> int:
+        """Frames that leases do not need if a unit lives on the device."""
+        return 0 if self.layout.is_sliced(unit, WEIGHT) else self.layout.lease_of(unit)
 
     def _most_at_home(self, unit: UnitSpec, states: Sequence[str]) -> int:
         """Pages of the device that states of a unit take if they live there, on the rank that has most of them. The

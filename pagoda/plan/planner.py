@@ -52,6 +52,8 @@ class Plan:
     """The policies for activations, once their sizes are known from a step or an estimate."""
     exchanges: tuple[Exchange, ...] = ()
     """What compute sends to other ranks."""
+    unit_limit: int = 0
+    """The limit in bytes with which units were made."""
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -160,6 +162,12 @@ class Plan:
         """The same placement with another trace."""
         return replace(self, trace=trace)
 
+    def placed_in(self, budgets: Budgets) -> "Plan":
+        """The same units in other budgets. Raises BudgetError if they do not fit."""
+        layout, placement = _fit(self.layout.with_block_limit(BLOCK_ELEMENTS), budgets, self.options)
+        reasons = reasons_for(layout, placement, budgets, self.options, self.unit_limit)
+        return replace(self, layout=layout, budgets=budgets, placement=placement, reasons=reasons)
+
 
 def make_plan(
     root: ModuleSpec,
@@ -194,7 +202,7 @@ def make_plan(
     uses = forward_uses(root, layout.units)
     trace = assumed_trace([use.unit for use in uses], passes)
     activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
-    return Plan(layout, budgets, placement, options, trace, reasons, activations, tuple(exchanges))
+    return Plan(layout, budgets, placement, options, trace, reasons, activations, tuple(exchanges), limit)
 
 
 def _units_that_fit(
@@ -230,6 +238,8 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
         share = getattr(split, name)
         if refused is not None and share:
             raise ConfigError(f"split.{name} is {share}, but {refused}. memory.split=None chooses it.")
+    if refused is not None:
+        split = replace(split, device_home_share=0.0)
     splits = [split]
     # If RAM and SSD cannot hold everything, the device may.
     if options.split is None and refused is None:

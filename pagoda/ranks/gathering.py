@@ -41,9 +41,9 @@ class Gathering:
     _store: Store
     _units: Sequence[LiveUnit]
     _executor: Executor
-    _landing: torch.Tensor | None
-    """Weights that only other ranks want arrive here, uint8."""
     _lanes: dict[str, Lane]
+    _landing: torch.Tensor | None = None
+    """Weights that only other ranks want arrive here, uint8."""
     _shared: "SharedWeights | None" = None
     """If ranks have all weights: brings new weights to those that live on SSD."""
     _window: memoryview | None = None
@@ -57,12 +57,17 @@ class Gathering:
         self._most = MESSAGE_BYTES // self._dtype.itemsize
         """Elements of a message."""
         collectives.take_part |= {CollectiveKind.GATHER: self._give, CollectiveKind.SHARE: self._share_unasked}
-        shards_weights, pages = collectives.mesh.ranks.shards_weights, store.plan.placement.pages(HOST, SERVING)
-        if pages and shards_weights:
-            self._window = store.host.take(pages).view()
-        elif pages:
-            self._shared = SharedWeights(store, self._lanes)
+        shards_weights = collectives.mesh.ranks.shards_weights
         self._service = Service(collectives.transport, self._answer) if shards_weights else None
+
+    def take_memory(self, landing: torch.Tensor | None) -> None:
+        """Take the memory that the plan has for weights of other ranks. Those that only others want go to
+        `landing`."""
+        store, shards_weights = self._store, self._collectives.mesh.ranks.shards_weights
+        pages = store.plan.placement.pages(HOST, SERVING)
+        self._landing = landing
+        self._window = store.host.take(pages).view() if pages and shards_weights else None
+        self._shared = SharedWeights(store, self._lanes) if pages and not shards_weights else None
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
         """Complete a lease, shape [numel], if weights are sliced. This rank's slice lies there once `own` has

@@ -52,17 +52,29 @@ class RankGroup:
 
     def __post_init__(self) -> None:
         store, units, device, driver, lanes = self._store, self._units, self._device, self._executor.driver, self._lanes
-        layout = store.plan.layout
         self._shards = store.shards
         self._transport.connect(device.torch_device)
         self.collectives = Collectives(self.mesh, self._transport, store.shards, device, units, driver.scheduler)
-        landing = None
-        if reduce_buffers(layout).pages:
-            buffers = Buffers.open(store.device or store.host, layout, self._gradients.arriving)
-            landing, gradients = buffers.landing, self._gradients
-            self._reducer = Reducer(self.collectives, gradients, buffers, device, lanes["d2h"], driver)
-        self.gathering = Gathering(self.collectives, store, units, self._executor, landing, lanes)
+        buffers = self._open_buffers()
+        if buffers is not None:
+            self._reducer = Reducer(self.collectives, self._gradients, buffers, device, lanes["d2h"], driver)
+        self.gathering = Gathering(self.collectives, store, units, self._executor, lanes)
+        self.gathering.take_memory(None if buffers is None else buffers.landing)
         store.assemble = self._assemble
+
+    def take_memory(self) -> None:
+        """Take the memory that the store's plan, which is new, has for communication. Nothing is on its way."""
+        buffers = self._open_buffers()
+        if buffers is not None:
+            assert self._reducer is not None, "all plans of a run have buffers, or none"
+            self._reducer.use(buffers)
+        self.gathering.take_memory(None if buffers is None else buffers.landing)
+
+    def _open_buffers(self) -> Buffers | None:
+        store = self._store
+        if not reduce_buffers(store.plan.layout).pages:
+            return None
+        return Buffers.open(store.device or store.host, store.plan.layout, self._gradients.arriving)
 
     def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
         """A part's counterpart of `mine`, which is a tensor of this rank's part of the experts. The first rank of the

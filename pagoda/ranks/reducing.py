@@ -80,15 +80,21 @@ class Reducer:
         """Tells the scheduler that a gradient will be reduced. The stepper sets this and `refuse`."""
         self.refuse: Callable[[UnitGradient], None]
         """Raises the error for a gradient without a buffer."""
-        collectives, buffers, ranks = self._collectives, self._buffers, self._collectives.mesh.ranks
+        collectives, ranks = self._collectives, self._collectives.mesh.ranks
         self._early = self._driver.scheduler.plan.during_backward
         """Whether units are updated during backward."""
         self._tensor_parallel = ranks.tensor_parallel > 1
-        self._reduction = Reduction(collectives.shards, collectives.groups, buffers, ranks)
-        self._dtype, self._fills = buffers.dtype, buffers.fills
+        self._dtype = self._buffers.dtype
+        self.use(self._buffers)
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
         collectives.take_part[CollectiveKind.REDUCE] = self._take_part
+
+    def use(self, buffers: Buffers) -> None:
+        """Use these buffers from now on. No gradient is in others."""
+        collectives = self._collectives
+        self._reduction = Reduction(collectives.shards, collectives.groups, buffers, collectives.mesh.ranks)
+        self._fills = buffers.fills
 
     def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""

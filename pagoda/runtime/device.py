@@ -96,8 +96,23 @@ class Device:
         """The memory that leases are taken from."""
         return Arena(nbytes)
 
-    def host_arena(self, nbytes: int) -> Arena:
-        """RAM that `copy_in` reads and `copy_out` writes."""
+    def restart_peak(self) -> None:
+        """Count the peak of `needed_beside` from now on."""
+
+    def needed_beside(self, pages: Arena, whole: int, kept: int) -> int:
+        """Most bytes of the device that something other than `pages` has held since `restart_peak`. Pagoda may use
+        `whole` bytes of it, and graphs have kept `kept`."""
+        return kept
+
+    def settle(self) -> None:
+        """Wait until all work in all queues has ended."""
+
+    def free(self, arena: Arena) -> None:
+        """Return an arena's memory, so that another one can take it. Nothing will use it any more."""
+        arena.close()
+
+    def host_arena(self, nbytes: int, locked: bool = True) -> Arena:
+        """RAM that `copy_in` reads and `copy_out` writes once it is locked."""
         return Arena(nbytes)
 
     def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
@@ -201,8 +216,24 @@ class CudaDevice(Device):
     def arena(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.torch_device)
 
-    def host_arena(self, nbytes: int) -> Arena:
-        return PinnedArena(nbytes)
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def needed_beside(self, pages: Arena, whole: int, kept: int) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        by_others = max(0, whole - free - torch.cuda.memory_reserved(self.torch_device))
+        return torch.cuda.max_memory_reserved(self.torch_device) - pages.nbytes + by_others
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def free(self, arena: Arena) -> None:
+        self.settle()
+        arena.close()
+        torch.cuda.empty_cache()
+
+    def host_arena(self, nbytes: int, locked: bool = True) -> Arena:
+        return PinnedArena(nbytes, locked)
 
     def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
         from pagoda.optim import triton_kernels

@@ -84,7 +84,6 @@ class Executor:
     def __post_init__(self) -> None:
         gradients = self._gradients
         self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation))
-        self._on_device = self._store.plan.placement.on_device
         self._asynchronous = self._store.plan.options.max_staleness is not None
         self._do = {
             Kind.FETCH: self._fetch,
@@ -154,6 +153,12 @@ class Executor:
 
     def close(self) -> bool:
         """Release all memory. Every lane must have ended. Returns whether someone still holds weights of a lease."""
+        self._gradients.close()
+        return self.let_go()
+
+    def let_go(self) -> bool:
+        """Let go of all leases and gradients. No operation is under way. Returns whether someone still holds weights of
+        a lease."""
         for unit in self._units:  # the scheduler outlives this, with its records
             weights = self._scheduler.weights(unit.index)
             updates = [weights.update, weights.asking, weights.guess, weights.closed, *weights.later, *weights.sharing]
@@ -163,7 +168,7 @@ class Executor:
                 records += update.records
             for record in filter(None, records):
                 record.payload = None
-        self._gradients.close()
+        self._gradients.let_go()
         return self._leases.close()
 
     # --- operations ---
@@ -242,8 +247,7 @@ class Executor:
         store, unit = self._store, operation.unit
         extents = Extents(store.newest_extents(unit), store.extents(unit, operation.home))
         tell, scheduler = self.driver.tell, self._scheduler
-        on_device = operation.unit in self._on_device
-        if on_device:
+        if operation.unit in store.plan.placement.on_device:
             last.issued = self._device.fence()
 
         def weights_written(error: BaseException | None) -> None:

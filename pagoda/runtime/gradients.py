@@ -162,20 +162,26 @@ class GradientBuffers:
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """The dtype of a gradient on its way to its extent."""
         self._kernels = gradient_kernels(store.dtype(GRAD), self.arriving)
-        self._staging = store.host.take(store.plan.placement.pages(HOST, STAGING))
-        pages, (buffers, self._bounced) = store.plan.placement.pages(HOST, BOUNCE), store.plan.layout.bounce
-        landings = [store.host.take(pages // buffers) for _ in range(buffers if pages else 0)]
-        self._bounce = Ring(landing.tensor(self.arriving, self._bounced) for landing in landings)
-        """Buffers of shape [`_bounced`], in which gradients from a separate device land before they are added."""
-        self._adders = Lane("add", update_threads(torch.get_num_threads())) if pages else None
-        """Adds them."""
+        adds = store.plan.placement.pages(HOST, BOUNCE) > 0
+        self._adders = Lane("add", update_threads(torch.get_num_threads())) if adds else None
+        """Adds gradients from a separate device."""
         self._arrivals = itertools.count()
         self._opening = threading.Lock()
         """Held while a gradient is created, by compute's thread or the collective lane's."""
         self._of_step: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step. The scheduler's records of it hold the same object."""
         self._in_flight = InFlight[Handle]()
-        self._most_in_flight = store.plan.gradients_in_flight_bytes
+        self.take_memory()
+
+    def take_memory(self) -> None:
+        """Take the buffers that the plan has for gradients. There are no gradients yet."""
+        store, plan = self._store, self._store.plan
+        self._staging = store.host.take(plan.placement.pages(HOST, STAGING))
+        pages, (buffers, self._bounced) = plan.placement.pages(HOST, BOUNCE), plan.layout.bounce
+        landings = [store.host.take(pages // buffers) for _ in range(buffers if pages else 0)]
+        self._bounce = Ring(landing.tensor(self.arriving, self._bounced) for landing in landings)
+        """Buffers of shape [`_bounced`], in which gradients from a separate device land before they are added."""
+        self._most_in_flight = plan.gradients_in_flight_bytes
 
     # --- of this step ---
 
@@ -297,12 +303,15 @@ class GradientBuffers:
             gradient.unit, gradient.buffer[at : at + values.numel()], values, PAST, accumulate
         ).square_sum()
 
-    def close(self) -> None:
-        """Release all extents. Every lane must have ended."""
+    def let_go(self) -> None:
+        """Let go of all extents and buffers."""
         for gradient in self._of_step.values():
             gradient.place = None
         self._of_step.clear()
         self._bounce = Ring(())
+
+    def close(self) -> None:
+        """Join the threads that add gradients."""
         if self._adders is not None:
             self._adders.close()
 

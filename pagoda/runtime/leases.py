@@ -1,6 +1,6 @@
 """Leases: weights in compute's memory, for as long as something uses them, and how they get there."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -66,20 +66,14 @@ class Fetcher:
     """
 
     def __init__(
-        self, store: Store, units: Iterable[LiveUnit], device: Device, lanes: dict[str, Lane], scheduler: Scheduler
+        self, store: Store, units: Sequence[LiveUnit], device: Device, lanes: dict[str, Lane], scheduler: Scheduler
     ) -> None:
-        """Take the frames that the plan has for leases."""
-        plan = store.plan
-        frames = 0 if plan.lease_tier is None else plan.placement.pages(plan.lease_tier, LEASES)
-        self._region = (store.device or store.host).take(frames)
         self._store = store
+        self._units = units
         self._device = device
         self._lanes = lanes
         self._scheduler = scheduler
-        self._page_bytes = page = plan.page_bytes
-        pages = plan.placement.pages(HOST, FETCH_RING) // FETCH_SLOTS
-        self._piece_bytes = page * (pages or pages_for(_PIECE_BYTES, page))
-        self._ring = Ring(store.host.take(pages) for _ in range(FETCH_SLOTS if pages else 0))
+        self._page_bytes = store.plan.page_bytes
         self.gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None = None
         """With several ranks: gathers the other ranks' slices of a lease next to this rank's."""
         self._freed = PAST
@@ -89,8 +83,18 @@ class Fetcher:
         """Identity of a storage -> the lease whose weights lie there, even if it has ended."""
         self._filling: list[tuple[PageRun, Handle]] = []
         """Frames that were given back while they were being filled. The next fetch into them waits for that."""
+        self.take_memory()
+
+    def take_memory(self) -> None:
+        """Take the frames that the plan has for leases. There are no leases yet."""
+        store, plan = self._store, self._store.plan
+        frames = 0 if plan.lease_tier is None else plan.placement.pages(plan.lease_tier, LEASES)
+        self._region = (store.device or store.host).take(frames)
+        pages = plan.placement.pages(HOST, FETCH_RING) // FETCH_SLOTS
+        self._piece_bytes = self._page_bytes * (pages or pages_for(_PIECE_BYTES, self._page_bytes))
+        self._ring = Ring(store.host.take(pages) for _ in range(FETCH_SLOTS if pages else 0))
         in_frames = plan.leased_pages()
-        for unit in units:
+        for unit in self._units:
             if unit.index not in in_frames:
                 self.lease_home(unit)
 
@@ -161,9 +165,14 @@ class Fetcher:
         self._freed = self._device.fence()
         return True
 
+    @property
+    def held(self) -> bool:
+        """Whether someone holds weights of a lease, even of one that has ended."""
+        return any(lease.payload.held for lease in self._by_storage.values())
+
     def close(self) -> bool:
         """End every lease. Returns whether someone still holds weights of one."""
-        held = any(lease.payload.held for lease in self._by_storage.values())
+        held = self.held
         for lease in self._by_storage.values():
             lease.payload = None
         self._by_storage.clear()

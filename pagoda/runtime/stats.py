@@ -68,6 +68,8 @@ class StepStats:
     """Number of accesses to units by where they found the weights: in place, arrived, late, or nowhere (a fault)."""
     replanned: bool = False
     """True if this step changed the plan, because the model was used in another order than planned."""
+    moved: str | None = None
+    """What has moved to another tier after this step, and why, in one sentence. None if nothing has."""
     staleness: Mapping[str, Staleness] = field(default_factory=dict)
     """With asynchronous updates: unit -> how far its weights lag. Otherwise empty."""
     updates_kept: int = 0

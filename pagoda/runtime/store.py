@@ -2,15 +2,20 @@
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from pagoda.errors import StorageError
-from pagoda.memory.arena import copy_bytes
+from pagoda.memory.arena import Arena, copy_bytes, tensor_bytes
 from pagoda.memory.page import PageRun, pages_for
+from pagoda.memory.ram import free_ram
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.mesh.shards import Shards
@@ -22,10 +27,22 @@ from pagoda.plan.slices import Span
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device
+from pagoda.runtime.lanes import SSD_THREADS
 from pagoda.runtime.ring import Ring
 from pagoda.schedule.scheduler import Scheduler
 
 LOW = "weight_low"
+
+
+class _Move(NamedTuple):
+    """The newest values of a state of a unit, on their way to its home in another plan."""
+
+    tensor: torch.Tensor | None
+    """Where they are in memory, if they are there."""
+    run: PageRun | None
+    """Where they are on SSD, if they are there."""
+    to: Collection[tuple[int, str]]
+    """Unit and name of each extent to which they go."""
 
 
 class Store:
@@ -51,28 +68,43 @@ class Store:
     ) -> None:
         """`directories` of the SSD tier, each with its most bytes, or None for no limit. Raises the errors of
         `SSDTier`."""
-        self.plan = plan
         self._scheduler = scheduler
         self.shards = shards
         """The elements that the extents hold."""
         self.assemble: Callable[[UnitSpec, str, int, torch.Tensor], None] | None = None
         """Called on every rank at once: fills in the other ranks' elements of a state."""
         self._directories = directories
-        placement, page = plan.placement, plan.page_bytes
-        lines = placement.lines
         self._device = device
-        self.device = _open_device_tier(plan, device, poison)
-        """All pages of a separate device. None if compute reads RAM."""
-        self.host = Region.of(HOST, device.host_arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
+        self._poison = poison
         self.ssd: SSDTier | None = None
-        if SSD in lines:
-            assert directories, "a plan uses SSD only where there is a directory"
-            spare = placement.pages(SSD, SPARE) + placement.pages(SSD, UNDO)
-            self.ssd = SSDTier(directories, sum(lines[SSD].values()) - spare, page, spare)
+        self.writes = 0
+        """Number of calls of `write`."""
+        self._writing = threading.Lock()
+        """Held while elements on SSD are written: threads may write to different parts of one page."""
+        self._replacing = False
+        """Whether every state is being replaced."""
+        self._open(plan)
+        for (_, state), tensor in self._tensors.items():
+            if state != GRAD:
+                tensor.zero_()
+        self._make_room_on_ssd(plan)
+        self._place_on_ssd({})
+        self.host.arena.lock()
+
+    def _open(self, plan: Plan) -> None:
+        """Take the memory of a plan. Its extents have no values yet. Those on SSD get their pages from
+        `_place_on_ssd`."""
+        placement, page = plan.placement, plan.page_bytes
+        device = _open_device_tier(plan, self._device, self._poison)
+        host = self._device.host_arena(max(page, plan.peak_bytes.get(HOST, 0)), locked=False)
+        self.plan = plan
+        self.device = device
+        """All pages of a separate device. None if compute reads RAM."""
+        self.host = Region.of(HOST, host, page, poison=self._poison)
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._runs: dict[tuple[int, str], PageRun] = {}
         for unit in plan.units:
-            self._open(unit)
+            self._open_unit(unit)
         self.gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
         """unit -> all its gradient extents in RAM. There are several if gradients wait for updates."""
         slots = placement.ring_slots
@@ -86,14 +118,22 @@ class Store:
         """Frames for fp32 copies, if the rule computes on them."""
         self.spare = self.host.take(placement.pages(HOST, CHECKPOINT))
         """Frames for states that a checkpoint has not written when their next update comes."""
-        self.writes = 0
-        """Number of calls of `write`."""
-        self._writing = threading.Lock()
-        """Held while elements on SSD are written: threads may write to different parts of one page."""
-        self._replacing = False
-        """Whether every state is being replaced."""
-        self.host_bytes = page * sum(n for line, n in lines[HOST].items() if line not in (LEASES, STAGING))
+        self.host_bytes = page * sum(n for line, n in placement.lines[HOST].items() if line not in (LEASES, STAGING))
         """Bytes of homes and rings, without leases and staging, whose use varies."""
+
+    def _make_room_on_ssd(self, plan: Plan) -> None:
+        """Open the SSD tier that a plan needs, or let it grow. Raises StorageError and BudgetError."""
+        pages, spare = _pages_on_ssd(plan)
+        if self.ssd is not None:
+            self.ssd.make_room(pages, spare)
+        elif pages:
+            assert self._directories, "a plan uses SSD only where there is a directory"
+            self.ssd = SSDTier(self._directories, pages, plan.page_bytes, spare)
+
+    def _place_on_ssd(self, kept: Mapping[PageRun, PageRun]) -> None:
+        """Give the extents on SSD their pages. `kept`: run -> the run of before whose content it has."""
+        if self.ssd is not None:
+            self.ssd.rearrange(*_pages_on_ssd(self.plan), kept)
 
     def dtype(self, state: str) -> torch.dtype:
         """Dtype of a state."""
@@ -264,7 +304,7 @@ class Store:
         finally:
             self._replacing = False
 
-    def _open(self, unit: UnitSpec) -> None:
+    def _open_unit(self, unit: UnitSpec) -> None:
         """Take the pages of a unit's extents."""
         layout, placement = self.plan.layout, self.plan.placement
         states = [state.name for state in layout.states]
@@ -272,17 +312,15 @@ class Store:
             pages = layout.pages(unit, state)
             home = placement.home(unit.index, state)
             if pages and home == SSD and state in placement.lines[SSD]:
-                assert self.ssd is not None
-                self._runs[unit.index, state] = self.ssd.alloc(pages)
+                before = next(reversed(self._runs.values()), PageRun(0, 0))
+                self._runs[unit.index, state] = PageRun(before.stop, pages)
             elif pages and home == HOST and state in placement.lines[HOST]:
-                tensor = self.host.take(pages).tensor(self.dtype(state))
-                self._tensors[unit.index, state] = tensor if state == GRAD else tensor.zero_()
+                self._tensors[unit.index, state] = self.host.take(pages).tensor(self.dtype(state))
                 if unit.index in placement.speculated and state != GRAD:
-                    second = self.host.take(pages).tensor(self.dtype(state))
-                    self._tensors[unit.index, back(state)] = second.zero_()
+                    self._tensors[unit.index, back(state)] = self.host.take(pages).tensor(self.dtype(state))
             elif pages and home == DEVICE:
                 assert self.device is not None
-                self._tensors[unit.index, state] = self.device.take(pages).tensor(self.dtype(state)).zero_()
+                self._tensors[unit.index, state] = self.device.take(pages).tensor(self.dtype(state))
 
     def _gradient_extents(self, unit: UnitSpec) -> list[torch.Tensor]:
         home = self._tensors.get((unit.index, GRAD))
@@ -298,6 +336,87 @@ class Store:
         tier = self.device if self.lives_on_device(unit, state) else self.host
         assert tier is not None
         return tier
+
+    # --- another placement --------------------------------------------------------------------------------
+
+    def move(self, plan: Plan) -> None:
+        """Move every state to its home in another plan of the same units. Nothing may use states, leases or buffers
+        meanwhile, nor later those of before.
+
+        RAM holds each state once, because what has moved returns its old pages to the system. States on a separate
+        device pass through RAM.
+
+        Raises BudgetError if a tier has no room. States are then as before, but on a separate device they, and leases,
+        have no memory until a `move` to the plan of before. Raises StorageError if a drive fails. States are then lost.
+        """
+        self._make_room_on_ssd(plan)
+        if self.device is not None:
+            self._leave_device(self.device)
+        old = copy(self)
+        self._open(plan)
+        old.host.arena.unlock()
+        moves = [
+            _Move(
+                old._tensors.pop((unit.index, extent), None),
+                old._runs.get((unit.index, extent)),
+                {(unit.index, self.extent(unit.index, state, number)) for number in (0, 1)},
+            )
+            for unit in plan.units
+            for state, extent in old.newest_extents(unit.index).items()
+        ]
+        for outdated in old._tensors.values():
+            old._give_back(outdated)
+        with ThreadPoolExecutor(SSD_THREADS) as pool:
+            [*pool.map(partial(self._fill, old), moves)]
+        on_ssd = [(self._runs[key], move) for move in moves for key in move.to if key in self._runs]
+        self._place_on_ssd({run: move.run for run, move in on_ssd if move.run is not None})
+        for run, move in on_ssd:
+            if move.tensor is not None:
+                assert self.ssd is not None, "it has been opened"
+                self.ssd.store(run, 0, tensor_bytes(move.tensor))
+        old.host.arena.close()
+        self.host.arena.lock()
+        self._device.settle()
+
+    @property
+    def may_move(self) -> bool:
+        """Whether RAM has room for the states on a separate device, which pass through it when they `move`."""
+        return sum(tensor.nbytes for tensor in self._on_device.values()) <= free_ram()
+
+    @property
+    def _on_device(self) -> dict[tuple[int, str], torch.Tensor]:
+        """(unit, state) -> extent, for states on a separate device."""
+        homes = self.plan.placement.homes
+        return {key: at for key, at in self._tensors.items() if homes.get(key) == DEVICE and key[1] != GRAD}
+
+    def _leave_device(self, tier: Region) -> None:
+        """Copy the states on a separate device to RAM, and free its memory."""
+        for key, tensor in self._on_device.items():
+            self._tensors[key] = Arena(tensor.nbytes).tensor(0, tensor.numel(), tensor.dtype).copy_(tensor)
+        self._device.free(tier.arena)
+
+    def _fill(self, old: "Store", move: "_Move") -> None:
+        """Fill the extents in memory to which a state moves. If no other needs its old pages, `old` returns them."""
+        targets = [self._tensors[key].view(torch.uint8) for key in move.to if key in self._tensors]
+        for target in targets:
+            if move.tensor is not None:
+                target.copy_(move.tensor.view(torch.uint8))
+            elif move.run is not None:
+                landing = target if target.is_cpu else Arena(target.nbytes).tensor(0, target.nbytes, torch.uint8)
+                assert self.ssd is not None, "it has pages"
+                self.ssd.load(move.run, 0, tensor_bytes(landing))
+                if landing is not target:
+                    target.copy_(landing)
+        if move.tensor is not None and len(targets) == len(move.to):
+            old._give_back(move.tensor)
+
+    def _give_back(self, extent: torch.Tensor) -> None:
+        """Return an extent's pages to the system, if they are this plan's RAM."""
+        arena = self.host.arena
+        if extent.is_cpu and 0 <= (at := extent.data_ptr() - arena.address) < arena.nbytes:
+            arena.discard(at, extent.nbytes)
+
+    # ------------------------------------------------------------------------------------------------------
 
     def close(self, device: bool = True) -> None:
         """Release the tiers, and the device only if `device`. RAM is released with the last tensor in it."""
@@ -352,6 +471,12 @@ class Store:
                     torch.frombuffer(window[at : at + size], dtype=torch.uint8).zero_()
             return False
         return True
+
+
+def _pages_on_ssd(plan: Plan) -> tuple[int, int]:
+    """Pages that a plan has on SSD, and spare ones."""
+    spare = plan.placement.pages(SSD, SPARE) + plan.placement.pages(SSD, UNDO)
+    return sum(plan.placement.lines.get(SSD, {}).values()) - spare, spare
 
 
 def _open_device_tier(plan: Plan, device: Device, poison: bool) -> Region | None:

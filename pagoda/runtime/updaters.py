@@ -274,18 +274,21 @@ def open_update_stream(
     store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
 ) -> UpdateStream:
     """What carries out the updates of a plan, on the CPU and on the device."""
-    lane, updated = lanes["update"], store.shards.updated
-    plan = stream_plan(store.plan, lane.threads, lane.inline_bytes, lambda unit: len(updated(unit)))
-    on_device, gradient = bool(store.plan.placement.on_device), store.plan.layout.gradient_dtype
-    parts = store, lanes, plan
-    updaters: list[Updater]
-    if isinstance(rule, ElementwiseRule):
-        kernels = update_kernel(rule, precision, gradient), update_kernel(rule, precision, gradient, elsewhere=True)
-        updaters = [HostUpdater(*parts, kernels)]
-        if on_device:
-            updaters.append(DeviceUpdater(*parts, device.update_kernel(rule, precision, gradient), device))
-    else:
-        updaters = [HostParameterUpdater(*parts, None)]
-        if on_device:
-            updaters.append(DeviceParameterUpdater(*parts, None, device))
-    return UpdateStream(store, updaters, plan)
+    lane, updated, gradient = lanes["update"], store.shards.updated, store.plan.layout.gradient_dtype
+
+    def opened() -> tuple[list[Updater], StreamPlan]:
+        plan = stream_plan(store.plan, lane.threads, lane.inline_bytes, lambda unit: len(updated(unit)))
+        on_device, parts = bool(store.plan.placement.on_device), (store, lanes, plan)
+        updaters: list[Updater]
+        if isinstance(rule, ElementwiseRule):
+            kernels = update_kernel(rule, precision, gradient), update_kernel(rule, precision, gradient, elsewhere=True)
+            updaters = [HostUpdater(*parts, kernels)]
+            if on_device:
+                updaters.append(DeviceUpdater(*parts, device.update_kernel(rule, precision, gradient), device))
+        else:
+            updaters = [HostParameterUpdater(*parts, None)]
+            if on_device:
+                updaters.append(DeviceParameterUpdater(*parts, None, device))
+        return updaters, plan
+
+    return UpdateStream(store, opened)

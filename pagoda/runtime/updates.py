@@ -100,12 +100,11 @@ class UpdateStream:
     So a block is submitted to its lane by the thread that gives back the slot that it needs, and nothing waits.
     """
 
-    def __init__(self, store: Store, updaters: Sequence["Updater"], plan: StreamPlan) -> None:
-        """`updaters`: of the CPU, and of the device if it updates units."""
+    def __init__(self, store: Store, parts: Callable[[], tuple[Sequence["Updater"], StreamPlan]]) -> None:
+        """`parts` makes the updaters for the store's plan, of the CPU, and of the device if it updates units."""
         self._store = store
-        self._updaters = updaters
-        self._plan = plan
-        self._stream = Stream(plan)
+        self._parts = parts
+        self.take_memory()
         self._changed = threading.Condition(threading.Lock())
         """Held while the stream is used. Notified after every event."""
         self._starting: dict[int, list[Action]] = {}
@@ -113,6 +112,11 @@ class UpdateStream:
         self._refusal: BaseException | None = None
         """The error with which every further update fails."""
         self._do = {Do.READ: self._read, Do.UPDATE: self._update, Do.WRITE: self._write}
+
+    def take_memory(self) -> None:
+        """Take the memory that the store's plan has for updates. No update is under way."""
+        self._updaters, self._plan = self._parts()
+        self._stream = Stream(self._plan)
 
     def submit(self, update: RunningUpdate) -> None:
         """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.

@@ -55,6 +55,8 @@ class LoggedScheduler(Scheduler):
 
     def _encode(self, argument: object) -> dict[str, Any] | None:
         """An argument as JSON. None for what only the executor knows."""
+        if isinstance(argument, SchedulePlan):
+            return {"plan": asdict(argument)}
         if isinstance(argument, Operation):
             return {"operation": self._numbers[argument]}
         return {"access": [argument.unit, argument.phase]} if isinstance(argument, Access) else None
@@ -104,6 +106,8 @@ def _decode(operations: Sequence[Operation], encoded: dict[str, Any]) -> Any:
     if "access" in encoded:
         unit, phase = encoded["access"]
         return Access(unit, Phase(phase))
+    if encoded.keys() == {"plan"}:
+        return _decode_plan(encoded["plan"])
     return encoded
 
 

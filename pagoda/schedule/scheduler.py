@@ -39,13 +39,20 @@ class Scheduler:
     """
 
     def __init__(self, plan: SchedulePlan) -> None:
-        self.plan = plan
         self._out: list[Operation] = []
         self._under_way = 0
         """The number of operations that have not been reported as over."""
         routed = frozenset(unit for unit, of in enumerate(plan.units) if of.routed)
         self.order = Order(plan.trace, len(plan.units), routed)
         self.versions = Versions(plan)
+        self.steps = 0
+        """The number of steps that were taken, skipped or dropped."""
+        self.moved(plan)
+
+    def moved(self, plan: SchedulePlan) -> None:
+        """States have moved to their homes in another plan of the same units, and no lease is left. Nothing is queued
+        or under way, and no gradient waits."""
+        self.plan = plan
         self.gradients = Gradients(plan, self._issue)
         self.leases = Leases(plan, self.order, self.versions, self._issue)
         self.checkpoint = Checkpoint(plan, self.order, self.versions, self._issue)
@@ -53,8 +60,6 @@ class Scheduler:
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
         self.turns = Turns(plan, self.versions, self.leases, self.updates, self._issue)
-        self.steps = 0
-        """The number of steps that were taken, skipped or dropped."""
 
     # --- events of compute ---
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from pagoda.budgets import HOST_SHARE, compute_device
 from pagoda.checkpoint.pretrained import weight_files
+from pagoda.config.memory import FIRST_SHARE
 from pagoda.config.reading import Reading
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import MALLOC, estimate_activations
@@ -37,8 +38,8 @@ _STEPS = 100
 _LEAST_SEQUENCES = 8
 """Fewest sequences of a text. With less text, sequences are shorter."""
 _EVAL_SHARE, _LEAST_TO_HOLD_OUT = 0.05, 40
-_DEVICE_SHARE = 0.5
-"""Share of a GPU's free memory for pages. Activations take the rest."""
+_ADAPT_AFTER = 2
+"""Steps that show what activations need on a GPU."""
 _CHECKPOINTS = 10
 """Number of checkpoints in a run with asynchronous updates, unless the user gives another."""
 _LRS = {"random weights": 3e-4, "all of a pretrained model": 2e-5, "adapters": 2e-4}
@@ -95,9 +96,8 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
         asked = replace(asked, out=_new_directory(asked))
         reasons.append(f"--out {asked.out}")
     if asked.memory.device is None and torch.cuda.is_available():
-        free = int(torch.cuda.mem_get_info()[0] * _DEVICE_SHARE)
-        asked = replace(asked, memory=replace(asked.memory, device=str(free)))
-        reasons.append(f"--memory.device {format_bytes(free)}: {_DEVICE_SHARE:.0%} of the GPU's free memory")
+        asked, why = _of_gpu(asked, torch.cuda.mem_get_info()[0])
+        reasons += why
     if asked.depends_on_data:
         asked, why = _by_data(asked, ranks, console)
         reasons += why
@@ -109,6 +109,23 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
         asked = replace(asked, optim=replace(asked.optim, warmup_steps=warmup))
         reasons += why
     return asked, reasons
+
+
+def _of_gpu(asked: TrainConfig, free: int) -> tuple[TrainConfig, list[str]]:
+    """The configuration with a part of the GPU's `free` memory for pages, and why."""
+    after = asked.memory.adapt_after
+    if after is None and asked.staleness is None:
+        after = _ADAPT_AFTER
+    if after is None:  # a second placement would change what asynchronous updates compute
+        free = int(free * FIRST_SHARE)
+        why = [f"--memory.device {format_bytes(free)}: {FIRST_SHARE:.0%} of the GPU's free memory"]
+    else:
+        why = [
+            f"--memory.device {format_bytes(free)}: the GPU's free memory",
+            f"--memory.adapt-after {after}: until then, pages take {FIRST_SHARE:.0%} of it, and then what activations "
+            "leave",
+        ]
+    return replace(asked, memory=replace(asked.memory, device=str(free), adapt_after=after)), why
 
 
 def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
@@ -283,7 +300,7 @@ def _room(asked: TrainConfig) -> tuple[int, str]:
     if memory.device_bytes is not None and not memory.arena_for_device:
         if not torch.cuda.is_available():
             raise ConfigError(f"--memory.device is {memory.device}, and torch finds no CUDA GPU here: leave it out")
-        return max(0, torch.cuda.mem_get_info()[0] - memory.device_bytes), "of the GPU, without pages"
+        return max(0, torch.cuda.mem_get_info()[0] - (memory.device_pages or 0)), "of the GPU, without pages"
     free = free_ram()
     host = int(free * HOST_SHARE) if memory.host_bytes is None else memory.host_bytes
     return max(0, free - host), f"of {format_bytes(free)} free RAM, less {format_bytes(host)} for pages"

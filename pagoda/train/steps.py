@@ -134,6 +134,7 @@ class Steps:
                     if traced and self._mesh.rank == 0:
                         self._write_timeline(step)
                     progress.show(metrics)
+                    self._show_moved()
                     self._between(metrics, files, stopped_by is not None)
                 # The first signal must not end the process before the last checkpoint is complete.
                 self._saving.finish()
@@ -160,12 +161,7 @@ class Steps:
         """Create the files of the run. `first`: the evaluation before the first step of this call, if one was due."""
         if self._mesh.rank == 0:
             self._run_dir.create(self._config, self._tokenizer.files)
-            with self._warning_of(self._run_dir.plan):
-                plan = plan_of(self._session.model)
-                endurance = endurance_of(self._config.memory.ssd_directories, self._mesh.world.nodes)
-                record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
-                record |= {"machine": machine_record(), "endurance": endurance and asdict(endurance)}
-                write_durably(self._run_dir.plan, as_lines(record).encode())
+            self._write_plan()
             with self._warning_of(self._run_dir.data):
                 lines = described(self._session.batches.rows.tokens, self._tokenizer)
                 write_durably(self._run_dir.data, as_lines({"lines": lines}).encode())
@@ -181,6 +177,22 @@ class Steps:
             files.write(evals=first)
             self._loggers.evaluation(first)
         return files
+
+    def _write_plan(self) -> None:
+        """Write the plan for the steps to come."""
+        with self._warning_of(self._run_dir.plan):
+            plan = plan_of(self._session.model)
+            endurance = endurance_of(self._config.memory.ssd_directories, self._mesh.world.nodes)
+            record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
+            record |= {"machine": machine_record(), "endurance": endurance and asdict(endurance)}
+            write_durably(self._run_dir.plan, as_lines(record).encode())
+
+    def _show_moved(self) -> None:
+        """Say what has moved to another tier after the step, if anything has."""
+        moved = self._session.optimizer.stats.moved
+        if moved is not None and self._mesh.rank == 0:
+            say(self._console, moved)
+            self._write_plan()
 
     def _between(self, metrics: StepMetrics, files: MetricsFiles, interrupted: bool) -> None:
         """Do what is due after a step."""

@@ -250,3 +250,17 @@ def test_a_run_resumes_in_another_memory_split_to_the_same_bits(
     resumed = ["--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS), "--memory.unit-limit", "64KiB"]
     assert main(["train", *resumed, "--memory.host", "1MiB", "--memory.ssd", str(work.ssd)]) == 0
     assert curve(work.metrics("parts")) == curve(whole)
+
+
+def test_what_a_second_placement_moves_is_said_and_in_the_plan(
+    work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"memory__device": "cpu:4MiB", "memory__host": "16MiB", "memory__adapt_after": 1}
+    work.train("run", steps=2, **settings)
+    said = capsys.readouterr().out.replace("\n", " ")
+    moved = "After 1 step, activations and all else but pages had taken "
+    assert said.index("step 1/2") < said.index(moved) < said.index("step 2/2")
+    assert " of states from host to device" in said
+    plan = json.loads((work.root / "run" / "plan.json").read_text())
+    assert plan["reasons"][-1].startswith(moved)
+    assert plan["bytes"]["device"]["exp_avg"] > 0

@@ -121,6 +121,9 @@ def _torch_cuda(native: ModuleType) -> dict[str, Any]:
                 "num_alloc_retries": 0,
             }
         ),
+        "memory_reserved": of_device(lambda: reserved() * SEGMENT_BYTES),
+        "max_memory_reserved": of_device(lambda: reserved() * SEGMENT_BYTES),
+        "reset_peak_memory_stats": nothing(),
         "empty_cache": nothing(),
         "manual_seed_all": nothing(),
         "get_rng_state": of_device(torch.get_rng_state),

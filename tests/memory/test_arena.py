@@ -47,6 +47,19 @@ def all_arenas(field: str) -> int:
 
 
 @linux_only
+def test_an_arena_says_what_of_it_is_in_ram_and_returns_a_part_without_the_rest() -> None:
+    arena = Arena(64 * MIB)
+    assert arena.resident_bytes == 0
+    arena.tensor(0, 64 * MIB, torch.uint8).fill_(7)
+    assert arena.resident_bytes == 64 * MIB
+    arena.discard(16 * MIB, 32 * MIB)
+    assert arena.resident_bytes == 32 * MIB
+    arena.populate()
+    sums = [int(arena.tensor(at * MIB, 16 * MIB, torch.uint8).sum()) >> 20 for at in (0, 16, 48)]
+    assert sums == [7 * 16, 0, 7 * 16]
+
+
+@linux_only
 @pytest.mark.parametrize("nbytes", [1, 3 * MIB, 100 * MIB + 12_345])
 def test_an_arena_maps_what_was_asked_and_no_more(nbytes: int) -> None:
     before = all_arenas("Size")

@@ -47,6 +47,29 @@ def test_pages_are_allocated_once_and_bytes_outside_a_run_and_parts_of_pages_are
                 move(PageRun(1, 2), offset, pattern(2, 1)[:nbytes])
 
 
+def test_pages_that_are_arranged_anew_keep_their_content_and_commits_keep_theirs(tier: Tier, tmp_path: Path) -> None:
+    """More pages, in another order; one run is there twice, until it is written."""
+    first, second, dropped = (tier.alloc(count) for count in (2, 3, 1))
+    for seed, stored in enumerate((first, second, dropped)):
+        tier.store(stored, 0, pattern(stored.count, seed))
+    commit = tier.commit(tmp_path / "checkpoint")
+    tier.store(first, 0, pattern(2, 7))
+    moved, again, copied, new = PageRun(0, 3), PageRun(3, 2), PageRun(5, 2), PageRun(7, 4)
+    tier.make_room(11, 8)
+    tier.rearrange(11, 8, {moved: second, again: first, copied: first})
+    tier.store(copied, 0, pattern(2, 8))
+    tier.store(new, 0, pattern(4, 9))
+    assert loaded(tier, moved) == bytes(pattern(3, 1))
+    assert loaded(tier, again) == bytes(pattern(2, 7))
+    assert loaded(tier, copied) == bytes(pattern(2, 8))
+    assert loaded(tier, new) == bytes(pattern(4, 9))
+    assert committed(commit, first) == bytes(pattern(2, 0))
+    assert committed(commit, dropped) == bytes(pattern(1, 2))
+    for seed in range(10, 14):  # what was dropped is free again
+        tier.store(new, 0, pattern(4, seed))
+        tier.store(moved, 0, pattern(3, seed))
+
+
 def test_pages_that_are_not_added_are_in_no_freeze_and_need_no_spare_slots(tmp_path: Path) -> None:
     with Tier({tmp_path: None}, 4, PAGE, 2) as tier:
         state, spill = tier.alloc(2), tier.alloc(2)

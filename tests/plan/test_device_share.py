@@ -16,7 +16,7 @@ from pagoda.optim import Muon
 from pagoda.plan.device_updates import on_device
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
+from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.tiers import DEVICE, SSD
 from pagoda.plan.units import ModuleSpec, ParamSpec
@@ -85,7 +85,7 @@ def steps(choice: Choice, passing: bool) -> list[float]:
 
 
 def test_updates_on_the_device_help_where_the_cpu_is_slow_and_not_where_the_link_is() -> None:
-    slow_cpu = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e10, device=4 << 20)
+    slow_cpu = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e10, device=2 << 20)
     assert min(steps(slow_cpu, passing=True)) < 0.8 * min(steps(slow_cpu, passing=False))
     slow_link = searched(cpu_params_per_s=1e11, link_bytes_per_s=1e8)
     assert not steps(slow_link, passing=True)
@@ -150,3 +150,16 @@ def test_a_unit_too_large_for_the_device_does_not_keep_smaller_ones_from_it() ->
     by_name = {unit.name: unit.index for unit in plan.units}
     assert by_name["embedding"] not in plan.placement.resident
     assert len(plan.placement.resident) >= 5
+
+
+@given(st.integers(0, 1 << 21))
+def test_by_default_the_device_is_home_to_what_the_leases_of_all_others_leave(more: int) -> None:
+    root, options = tower(8, 128), Options(page_bytes=4096, clipping=True)
+    leased_only = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), replace(options, split=Split()))
+    device = leased_only.peak_bytes[DEVICE] + more
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, device), options)
+    unused = device - plan.peak_bytes[DEVICE]
+    assert plan.placement.pages(DEVICE, LEASES) == sum(plan.leased_pages().values())
+    states = (*(state.name for state in plan.layout.states), GRAD)
+    of_a_unit = plan.page_bytes * max(sum(plan.layout.pages(unit, state) for state in states) for unit in plan.units)
+    assert 0 <= unused < of_a_unit or len(plan.placement.resident) == len(plan.units) - 1

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, example, given, strategies as st
 
+from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
@@ -38,8 +39,8 @@ def in_ram(layout: Layout, placement: Placement, state: str) -> list[bool]:
     return [placement.home(unit.index, state) == HOST for unit in layout.units]
 
 
-UNDER_BACKWARD, AFTER_BACKWARD = Options(accumulation_steps=1), Options()
-"""Options with which units are updated as their gradients arrive, and once all have."""
+UNDER_BACKWARD, AFTER_BACKWARD = Options(accumulation_steps=1, split=Split()), Options(split=Split())
+"""Options with which units are updated as their gradients arrive, and once all have. No unit lives on the device."""
 
 cases = layouts().flatmap(
     lambda layout: st.tuples(st.just(layout), budgets_for(layout), st.sampled_from([AFTER_BACKWARD, UNDER_BACKWARD]))
@@ -157,7 +158,7 @@ def test_a_refusal_names_the_tier_and_the_least_budget_that_is_taken(
 def test_second_versions_of_states_take_what_is_left_and_move_none(case: tuple[Layout, Budgets, Options]) -> None:
     layout, budgets, _ = case
     plain = placed((layout, budgets, AFTER_BACKWARD))
-    undoing = place(layout, budgets, Options(accumulation_steps=1, clipping=True))
+    undoing = place(layout, budgets, replace(UNDER_BACKWARD, clipping=True))
     assert undoing.homes == plain.homes
     for tier, budget in ((HOST, budgets.host), (SSD, budgets.ssd)):
         assert sum(undoing.lines.get(tier, {}).values()) * layout.page_bytes <= (budget or 0)

@@ -60,7 +60,8 @@ def test_blocks_of_updates_in_ram_are_large_unless_threads_would_wait_or_they_pa
     small = make_plan(tower(2, 256), states, Budgets(LARGE), Options())
     assert small.update_block(small.units[0], 14) == small.layout.block_elements
     device = Budgets(LARGE, LARGE)
-    streaming = make_plan(root, states, replace(device, host=in_ram.peak_bytes[HOST] // 3, ssd=LARGE), Options())
+    tight = replace(device, host=in_ram.peak_bytes[HOST] // 3, ssd=LARGE)
+    streaming = make_plan(root, states, tight, Options(split=Split()))
     passing = make_plan(root, states, device, Options(split=Split(device_update_share=1.0)))
     for plan in (streaming, passing):
         assert {plan.update_block(unit, 14) for unit in plan.units} == {plan.layout.block_elements}

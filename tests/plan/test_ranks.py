@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from pagoda.config.memory import Split
 from pagoda.errors import ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
@@ -61,7 +62,7 @@ def test_groups_that_do_not_come_out_even_are_refused(settings: tuple[int, ...])
 def test_a_rank_holds_what_zeros_formulas_say_with_fourteen_bytes(n: int, stage: int) -> None:
     root = tower(24, 512)
     params = sum(param.numel for param in root.walk())
-    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), Options(), shared(n, stage))
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), Options(split=Split()), shared(n, stage))
     divided = {1: 10, 2: 12, 3: 14}[stage]
     held = sum(nbytes for line, nbytes in plan.bytes[HOST].items() if line not in ("bounce", "checkpoint"))
     assert held == pytest.approx(params * (14 - divided + divided / n), rel=0.025)

@@ -108,6 +108,7 @@ def in_pages(
 ) -> tuple[nn.Module, Any]:
     """Wrap a model with budgets of a kind: everything in RAM ("ram"); moments on SSD ("moments-ssd"); everything on SSD
     with the least RAM possible ("ssd"), and `room` bytes more; any of them with a small memory for compute ("arena");
+    or with one in which homes are chosen again after two steps ("adapting");
     or all states, or half of them, updated on the device ("updated-on-device", "half-on-device"), living there
     ("home-on-device"), or both ("both-on-device")."""
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB", "ssd_checkpoints": kept}
@@ -120,6 +121,8 @@ def in_pages(
         sizes["host"] = PAGE
     if "arena" in kind:
         sizes["device"] = f"cpu:{PAGE}"
+    if "adapting" in kind:
+        sizes |= {"device": "cpu:4MiB", "adapt_after": 2}
     if isinstance(rule, TensorRule):
         room += 8 * PAGE  # each rank holds another number of pages
     if "on-device" in kind:

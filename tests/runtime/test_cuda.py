@@ -1,6 +1,7 @@
 """On an NVIDIA GPU: the same promises as with an arena in RAM that stands in for one."""
 
 import gc
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -120,6 +121,21 @@ def test_placement_does_not_change_a_bit(model: str, placement: str, checkpointi
 @pytest.mark.parametrize("others", OTHERS)
 def test_nor_does_it_with_other_settings(others: str, placement: str, tmp_path: Path) -> None:
     assert_same_everywhere(OTHERS[others], placement, tmp_path)
+
+
+@pytest.mark.usefixtures("_poison", "_deterministic")
+@pytest.mark.parametrize("drive", [False, True], ids=["ram", "drive"])
+def test_nor_does_a_second_placement_by_what_the_first_steps_leave_free(drive: bool, tmp_path: Path) -> None:
+    recipe = Recipe("llama", accumulation=2)
+    reference = train(recipe, "all", tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        few = memory(SSD if drive else FEW, tmp_path, recipe)
+        adapting = replace(few, device="2GiB", adapt_after=2, ssd=few.ssd)
+        patched.setattr(sys.modules[__name__], "memory", lambda *_: adapting)
+        outcome = train(recipe, FEW, tmp_path)
+    outcome.assert_same_bits(reference)
+    assert len(outcome.plan.placement.resident) == len(outcome.plan.units) - 1
+    assert outcome.plan.reasons[-1].startswith("After 2 steps, ")
 
 
 @pytest.mark.usefixtures("_deterministic")

@@ -295,7 +295,8 @@ def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
     root = ModuleSpec(
         "", (), tuple(ModuleSpec(f"m{i}", (ParamSpec(f"m{i}.w", (n * 2048,)),)) for i, n in pages.items())
     )
-    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), Options(page_bytes=4096, unit_limit=4096))
+    options = Options(page_bytes=4096, unit_limit=4096, split=Split())
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), options)
     assert plan.leased_pages() == pages
     fetched = [span.name for span in step_of(plan, GPU).spans if span.name.startswith("fetch")]
     assert sorted(fetched) == sorted(f"fetch {unit.name}" for unit in plan.units)

@@ -14,7 +14,7 @@ from pagoda.autograd.activations.forward_trace import ForwardTrace
 from pagoda.autograd.activations.offload import Offloader
 from pagoda.autograd.activations.packing import Packing
 from pagoda.autograd.activations.partition import Partitioner
-from pagoda.autograd.activations.places import open_places
+from pagoda.autograd.activations.places import follow_plan, open_places
 from pagoda.autograd.activations.recompute import flat, run_recomputed
 from pagoda.autograd.activations.saved import Graph, SavedStorage, SavedStorages
 from pagoda.errors import BudgetError
@@ -62,6 +62,7 @@ class GraphMemory:
         rank_group: RankGroup | None,
     ) -> None:
         self._rank_group = rank_group
+        self._store = store
         self._options = options = store.plan.options
         self._device = device
         self._page_bytes = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
@@ -103,6 +104,11 @@ class GraphMemory:
     def peak_bytes(self) -> Mapping[str, int]:
         """tier -> most bytes of offloaded activations at once so far."""
         return {place.tier: place.peak_bytes for place in self._places if place.peak_bytes}
+
+    def take_memory(self) -> None:
+        """Take the memory that the store's plan, which is new, has for activations. Nothing is on its way."""
+        self._options = self._store.plan.options
+        follow_plan(self._places, self._store)
 
     def begin_forward(self, inputs: Any) -> None:
         """A forward of the whole model starts. `inputs` are its arguments.

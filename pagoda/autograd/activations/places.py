@@ -53,7 +53,7 @@ class Place(ABC):
     def __init__(self, room_bytes: int, page_bytes: int, device: Device) -> None:
         self.page_bytes = page_bytes
         self.room_bytes = room_bytes // page_bytes * page_bytes
-        """The most bytes that it may ever hold."""
+        """The most bytes that it may hold."""
         self.in_use_bytes = 0
         self.peak_bytes = 0
         """The most bytes in use at once so far."""
@@ -73,6 +73,10 @@ class Place(ABC):
     @abstractmethod
     def close(self) -> None:
         """Return everything to the system."""
+
+    def limit(self, room_bytes: int) -> None:
+        """Hold at most so many bytes from now on, but at least what has been taken from the system already."""
+        self.room_bytes = max(room_bytes // self.page_bytes * self.page_bytes, self.capacity_bytes)
 
     @property
     def capacity_bytes(self) -> int:
@@ -207,9 +211,13 @@ class SsdPlace(Place):
         self._directories = tuple(directories)
         self._left = [None if limit is None else limit // page_bytes for limit in directories.values()]
         self._files: list[StripedFile] = []
+        self.pass_through(buffers)
+
+    def pass_through(self, buffers: Sequence[memoryview]) -> None:
+        """Use these buffers from now on."""
         half = len(buffers) // 2
         self._writing, self._reading = Ring(buffers[:half]), Ring(buffers[half:])
-        self._most = buffers[0].nbytes // page_bytes
+        self._most = buffers[0].nbytes // self.page_bytes
         """Pages of one buffer."""
 
     def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> list[Hashes]:
@@ -253,13 +261,31 @@ class SsdPlace(Place):
 
 def open_places(store: Store, device: Device, page: int) -> list[Place]:
     """The places for which the plan has room, in pages of `page` bytes: RAM, unless compute uses it, then SSD."""
-    plan = store.plan
-    room = offload_room(plan.layout, plan.placement, plan.budgets)
+    room = _room(store)
     places: list[Place] = []
     if room[HOST] >= page:
         places.append(RamPlace(room[HOST], page, device, store.host.poisoned))
     if room[SSD] >= page:
-        pages = plan.placement.pages(HOST, ACTIVATIONS) // ACTIVATION_BUFFERS
-        buffers = [store.host.take(pages).view() for _ in range(ACTIVATION_BUFFERS)]
-        places.append(SsdPlace(room[SSD], page, device, store.left_on_drives(), buffers))
+        places.append(SsdPlace(room[SSD], page, device, store.left_on_drives(), _buffers(store)))
     return places
+
+
+def follow_plan(places: Sequence[Place], store: Store) -> None:
+    """Give places the room and the buffers of the store's plan, which is new. They keep what they hold. Nothing is on
+    its way."""
+    room = _room(store)
+    for place in places:
+        place.limit(room[place.tier])
+        if isinstance(place, SsdPlace):
+            place.pass_through(_buffers(store))
+
+
+def _room(store: Store) -> dict[str, int]:
+    plan = store.plan
+    return offload_room(plan.layout, plan.placement, plan.budgets)
+
+
+def _buffers(store: Store) -> list[memoryview]:
+    """Buffers on the way to SSD."""
+    pages = store.plan.placement.pages(HOST, ACTIVATIONS) // ACTIVATION_BUFFERS
+    return [store.host.take(pages).view() for _ in range(ACTIVATION_BUFFERS)]

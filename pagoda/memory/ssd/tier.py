@@ -113,6 +113,29 @@ class SSDTier:
         self._allocated += pages
         return PageRun(self._allocated - pages, pages)
 
+    def make_room(self, pages: int, spare: int) -> None:
+        """Grow for `rearrange` with these numbers. Raises StorageError and BudgetError like `PageStore`."""
+        with self._changed:
+            self._grow_to(pages + spare)
+
+    def rearrange(self, pages: int, spare: int, kept: Mapping[PageRun, PageRun]) -> None:
+        """Allocate `pages` pages anew, with `spare` additional slots, for which there is room. `kept`: run of the new
+        pages -> run whose content it has from now on, without I/O. What other pages hold is lost, unless a snapshot or
+        a commit keeps it. No load or store is under way."""
+        with self._changed:
+            held = [*self._commits.values()]
+            held += [table for each in self._kept if each.reference is None for table in each.tables.values()]
+            table = SlotTable(max(1, pages), self._store.file.slots)
+            for each in held:
+                table.pin(each)
+            for run, before in kept.items():
+                content = self._table.table(before)
+                table.pin(content)
+                table.adopt(run, content)
+                table.unpin(content)
+            self._table, self._spare, self._allocated = table, spare, pages
+            self._changed.notify_all()
+
     def load(self, run: PageRun, offset_bytes: int, into: memoryview) -> None:
         """Read whole pages, with the content of the latest store that has ended.
 
@@ -220,11 +243,16 @@ class SSDTier:
 
     def _grow(self) -> bool:
         """Add the slots that commits of other runs keep of this run's spare ones. Returns whether there were any."""
+        return self._grow_to(self._table.pages + self._spare)
+
+    def _grow_to(self, slots: int) -> bool:
+        """Grow to so many slots in addition to those that commits of other runs keep. Returns whether that added
+        any."""
         others = (
             self._commits[c] for c, run in self._run_of.items() if c in self._commits and run not in self._own_runs
         )
         before, kept = self._table.slots, len(slots_of(others))
-        self._store.grow(self._table.pages + self._spare + kept, kept)
+        self._store.grow(slots + kept, kept)
         self._table.grow(self._store.file.slots)
         return self._table.slots > before
 

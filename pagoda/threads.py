@@ -1,0 +1,77 @@
+"""The threads of an engine, and their end."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from pagoda.errors import UsageError
+from pagoda.process import forks, start_thread
+from pagoda.ranks.rank_group import RankGroup
+from pagoda.runtime.capture import Saver
+from pagoda.runtime.executor import Executor
+from pagoda.runtime.lanes import THREAD_NAMES, Lane
+from pagoda.runtime.store import Store
+from pagoda.runtime.updates import UpdateStream
+
+_log = logging.getLogger("pagoda")
+
+_CLOSE_S = 600.0
+"""Longest time that the garbage collector waits for an engine's threads. They could be waiting for a lock that its
+caller holds."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """All threads of an engine. Neither they nor the objects that they use keep the engine alive."""
+
+    lanes: Mapping[str, Lane]
+    updates: UpdateStream
+    saver: Saver
+    rank_group: RankGroup | None
+
+    def end(self, stack: ExitStack) -> None:
+        """Register calls with `stack` that finish the work of all threads and join them."""
+        for lane in self.lanes.values():
+            stack.callback(lane.clear)
+        # From the last: each feeds those before it.
+        for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
+            stack.callback(self.lanes[name].close)
+        stack.callback(self.updates.close)
+        if self.rank_group is not None:
+            stack.callback(self.rank_group.close)
+        stack.callback(self.saver.close)
+
+
+def give_back(executor: Executor, store: Store) -> None:
+    """Release memory and SSD space. If someone still holds weights, the device's memory stays, because tensors there do
+    not keep it alive."""
+    held = executor.close()
+    store.close(device=not held)
+
+
+def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) -> None:
+    """End the threads of an engine that was dropped without `close`, and release its memory and SSD space.
+
+    Updates that have not begun are not carried out. `since` is `forks()` in the engine's process. In other processes,
+    this does nothing.
+    """
+    if since != forks():
+        return
+    closer = start_thread(_end, f"{THREAD_NAMES}closer", threads, executor, store)
+    # Ranks end when all of them have dropped their engines. A thread of an engine must not wait for itself.
+    if threads.rank_group is None and not threading.current_thread().name.startswith(THREAD_NAMES):
+        closer.join(_CLOSE_S)
+
+
+def _end(threads: Threads, executor: Executor, store: Store) -> None:
+    refusal = UsageError("The optimizer was dropped without close().")
+    try:
+        with ExitStack() as stack:
+            stack.callback(give_back, executor, store)
+            threads.end(stack)
+            threads.updates.refuse(refusal)
+    except Exception as error:
+        _log.warning("An optimizer was dropped without close(), and its end failed: %s", error)
+    refusal.__traceback__ = None  # its frames would keep memory until the next collection
