@@ -165,7 +165,7 @@ class Accesses:
         """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
         self._device.computing()
         self._executor.poll()
-        self._executor.failures.pop(unit.index, None)
+        unit.fetch_error = None
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
         self.end_read()
@@ -264,13 +264,14 @@ class Accesses:
         self._executor.updates.drop_ahead()
 
     def _wait(self, unit: LiveUnit) -> None:
-        index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
+        index, scheduler = unit.index, self._scheduler
         weights = scheduler.weights(index)
         updates = self.plan.placement.update_lane(index, self.plan.layout.states)
-        self.wait(lambda: not weights.await_update or index in failures, updates)
+        self.wait(lambda: not weights.await_update or unit.fetch_error is not None, updates)
         lane = updates if self._leases.in_place(unit) else self._lane_of_fetch(unit)
-        self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
-        if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
+        self.wait(lambda: scheduler.ready(index) or unit.fetch_error is not None, lane, lambda: self._refuse(unit))
+        error, unit.fetch_error = unit.fetch_error, None  # its traceback keeps tensors alive
+        if error is not None and not scheduler.ready(index):
             raise error
 
     def _lane_of_fetch(self, unit: LiveUnit) -> str:

@@ -104,6 +104,8 @@ class LiveUnit:
         """True if a graph may give the unit a gradient since its gradients were last cleared."""
         self.updated = False
         """True between an update during backward and `step()`."""
+        self.fetch_error: BaseException | None = None
+        """Why the weights did not come since compute last asked for them."""
         self.gathered: dict[int, int] = {}
         """Slots whose parameters hold real tensors because the user asked for it -> hash of the values that pages
         have."""

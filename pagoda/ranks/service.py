@@ -53,7 +53,10 @@ class Service:
             raise RankError(refusals[0])
 
     def close(self) -> None:
-        """Stop answering. All ranks close at the same point, and each ends the thread of the next rank."""
+        """Stop answering. All ranks close at the same point, and each ends the thread of the next rank. If a rank could
+        not be reached, the threads end with their processes."""
+        if self._transport.broken:
+            return
         with suppress(RuntimeError):
             self._send(torch.tensor([_STOP, 0]), (self._transport.rank + 1) % self._transport.size, _REQUEST)
         self._thread.join(_CLOSE_S)
@@ -62,9 +65,7 @@ class Service:
         """Receive what `_reply` sends. Returns the reason if the rank refuses."""
 
         def receive(into: torch.Tensor) -> None:
-            work = dist.irecv(into.view(torch.uint8), group=self._group, tag=_ANSWER, group_src=rank)
-            assert work is not None
-            work.wait(timedelta(seconds=rank_timeout_s()))
+            _await(dist.irecv(into.view(torch.uint8), group=self._group, tag=_ANSWER, group_src=rank))
 
         length = torch.zeros(1, dtype=torch.int64)
         for message in (*messages, None):
@@ -105,4 +106,10 @@ class Service:
             self._send(text, asking, _ANSWER)
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        dist.send(tensor.view(torch.uint8), group=self._group, tag=tag, group_dst=rank)
+        _await(dist.isend(tensor.view(torch.uint8), group=self._group, tag=tag, group_dst=rank))
+
+
+def _await(work: dist.Work | None) -> None:
+    """Wait for a message. The group has no limit, because its thread waits for requests."""
+    assert work is not None
+    work.wait(timedelta(seconds=rank_timeout_s()))

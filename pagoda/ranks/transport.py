@@ -145,32 +145,34 @@ class Transport:
         names the ranks that have died on this host. If there are none, it names the ranks that have not given up like
         this one."""
         self.broken, me = True, self.world.global_rank(self.rank)
-        silent = self._ask_who_is_silent()
+        answers = self._ask_who_is_silent()
         deadline = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < deadline:
             if dead := self._dead():
                 return RankError(f"Rank {self._names(dead)} has ended, so rank {me} stops.")
             time.sleep(0.05)
-        missing = [rank] if rank is not None else silent
+        missing = [rank] if rank is not None else [other for answer in answers for other in answer]
+        store = f" Nor does torch's store on {os.environ.get('MASTER_ADDR')} answer." if not answers else ""
         return RankError(
             f"{f'Rank {self._names(missing)}' if missing else 'A rank'} is gone, or has not answered rank {me} for "
-            f"{rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more): {error}"
+            f"{rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more).{store} {error}"
         )
 
-    def _ask_who_is_silent(self) -> list[int]:
-        """Tell the others that this rank gives up. A thread soon fills the returned list with the ranks that have not
-        given up."""
-        silent: list[int] = []
+    def _ask_who_is_silent(self) -> list[list[int]]:
+        """Tell the others that this rank gives up. A thread soon adds the answer to the returned list: the ranks that
+        have not given up. Without one, the store does not answer, which may be gone with its node."""
+        answers: list[list[int]] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the store may have ended with its rank
+            with suppress(RuntimeError):
                 store = dist.PrefixStore("pagoda/given-up", _get_default_store())  # type: ignore[attr-defined]
                 store.set(str(self.world.global_rank(self.rank)), "")
                 time.sleep(_SECONDS_TO_DIE / 2)
-                silent.extend(rank for rank in range(self.size) if not store.check([str(self.world.global_rank(rank))]))
+                everyone = [(rank, str(self.world.global_rank(rank))) for rank in range(self.size)]
+                answers.append([rank for rank, key in everyone if not store.check([key])])
 
-        threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # the store may be silent too
-        return silent
+        threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # it may wait for ever
+        return answers
 
     def _names(self, ranks: Iterable[int]) -> str:
         processes = self._processes or [("", 0)] * self.size

@@ -74,8 +74,6 @@ class Executor:
     damage: Damage = field(default_factory=Damage)
     _held: list[Operation] = field(default_factory=list)
     """RECLAIMs of weights to which something still referred."""
-    failures: dict[int, BaseException] = field(default_factory=dict)
-    """unit -> the error of its latest FETCH."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
     capture: Capture | None = None
@@ -186,7 +184,7 @@ class Executor:
 
     def _failed(self, operation: Operation, error: BaseException) -> None:
         if operation.kind is Kind.FETCH:
-            self.failures[operation.unit] = error
+            self._units[operation.unit].fetch_error = error
         elif operation.kind is Kind.SPILL:
             self.spill_failure = self.spill_failure or error
         self._scheduler.failed(operation)

@@ -30,9 +30,11 @@ _FREE_ON_RESUME = frozenset(
     | {"keep_checkpoints", "save_at_end", "steps", "out", "resume", "checkpoint", "plan", "trace", "trace_step"}
     | {"download", "data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
     | {"sample_every", "prompt", "sample_tokens", "log", "tokens_per_step", "epochs", "config", "speculate"}
+    | {"batch_size", "accumulation_steps"}
 )
-"""`data` and `tokenizer` may have moved, because a checkpoint identifies its tokens. Settings under `memory` are free
-too. With asynchronous updates, those in `cadence` are not."""
+"""`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
+have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too. With asynchronous updates,
+those in `cadence` are not."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 _EVALUATIONS = 10

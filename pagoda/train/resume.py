@@ -1,6 +1,6 @@
 """Decides where a run begins: at its first step, after its last complete checkpoint, or after a named one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir
 
 CONFIG = "config"
 """Key of the configuration in what `pagoda train` adds to a checkpoint."""
+SAMPLES_PER_STEP = "samples_per_step"
+"""Key of the number of sequences a step on all ranks. Checkpoints of earlier versions lack it."""
 _KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int}
 
 
@@ -85,6 +87,7 @@ def begin(
             problem, extra = _examined(checkpoint, places, mesh)
         if problem is None:
             _check_belongs(config, checkpoint, extra, run_dir)
+            say(console, *_check_batch(config, extra, mesh))
             why = GONE_BACK if named else DAMAGED
             later = [
                 (one, unused(one.path.with_name(f"{one.path.name}{why}")))
@@ -135,6 +138,24 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
             f"cannot resume from {checkpoint.path}: {run_dir.config} is not what it was saved with: "
             f"{', '.join(differing)}. Put back the config.json of this run, or its checkpoints"
         )
+
+
+def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh) -> Iterator[str]:
+    """What to say if another number of ranks gives a step another number of sequences. Raises ConfigError if other
+    settings do."""
+    before, each = extra.get(SAMPLES_PER_STEP), config.batch_size * mesh.ranks.data_parallel
+    now = each * config.accumulation_steps
+    same = all(getattr(config, name) == extra[CONFIG][name] for name in ("batch_size", "accumulation_steps"))
+    if before == now or (same and before is None):
+        return
+    passes, rest = divmod(before or 0, each)
+    keeps = f": --accumulation-steps {passes} keeps them" if passes and not rest else ""
+    if not same:
+        raise ConfigError(
+            f"cannot resume with {now} sequences a step, of which the run has {before or 'another number'}"
+            + (keeps or ". Leave out --batch-size and --accumulation-steps to keep the run's own")
+        )
+    yield f"A step has {now} sequences now, and had {before}{keeps}"
 
 
 def _fallback(checkpoint: RunCheckpoint, later: Sequence[tuple[RunCheckpoint, Path]], problems: Sequence[str]) -> str:

@@ -137,3 +137,16 @@ def test_a_directory_in_use_is_refused_on_every_rank(ranks: RankServer, config: 
         for rank in range(2):
             assert "is in use by another run" in (tmp_path / "a" / f"error-{rank}.txt").read_text()
         assert [path.name for path in config.out.iterdir()] == [LOCK]
+
+
+def test_one_rank_goes_on_with_the_steps_of_two_or_says_that_they_are_shorter(
+    ranks: RankServer, whole: TrainConfig, tmp_path: Path
+) -> None:
+    for passes, said in ((1, "A step has 2 sequences now, and had 4: --accumulation-steps 2 keeps them"), (2, "")):
+        folder = tmp_path / str(passes)
+        config = replace(whole, out=folder / "run", resume=True, steps=STEPS + 1, accumulation_steps=passes)
+        shutil.copytree(whole.out, config.out)
+        assert started(ranks, 1, folder, config) == [0]
+        shown = torch.load(folder / "rank-0.pt")["shown"]
+        assert ("A step has" in shown) == bool(said)
+        assert said in shown

@@ -79,7 +79,6 @@ def test_a_resumed_run_may_change_what_does_not_decide_its_bits() -> None:
     replace(BASE, **free, memory=memory).check_resumes(BASE)
     for change, names in (
         ({"model": "gpt2"}, "--model gpt2 .the run has llama-15m"),
-        ({"batch_size": 8}, "--batch-size 8 .the run has 4"),
         ({"seed": 1}, "--seed"),
         ({"clip_grad_norm": None}, "--clip-grad-norm None"),
         ({"optim": OptimConfig(lr=1e-3)}, r"--optim\.lr 0.001"),

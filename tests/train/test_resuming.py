@@ -239,3 +239,12 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written_and_r
     assert curve(config) == curve(done)
     names = ["checkpoints", "config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
     assert sorted(path.name for path in config.out.iterdir()) == names
+
+
+def test_a_resumed_run_may_divide_a_step_in_another_way_but_not_change_it(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match=r"with 4 sequences a step, of which the run has 2: --accumulation-steps 1"):
+        trained(replace(config, steps=5, accumulation_steps=2))
+    with pytest.raises(ConfigError, match=r"6 sequences a step, of which the run has 2\. Leave out --batch-size"):
+        trained(replace(config, steps=5, batch_size=6))
+    result, _ = trained(replace(config, steps=5, batch_size=1, accumulation_steps=2))
+    assert (result.first_step, result.last_step) == (5, 5)

@@ -406,10 +406,21 @@ class Program:
 
     def drain(self) -> None:
         self.note("drain")
-        self.optimizer.drain()
+        with self.draining():
+            self.optimizer.drain()
         self.device.finish()
-        self.drained()
         self.check_homes()
+
+    @contextmanager
+    def draining(self) -> Iterator[None]:
+        """Inside, updates are drained. What fails may fail before or after that."""
+        try:
+            yield
+        except Exception:
+            if not any(self.scheduler.weights(unit.index).lag for unit in self.units):
+                self.drained()
+            raise
+        self.drained()
 
     def drained(self) -> None:
         self.turn = 0
@@ -470,9 +481,8 @@ class Program:
         self.let_go()
         self.device.finish()
         param = [*self.model.layer(layer).parameters()][slot]
-        with pagoda.gathered([param], modify=True):
+        with self.draining(), pagoda.gathered([param], modify=True):
             param.data.fill_(value)
-        self.drained()
         self.truths[layer].overwrite(slot, value, self.rules.precision)
 
     def begin_checkpoint(self) -> None:
