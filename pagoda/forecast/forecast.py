@@ -132,7 +132,8 @@ def _chosen(problem: Problem, choose: Callable[[Problem], Choice]) -> tuple[Prob
         joined = replace(joined, options=replace(joined.options, page_bytes=problem.plan().page_bytes))
         try:
             choice = choose(joined)
-            return joined, choice, replace(problem, options=choice.best.options).plan()
+            options = replace(choice.best.options, page_bytes=problem.options.page_bytes)
+            return joined, choice, replace(problem, options=options).plan()
         except BudgetError:
             pass  # joined experts are larger
     choice = choose(problem)

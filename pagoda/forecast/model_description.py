@@ -147,7 +147,7 @@ def _tree_of_transformers(
     from pagoda.models.lora import add_adapters
     from pagoda.prepare.construct import describe
     from pagoda.prepare.operator_tiles import Tiling
-    from pagoda.prepare.quantize import linear_layers, pack_without_values
+    from pagoda.prepare.quantize import linear_layers, pack_without_values, targets_of
 
     ranks, most_elements = config.expert_parallel, config.tile_elements
     cuts_stacks, in_blocks = not isinstance(config.rule, TensorRule), any(s.per > 1 for s in config.rule.own_states())
@@ -157,15 +157,16 @@ def _tree_of_transformers(
         alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
         with counting.weightless():
             model: Any = build_model(name, seq_len=config.seq_len, layers=_DESCRIBED if alike else None)
-            packed = linear_layers(model) if config.quantize is not None else {}
-            if config.lora.rank is not None:
-                model = add_adapters(model, config.lora)
+            packed, lora = {}, config.lora
+            if config.quantize is not None:
+                packed, lora = linear_layers(model), replace(lora, targets=targets_of(model, lora.targets))
+            if lora.rank is not None:
+                model = add_adapters(model, lora)
             Tiling(model, most_elements, cuts_stacks=cuts_stacks, in_blocks=in_blocks, exchange=first)
             counted = counting.forward_flops(model, config.batch_size, config.seq_len) if count_flops else {}
             whole = root = describe(model)
             if config.quantize is not None:
-                for layer in packed.values():
-                    pack_without_values(layer, config.quantize)
+                pack_without_values(model, packed.values(), config.quantize)
                 root = describe(model, weight=config.states[0].dtype)
     except ConfigError as error:
         if name not in str(error) or "unknown model" not in str(error):

@@ -7,11 +7,12 @@ Shapes: N tokens, K experts for each token, hidden size H, E experts.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from importlib import import_module
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from pagoda.autograd.hooks import Announcing
 from pagoda.autograd.reads import adapts_parameter
+from pagoda.parameters.quantized import is_quantized
 from pagoda.prepare.tiles import Tiled
 from pagoda.ranks.experts import ExpertExchange
 
@@ -149,6 +151,31 @@ class SwitchExperts(RoutedExperts):
         return self.route(hidden_states, numbers, routing_weights)
 
 
+class QuantizedExperts(RoutedExperts):
+    """The frozen experts of a stack in 4 or 8 bits, each under its number. Each use dequantizes the weights."""
+
+    idle_get_zeros = False
+
+    def __init__(self, stack: nn.Module, experts: Sequence[Mapping[str, nn.Parameter]]) -> None:
+        """`experts`: for each expert of `stack`, its parameters, quantized or with one row."""
+        super().__init__()
+        self.num_experts = experts_of_stack(stack)
+        for number, params in enumerate(experts):
+            self.add_module(str(number), _quantized_expert(stack, params))
+
+    def pieces(self) -> list[tuple[nn.Module, int]]:
+        return [(expert, 1) for expert in self.children()]
+
+    def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        piece.__dict__["computed"] = self.computed
+        numbers = torch.zeros(len(tokens), 1, dtype=torch.int64, device=tokens.device)
+        return piece(tokens, numbers, tokens.new_ones(len(tokens), 1))  # type: ignore[no-any-return]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute [N, H] from hidden states [N, H], expert numbers [N, K] and weights [N, K]."""
+        return self.route(hidden_states, top_k_index, top_k_weights)
+
+
 class SwitchRouter(nn.Linear):
     """The linear layer of a Switch Transformer's router. transformers casts the layer itself to the router's dtype in
     every forward, which is impossible for a paged weight. This class casts the weight in each product instead."""
@@ -236,6 +263,52 @@ def _with_adapters(weight: Tensor, *factors: Tensor, scales: Sequence[float]) ->
         with torch.autocast(weight.device.type, enabled=False):
             weight = torch.baddbmm(weight, left, right, alpha=scale)
     return weight
+
+
+def _quantized_expert(stack: nn.Module, params: Mapping[str, nn.Parameter]) -> nn.Module:
+    expert, kind = some_experts(stack, params, adapted=False), cast(Any, type(stack))
+    expert.__class__ = _quantized_class(kind)
+    states = {name: getattr(param, "quant_state", None) for name, param in params.items()}
+    expert.__dict__.update(states=states, num_experts=1)
+    return expert
+
+
+@cache
+def _quantized_class(kind: type) -> type:
+    """A class of stacks of one expert whose forward sees dequantized weights. Graphs do not keep these.
+
+    `states`: parameter -> how bitsandbytes has packed it, if it has. `computed`: that of the whole layer.
+    """
+
+    def forward(self: Any, *args: Any) -> Tensor:
+        with ExitStack() as until_done:
+            for name, param in self._parameters.items():
+                if not is_quantized(param):
+                    continue
+                function, terms = _dequantizing(param, self.states[name])
+                weight = function(*terms)
+                if self.computed is not None:
+                    until_done.enter_context(self.computed(weight, function, terms))
+                self.__dict__[name] = weight  # hides the parameter
+                until_done.callback(self.__dict__.pop, name)
+            return kind.forward(self, *args)  # type: ignore[attr-defined, no-any-return]
+
+    return type(kind)(f"Quantized{kind.__name__}", (kind,), {"__module__": __name__, "forward": forward})
+
+
+def _dequantizing(param: Any, state: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The function that computes an expert's weights, and the tensors of a quantized parameter from which it does."""
+    if state is not None:
+        return partial(import_module("bitsandbytes").functional.dequantize_4bit, quant_state=state), [param.data]
+    names, context = param.__tensor_flatten__()
+    names = [name for name in names if getattr(param, name) is not None]
+    kind, shape, stride = type(param), param.shape, param.stride()
+
+    def values(*tensors: Tensor) -> Tensor:
+        made = kind.__tensor_unflatten__(dict(zip(names, tensors, strict=True)), context, shape, stride)
+        return made.dequantize()[None]  # type: ignore[no-any-return]
+
+    return values, [getattr(param, name) for name in names]
 
 
 def adapts_experts(module: nn.Module, count: int) -> bool:

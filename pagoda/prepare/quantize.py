@@ -1,9 +1,10 @@
-"""Frozen linear layers in 4 or 8 bits, under adapters.
+"""Frozen linear layers and experts in 4 or 8 bits, under adapters.
 
 Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (NeurIPS 2023), for 4 bits.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from torch import nn
 from pagoda.checkpoint.dequantize import ABSMAX, params_in_4_bits
 from pagoda.checkpoint.waiting import source_of
 from pagoda.errors import ConfigError, needed
+from pagoda.models.lora import ALL_LINEAR
 from pagoda.parameters.quantized import ALIGN_BYTES
+from pagoda.prepare.experts import ExpertStack, QuantizedExperts, experts_of_stack, is_expert_stack
 
+_BIAS_DIM = 2
+"""Dimensions of the biases of a stack of experts, one row for each expert."""
 PACKAGES = {"4bit": "bitsandbytes", "8bit": "torchao"}
 """Format -> the package that has its layers."""
 
@@ -24,9 +29,10 @@ def package_of(bits: str) -> Any:
 
 
 def quantize(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:
-    """Replace the linear layers of a transformers model by frozen ones that compute in `dtype` on `device`. Their
-    weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that
-    wait are read layer by layer. Those that bitsandbytes has in 4 bits in their files stay as they are.
+    """Replace the linear layers of a transformers model, and its stacks of experts, by frozen ones that compute in
+    `dtype` on `device`. Their weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers
+    of torchao). Weights that wait are read layer by layer and expert by expert. Linear layers that bitsandbytes has in
+    4 bits in their files stay as they are.
 
     Returns the number of weights that were quantized. Raises ConfigError if there are none.
     """
@@ -42,7 +48,28 @@ def quantize(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.devi
             made = make(package, _values(module, dtype), device)
         made.bias = None if module.bias is None else module.bias.requires_grad_(False)
         model.set_submodule(name, made)
-    return sum(module.weight.numel() for module in layers.values())
+    count: int = sum(module.weight.numel() for module in layers.values())
+    for name, stack in [(name, module) for name, module in model.named_modules() if is_expert_stack(module)]:
+        count += sum(param.numel() for param in stack.parameters() if param.dim() > _BIAS_DIM)
+        experts = [_expert(stack, number, bits, dtype, device) for number in range(experts_of_stack(stack))]
+        model.set_submodule(name, QuantizedExperts(stack, experts).train(stack.training))
+    return count
+
+
+def _expert(stack: nn.Module, number: int, bits: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The parameters of one expert of a stack: its matrices quantized, each by itself, and its biases as they are."""
+    made: dict[str, Any] = {}
+    for name, param in stack.named_parameters():
+        source = source_of(param)
+        values = param.detach()[number : number + 1] if source is None else source.values.narrow(0, number, 1).whole()
+        if param.dim() <= _BIAS_DIM:
+            made[name] = nn.Parameter(values.clone(), requires_grad=False)
+        elif bits == "4bit":
+            made[name] = _packed_in_4_bits(package_of(bits), values.to(dtype))
+            made[name].quant_state.to(device)
+        else:
+            made[name] = _in_8_bits(package_of(bits), values[0].to(dtype), device).weight
+    return made
 
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
@@ -57,14 +84,37 @@ def linear_layers(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def pack_without_values(layer: Any, bits: str) -> None:
-    """Give a linear layer a weight of as many bytes as it has in pages once it is quantized. For plans: the layer can
-    no longer compute."""
-    count, rows = layer.weight.numel(), layer.weight.shape[0]
+def targets_of(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets of adapters in a model that will be quantized: "all-linear" without experts, which peft cannot adapt
+    once they are quantized. Raises ConfigError if targets name experts."""
+    stacks = [module for module in model.modules() if is_expert_stack(module)]
+    held = {name for stack in stacks for name, _ in stack.named_parameters()}
+    if named := [target for target in targets if target.rpartition(".")[2] in held]:
+        raise ConfigError(
+            f"--lora.targets names {' '.join(named)}, but peft cannot adapt experts that --quantize has packed: name "
+            "other layers, such as q_proj v_proj, or leave out --quantize"
+        )
+    return tuple(linear_layers(model)) if stacks and targets == (ALL_LINEAR,) else targets
+
+
+def pack_without_values(model: nn.Module, layers: Iterable[Any], bits: str) -> None:
+    """Give linear layers and experts weights of as many bytes as they have in pages once they are quantized. For plans:
+    they can no longer compute. `layers`: the linear ones."""
+    for layer in layers:
+        layer.weight = _packed_without_values(layer.weight, bits)
+    for stack in [module for module in model.modules() if isinstance(module, ExpertStack)]:
+        for tile, _ in stack.pieces():
+            for name, param in [*tile.named_parameters()]:
+                if param.dim() > _BIAS_DIM:
+                    tile.register_parameter(name, _packed_without_values(param[0], bits))
+
+
+def _packed_without_values(weight: torch.Tensor, bits: str) -> nn.Parameter:
+    count, rows = weight.numel(), weight.shape[0]
     # In 8 bits, each row has a scale of 4 bytes and a zero point of 1.
     inner, last = ((), -(-count // 2)) if bits == "4bit" else ((count, 4 * rows), rows)
     nbytes = sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in inner) + last
-    layer.weight = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8, device="meta"), requires_grad=False)
+    return nn.Parameter(torch.empty(nbytes, dtype=torch.uint8, device="meta"), requires_grad=False)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -81,9 +131,13 @@ def _values(module: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _in_4_bits(bitsandbytes: Any, values: torch.Tensor, device: torch.device) -> Any:
+    return _layer_in_4_bits(bitsandbytes, _packed_in_4_bits(bitsandbytes, values), values.dtype, device)
+
+
+def _packed_in_4_bits(bitsandbytes: Any, values: torch.Tensor) -> Any:
     form = {"quant_type": "nf4", "compress_statistics": True}
     weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, **form)
-    return _layer_in_4_bits(bitsandbytes, weight.to(values.device), values.dtype, device)  # packs it
+    return weight.to(values.device)  # packs it
 
 
 def _layer_in_4_bits(bitsandbytes: Any, weight: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,5 +1,6 @@
 """The model of a run before it is wrapped: its weights, its loss, its quantized layers and its adapters."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from pagoda.models.hub import is_hub_name
 from pagoda.models.lora import add_adapters
 from pagoda.optim.rule import DTYPES
 from pagoda.prepare.deferred_logits import chunked_loss
-from pagoda.prepare.quantize import quantize
+from pagoda.prepare.quantize import quantize, targets_of
 from pagoda.train.choice import chunks_loss
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
@@ -33,13 +34,15 @@ def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files
     if chunks_loss(config, model):
         chunked_loss(model)
         say(console, "Loss: in chunks, so that logits are never whole")
+    lora = config.lora
     if config.quantize is not None:
+        lora = replace(lora, targets=targets_of(model, lora.targets))
         count = quantize(model, config.quantize, DTYPES[config.precision], compute_device(config.memory))
         say(console, f"Quantized: {count:,} parameters in {config.quantize.removesuffix('bit')} bits")
-    if config.lora.rank is not None:
-        model = add_adapters(model, config.lora)
+    if lora.rank is not None:
+        model = add_adapters(model, lora)
         trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-        say(console, f"Adapters: rank {config.lora.rank}, {trained:,} parameters train, and the model's own are frozen")
+        say(console, f"Adapters: rank {lora.rank}, {trained:,} parameters train, and the model's own are frozen")
     return model
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig, TorchAoConfig
 
 import pagoda
 from pagoda.cli.main import main
@@ -107,6 +107,32 @@ def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
     assert main(["export", str(work.root / "run"), str(work.root / "out"), "--merge"]) == 2
     assert re.search(r"quantized weights, .*without --merge.*merge_and_unload", capsys.readouterr().err)
     assert not (work.root / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", PACKAGES)
+def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and_take_what_is_planned(
+    bits: Literal["4bit", "8bit"], work: Workspace
+) -> None:
+    pytest.importorskip(PACKAGES[bits])
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    config = Qwen3MoeConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_experts=8, **sizes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(work.root / "moe")
+    usual: dict[str, Any] = {"model": work.root / "moe", "quantize": bits, "memory__host": "64MiB"}
+    kept = work.train("kept", "--lora.rank", "4", **usual)
+    assert curve(work.train("streamed", "--lora.rank", "4", **usual, memory__device="cpu:400KiB")) == curve(kept)
+    work.train("cut", "--lora.rank", "4", **usual, steps=2)
+    assert main(["train", "--resume", "--out", str(work.root / "cut"), "--steps", "4"]) == 0
+    assert curve(work.metrics("cut")) == curve(kept)
+
+    units = json.loads((work.root / "kept" / "plan.json").read_text())["units"]
+    asked = PlanConfig(
+        model=str(work.root / "moe"), seq_len=16, precision="fp32", lora=LoraConfig(rank=4), quantize=bits
+    )
+    planned = describe_model(asked).root
+    assert planned.numel == sum(unit["parameters"] for unit in units)
+    assert len([*planned.experts()]) == sum(".experts." in unit["name"] for unit in units) == 2 * 8
 
 
 @pytest.mark.parametrize(
