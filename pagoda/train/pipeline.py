@@ -37,7 +37,7 @@ class StagePasses(Passes):
         hidden = self._hidden(ids).requires_grad_()
         # As their sizes are given, torch runs no forward to see them.
         part = PipelineStage(
-            _Part(self._part),
+            _StageModule(self._part),
             self._stage,
             stages,
             self.device,
@@ -100,7 +100,7 @@ class StagePasses(Passes):
         return torch.empty(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
 
 
-class _Part(nn.Module):
+class _StageModule(nn.Module):
     """The module that torch calls. The model is no submodule of it."""
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
