@@ -53,7 +53,8 @@ def largest(name: str, ram: str = "12GiB") -> str:
 def beyond_memory(model: str) -> tuple[str, str]:
     """The state of a model that trains on SSD, and the memory of its process."""
     of = next(one for one in results("beyond_memory") if one["model"] == model)
-    return f"{sum(of['plan_bytes']['ssd'].values()) / 2**30:.1f} GiB", format_bytes(of["peak_rss"])
+    state = sum(size for name, size in of["plan_bytes"]["ssd"].items() if name != "spare")
+    return f"{state / 2**30:.1f} GiB", format_bytes(of["peak_rss"])
 
 
 def defaults() -> str:
@@ -93,8 +94,8 @@ def in_readme() -> Iterator[str]:
     yield f"{system('deepspeed-cpu')} in RAM, {system('deepspeed-nvme-all')} on NVMe"
     yield f"{largest('fsdp2-offload')}, no SSD | {system('fsdp2-offload')} |"
     (large, in_large), (small, in_small) = beyond_memory("llama-8b"), beyond_memory("llama-1b")
-    yield f"trained `llama-8b` with 8-bit moments ({large}) in a process of {in_large},"
-    yield f"`llama-1b` ({small}) in {in_small}"
+    yield f"`llama-1b` in fp32 ({small}) trains in a process of {in_small}."
+    yield f"`llama-8b`, 8-bit moments ({large}): {in_large}, in an early version."
     wrong = errors("predict_bf16")
     yield f"took {median(wrong):.1%} more or less time than planned in the median, and {max(wrong):.0%} at worst"
 

@@ -22,6 +22,7 @@ from pagoda.integrations import seals
 from pagoda.integrations.accelerate import PRECISIONS, adopt
 from pagoda.integrations.paging import Paging, hand_over
 from pagoda.integrations.states import adapter_state, exported_into, has_adapters, numbered
+from pagoda.integrations.vllm import check_adapters, stream_weights
 from pagoda.optimizer import PagedOptimizer
 
 STATE = "pagoda"
@@ -33,7 +34,6 @@ _REFUSED = {
     "bf16_full_eval": "evaluation uses the weights as training does: set bf16",
     "fsdp": "Pagoda divides state over ranks by itself",
     "deepspeed": "Pagoda divides state over ranks by itself",
-    "use_vllm": "TRL would copy all weights into vLLM: the model generates from its pages",
     "sync_ref_model": "a reference model in pages does not change",
 }
 """Arguments that a paged trainer refuses, with the reason or the alternative."""
@@ -75,6 +75,9 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
                 self.check_arguments(given)
         super().__init__(*args, **kwargs)
         self.paging.check_device(self.args.device)
+        if (generation := getattr(self, "vllm_generation", None)) is not None:
+            check_adapters(self.model)
+            stream_weights(generation)
 
     @staticmethod
     def check_arguments(settings: Any) -> None:
@@ -82,6 +85,11 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         for name, advice in _REFUSED.items():
             if getattr(settings, name, None):
                 raise ConfigError(f"{name} cannot be used with paging: {advice}.")
+        if getattr(settings, "use_vllm", False) and settings.vllm_mode != "server":
+            raise ConfigError(
+                f"vllm_mode={settings.vllm_mode!r} cannot be used with paging: vLLM would take the memory that pages "
+                "have. Use vllm_mode='server', on other GPUs, or leave out use_vllm to generate from pages."
+            )
         if settings.mixed_precision not in PRECISIONS:
             raise ConfigError(f"mixed_precision is {settings.mixed_precision!r}; use one of {', '.join(PRECISIONS)}.")
         if settings.n_gpu > 1:

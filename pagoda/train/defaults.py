@@ -254,8 +254,10 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfi
         passes = max(stages, target // batch)
         why = f"about {batch * passes * ranks * seq_len:,} tokens a step (--tokens-per-step)"
         if few:
-            enough = f"so that the data give at least {_STEPS} steps"
-            why += f", {enough if sequences >= _STEPS * ranks else f'as the data give fewer than {_STEPS} steps'}"
+            enough = f"so that the usual epochs give at least {_STEPS} steps"
+            why += (
+                f", {enough if sequences >= _STEPS * ranks else f'as the usual epochs give fewer than {_STEPS} steps'}"
+            )
     reasons += [
         f"--batch-size {batch}: activations take about {format_bytes(estimate.takes(asked, batch))} of {room} "
         f"({estimate.of})" + ", with what malloc keeps" * (estimate.kept > 1),

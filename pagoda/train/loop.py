@@ -8,6 +8,7 @@ from rich.console import Console
 from torch import nn
 
 from pagoda.api import plan_of, wrap
+from pagoda.budgets import check_directories
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
@@ -136,6 +137,7 @@ def _refuse_early(config: TrainConfig) -> None:
         package_of(config.quantize)
     if config.lora.rank is not None:
         peft()
+    check_directories(config.memory)
     config.optim.build(config.seed, config.optimizer)
 
 

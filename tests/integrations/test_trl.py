@@ -4,7 +4,7 @@ adapters of peft in each."""
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -167,11 +167,92 @@ def test_a_policy_that_is_resident_while_it_generates_learns_the_same(
     paged.optimizer.close()
 
 
+class Server:
+    """A vLLM server as TRL's client shows it. It generates from the weights that it was sent."""
+
+    servers: ClassVar[list["Server"]] = []
+    keeps: ClassVar[bool] = False
+    """Whether it keeps tensors until all have come, as a message of many does. Without pages, adapters are then taken
+    out of them again."""
+
+    def __init__(self, **_where: Any) -> None:
+        self.model, self.updates = llama(), 0
+        self.random = torch.Generator().manual_seed(0)
+        self.servers.append(self)
+
+    def init_communicator(self, device: Any) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], named_params: Any) -> None:
+        sent = [(name, of if self.keeps else of.clone()) for name, of in named_params]
+        assert [(name, str(of.dtype).removeprefix("torch."), [*of.shape]) for name, of in sent] == metadata
+        self.model.load_state_dict(dict(sent))
+        self.updates += 1
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], n: int, max_tokens: int, **_settings: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
+        for prompt in [prompt for prompt in prompts for _ in range(n)]:
+            ids, scores = [*prompt], []
+            for _ in range(max_tokens):
+                logs = self.model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+                ids.append(int(torch.multinomial(logs.exp(), 1, generator=self.random)))
+                scores.append(float(logs[ids[-1]]))
+            written = ids[len(prompt) :]
+            found["completion_ids"].append(written)
+            found["logprobs"].append([[score] for score in scores])
+            found["logprob_token_ids"].append([[token] for token in written])
+        return found
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> list[Server]:
+    from trl.generation import vllm_generation
+
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", Server)
+    monkeypatch.setattr(Server, "servers", [])
+    return Server.servers
+
+
+@pytest.mark.parametrize("case", ["GRPO", pytest.param("GRPO, LoRA", marks=pytest.mark.slow)])
+def test_a_server_generates_from_weights_that_are_streamed_to_it(
+    case: str, server: list[Server], paging: Paging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without pages, TRL merges adapters into the base and takes them out again, which rounds it."""
+    monkeypatch.setattr(Server, "keeps", False)
+    figures, settings = ("loss", "reward"), {"use_vllm": True, "vllm_mode": "server"}
+    expected = trained("GRPO", tmp_path / "stock", **CASES[case](tmp_path), settings=settings)
+    monkeypatch.setattr(Server, "keeps", True)
+    paged = trained("GRPO", tmp_path / "paged", paging=paging, **CASES[case](tmp_path), settings=settings)
+    rounding = {} if case == "GRPO" else {"rel": 1e-4, "abs": 1e-7}
+    for found, wanted in zip(logged(paged, *figures), logged(expected, *figures), strict=True):
+        assert found == (pytest.approx(wanted, **rounding) if rounding else wanted)
+    assert paged.optimizer.stats.peak_bytes["host"] <= 300 << 10
+    first, second = server
+    assert first.updates == second.updates == 2
+    assert not torch.equal(second.model.lm_head.weight, llama().lm_head.weight) or case != "GRPO"
+    paged.optimizer.close()
+
+
+def test_adapters_that_cannot_be_merged_while_they_are_sent_are_refused(
+    server: list[Server], paging: Paging, tmp_path: Path
+) -> None:
+    given = {"model": llama(), "reward_funcs": reward, "peft_config": adapter(use_dora=True)}
+    with pytest.raises(pagoda.ConfigError, match="only LoRA without variants such as DoRA"):
+        trained("GRPO", tmp_path, paging=paging, **given, settings={"use_vllm": True, "vllm_mode": "server"})
+
+
 @pytest.mark.parametrize("setting", ["use_vllm", "sync_ref_model"])
 def test_what_would_copy_all_weights_is_refused(setting: str, paging: Paging, tmp_path: Path) -> None:
     settings = arguments(tmp_path, trl.GRPOConfig, **GENERATING)
     setattr(settings, setting, True)
-    with pytest.raises(pagoda.ConfigError, match=setting):
+    settings.vllm_mode = "colocate"
+    with pytest.raises(pagoda.ConfigError, match="vllm_mode='colocate'" if setting == "use_vllm" else setting):
         PAGED["GRPO"].check_arguments(settings)
 
 

@@ -60,7 +60,7 @@ def test_a_model_and_data_are_enough(
     assert config.optim.lr == 2e-5
     assert (config.seq_len, config.batch_size, config.accumulation_steps, config.eval_share) == (128, 1, 1, 0.0)
     assert len(read_metrics(run_dir.metrics)) == config.steps == 6
-    assert "about 128 tokens a step (--tokens-per-step), as the data give fewer than 100 steps" in shown
+    assert "about 128 tokens a step (--tokens-per-step), as the usual epochs give fewer than 100 steps" in shown
     assert "Run: 6 steps of 1 sequence (128 tokens), 3 epochs; step 1 shows" in shown
     assert "Few steps: in fewer than 50, a model learns little. Give more data, --steps or --epochs" in shown
     assert main(["generate", str(run_dir.path), "--prompt", "Hi", "--tokens", "2", "--checkpoint", "best"]) == 0
