@@ -76,8 +76,12 @@ class PipelineForecast:
 def forecast_pipeline(config: PlanConfig, machine: Machine) -> PipelineForecast:
     """Plan every stage of `config.model`. Raises ConfigError as `forecast` does, and for a model without stages."""
     check_configured(config)
-    kinds, numbers = stages_of(config, machine.ranks, describe_model(config))
+    whole = describe_model(config)
+    kinds, numbers = stages_of(config, machine.ranks, whole)
     made = [forecast(config, machine, described=part) for part in kinds]
+    if tied := next((name for module in whole.root.modules() for name in module.tied), None):
+        note = f"stages: the last one has a copy of {tied}, and `pagoda train` refuses a model that ties it."
+        made = [replace(stage, notes=(*stage.notes, note)) for stage in made]
     return PipelineForecast(tuple(made[number] for number in numbers))
 
 
