@@ -15,15 +15,12 @@ from pagoda.checkpoint.export import export
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
-from pagoda.models import build_model
 from pagoda.models.lora import LoraConfig
-from pagoda.models.stages import to_stage
-from pagoda.prepare.construct import init
 from pagoda.train import OptimConfig, TrainConfig, run
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.text_files import chats, write_lines, write_pretrained
-from tests.tiny import write_mixture, write_model, write_text
+from tests.tiny import write_mixture, write_text
 
 from .ranks import RankServer
 from .tiny_runs import assert_same, started
@@ -142,22 +139,6 @@ def test_a_mixture_of_experts_trains_in_stages(
     path.write_text(json.dumps({**json.loads(path.read_text()), **UNTIED, "output_router_logits": False}))
     config = config_of(folder, tmp_path / "run", model=name, data=write_text(tmp_path / "text"), **settings)
     assert_bits_of_whole_models(count, config, ranks, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({}, "one parameter for model.embed_tokens.weight and lm_head.weight, which stages cannot share"),
-        ({**UNTIED, "num_hidden_layers": 1}, "has 1 layers: choose fewer stages"),
-        ({**UNTIED, "model_type": "granite", "embedding_multiplier": 12.0}, "changes hidden states outside its layers"),
-        ({**UNTIED, "model_type": "mixtral", "output_router_logits": True}, "a load-balancing loss of all layers"),
-    ],
-)
-def test_a_model_without_stages_is_refused(model: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with init():
-        built = build_model(write_model(tmp_path / "model", **model), seq_len=16)
-    with pytest.raises(ConfigError, match=message):
-        to_stage(built, 0, 2)
 
 
 @pytest.mark.parametrize(
