@@ -48,6 +48,9 @@ class Run(Training, Workload):
     ranks of their experts."""
     tensor_parallel: int = 1
     """Number of consecutive ranks that divide every layer and get the same batches."""
+    pipeline_parallel: int = 1
+    """Number of pipeline stages, each of which has equally many ranks and a part of the layers. The micro-batches of a
+    step, --accumulation-steps, pass through the stages. `pagoda train` needs at least as many as stages."""
     ordered_sums: bool = False
     """Add each rank's gradient of a micro-batch by itself, in the order of ranks. Gradients then have the same bits on
     1, 2, 4, ... ranks that take the same micro-batches (--zero-stage 2 or 3). `pagoda plan` assumes that this takes no
@@ -89,7 +92,7 @@ class Run(Training, Workload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("replicas", "tensor_parallel", "expert_parallel"):
+        for name in ("replicas", "tensor_parallel", "pipeline_parallel", "expert_parallel"):
             require_count(name, getattr(self, name), 1)
         for name in ("checkpoint_every", "keep_checkpoints"):
             require_count(name, getattr(self, name), 0)

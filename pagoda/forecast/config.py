@@ -39,9 +39,6 @@ class PlanConfig(Run):
     gpus_per_node: int | None = None
     """GPUs in use on each node, or processes if the CPU computes. By default all that the hardware has. Each has its
     own batches, and all of them divide the state."""
-    pipeline_parallel: int = 1
-    """Stages of a pipeline, which have equally many ranks each, and a part of the layers. A step has
-    --accumulation-steps micro-batches."""
     search_degrees: tuple[Degree, ...] = ()
     """Degrees to choose for the fastest step: tensor, pipeline, expert, replicas. What is not named stays as set. A
     step keeps its sequences: ranks that share a batch have more --accumulation-steps."""
@@ -58,7 +55,7 @@ class PlanConfig(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "nodes", "pipeline_parallel", "steps"):
+        for name in ("batch_size", "nodes", "steps"):
             require_count(name, getattr(self, name), 1)
         require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 (a token and the next)")
         if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):

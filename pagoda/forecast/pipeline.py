@@ -7,6 +7,7 @@ one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from pagoda.errors import ConfigError
@@ -14,6 +15,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, check_configured, forecast
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.model_description import ModelDescription, describe_model
+from pagoda.models.stages import layers_of_stages
 from pagoda.plan.combinations import check_experts_of_stages
 from pagoda.plan.exchanges import of_stage
 from pagoda.plan.ranks import Ranks
@@ -74,8 +76,12 @@ class PipelineForecast:
 def forecast_pipeline(config: PlanConfig, machine: Machine) -> PipelineForecast:
     """Plan every stage of `config.model`. Raises ConfigError as `forecast` does, and for a model without stages."""
     check_configured(config)
-    kinds, numbers = stages_of(config, machine.ranks, describe_model(config))
+    whole = describe_model(config)
+    kinds, numbers = stages_of(config, machine.ranks, whole)
     made = [forecast(config, machine, described=part) for part in kinds]
+    if tied := next((name for module in whole.root.modules() for name in module.tied), None):
+        note = f"stages: the last one has a copy of {tied}, and `pagoda train` refuses a model that ties it."
+        made = [replace(stage, notes=(*stage.notes, note)) for stage in made]
     return PipelineForecast(tuple(made[number] for number in numbers))
 
 
@@ -152,11 +158,17 @@ def stage_of(described: ModelDescription, stage: int, count: int) -> ModelDescri
 
 
 def _layers(described: ModelDescription, stage: int, count: int) -> Sequence[str]:
-    """Names of the layers of a stage. Raises ConfigError as `stage_of` does."""
-    layers = [layer.name for layer in layers_of(described.root)]
-    if len(layers) < count or len({name.rpartition(".")[0] for name in layers}) > 1:
+    """Names of the layers of a stage, which are those that `pagoda train` gives it. Raises ConfigError as `stage_of`
+    does."""
+    root, layers = described.root, layers_of(described.root)
+    if len(layers) < count or len({layer.name.rpartition(".")[0] for layer in layers}) > 1:
         raise ConfigError(
             f"--pipeline-parallel is {count}, and {described.name!r} is not one row of as many layers or more: choose "
             "fewer stages, or a decoder"
         )
-    return layers[stage * len(layers) // count : (stage + 1) * len(layers) // count]
+    sizes, shapes = [layer.numel for layer in layers], {param.name: param for param in root.walk()}
+    ahead = takewhile(lambda module: module.name != layers[0].name, root.modules())
+    before = sum(param.numel for module in ahead for param in module.params)
+    again = sum(shapes[name].numel for module in root.modules() for name in module.tied)
+    after = root.numel - sum(sizes) - before + again
+    return [layers[number].name for number in layers_of_stages(sizes, before, after, count)[stage]]

@@ -52,6 +52,8 @@ class LoraConfig:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
         if self.rank is not None and run.tensor_parallel > 1:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tensor-parallel")
+        if self.rank is not None and run.pipeline_parallel > 1:
+            raise ConfigError("--lora.rank adapts whole models: leave out --pipeline-parallel")
         if self.rank is None and run.quantize is not None:
             raise ConfigError("--quantize is for a model whose adapters train: give --lora.rank too, such as 16")
 

@@ -64,7 +64,7 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[Trai
     """
     if config.plan == "search" and not hardware_file().exists():
         raise ConfigError("--plan search needs a machine that was measured: run `pagoda calibrate --ssd DIR` first")
-    searchable = mesh.size == 1 and config.lora.rank is None and hardware_file().exists()
+    searchable = mesh.everyone.size == 1 and config.lora.rank is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
         return config, None
@@ -84,8 +84,8 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[Trai
 
 def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
     """The settings with which `pagoda plan` forecasts a run."""
-    world = mesh.world
-    return PlanConfig(**config.shared(Run), nodes=world.nodes, gpus_per_node=world.local_size)
+    everyone = mesh.everyone
+    return PlanConfig(**config.shared(Run), nodes=everyone.nodes, gpus_per_node=everyone.local_size)
 
 
 def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]:

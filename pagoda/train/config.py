@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
-    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "checkpoint_every", "checkpoint_minutes"}
-    | {"keep_checkpoints", "save_at_end", "steps", "out", "resume", "checkpoint", "plan", "trace", "trace_step"}
-    | {"download", "data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
-    | {"sample_every", "prompt", "sample_tokens", "log", "tokens_per_step", "epochs", "config", "speculate"}
-    | {"batch_size", "accumulation_steps"}
+    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel"}
+    | {"checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "save_at_end", "steps", "out", "resume"}
+    | {"checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
+    | {"eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt", "sample_tokens", "log"}
+    | {"tokens_per_step", "epochs", "config", "speculate", "batch_size", "accumulation_steps"}
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too. With asynchronous updates,
@@ -185,6 +185,13 @@ class TrainConfig(Reading, Run):
         self.lora.check_with(self)
         if self.lora.rank is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
+        if self.pipeline_parallel > 1 and self.plan == "search":
+            raise ConfigError("--plan search is for whole models: leave it out with --pipeline-parallel")
+        if self.pipeline_parallel > 1 and self.sample_every:
+            raise ConfigError(
+                "--sample-every needs a whole model: leave it out with --pipeline-parallel, and see what a checkpoint "
+                "writes with `pagoda generate`"
+            )
 
     @property
     def depends_on_data(self) -> bool:

@@ -273,11 +273,12 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfi
             f"left for them ({estimate.of}): use a smaller --seq-len, or a smaller --memory.host with --memory.ssd DIR"
         )
     batch = 1
-    while batch * 2 <= target and estimate.takes(asked, batch * 2) <= estimate.room:
+    stages = asked.pipeline_parallel  # each has a micro-batch to work on
+    while batch * 2 * stages <= target and estimate.takes(asked, batch * 2) <= estimate.room:
         batch *= 2
     passes, why = asked.accumulation_steps, "as asked for"
     if passes == 1:
-        passes = max(1, target // batch)
+        passes = max(stages, target // batch)
         why = f"about {batch * passes * ranks * seq_len:,} tokens a step (--tokens-per-step)"
         if few:
             enough = f"so that the usual epochs give at least {_STEPS} steps"

@@ -56,10 +56,11 @@ class Evaluator:
             batch = self._batches.of_rows(chosen if len(chosen) else np.zeros(1, np.int64))
             count = self._batches.targets(batch["labels"])
             loss = session.loss(batch)
-            if len(chosen):
+            if len(chosen) and loss is not None:
                 total += loss * count
                 counted += count
-        found = from_all(self._mesh, "an evaluation", (total, counted))[:: self._mesh.ranks.tensor_parallel]
+        every = from_all(self._mesh, "an evaluation", (total, counted))
+        found = every[-self._mesh.size :: self._mesh.ranks.tensor_parallel]
         tokens = sum(count for _, count in found)
         loss = math.fsum(part for part, _ in found) / tokens
         about = self._batches.rows.tokens.about

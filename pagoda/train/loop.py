@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from rich.console import Console
+from torch import nn
 
 from pagoda.api import plan_of, wrap
 from pagoda.budgets import check_directories
@@ -18,7 +19,9 @@ from pagoda.models.build import build_model, model_directory
 from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
 from pagoda.models.lora import peft
+from pagoda.models.stages import to_stage
 from pagoda.optim.param_groups import no_decay_groups
+from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import init
 from pagoda.prepare.quantize import package_of
@@ -27,8 +30,9 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.inputs import batches_of, example, keep_apart, opened_tokens
 from pagoda.train.model import ready
+from pagoda.train.passes import Passes
 from pagoda.train.progress import expected, lasting, say
-from pagoda.train.ranks import from_first
+from pagoda.train.ranks import from_all, from_first
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session, seed_all
@@ -49,9 +53,9 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     cannot be used. Raises CheckpointError if no checkpoint can be used, or if the last one belongs to another model or
     text. Raises NonFiniteGradientError if a gradient is NaN or infinite.
     """
-    degrees = config.replicas, config.expert_parallel, config.tensor_parallel
+    degrees = config.replicas, config.expert_parallel, config.tensor_parallel, config.pipeline_parallel
     mesh = open_mesh(config.zero_stage, *degrees, ordered_sums=config.ordered_sums)
-    console = Console(quiet=True) if mesh.rank else console or Console()
+    console = Console(quiet=True) if mesh.everyone.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
         _refuse_early(config)
@@ -59,6 +63,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
             from_first(mesh, "the download of the model", lambda: _download(config.model))
         config = completed(config, mesh, console)
         assert config.out is not None, "it is chosen now"
+        _check_micro_batches(config)
         run_dir = RunDir(config.out)
         output.instead = run_dir.output
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
@@ -86,10 +91,12 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     batches, evaluated = batches_of(config, tokens, tokenizer, built, mesh, console)
     parameters = sum(param.numel() for param in built.parameters()) if config.quantize else None
     built = ready(config, built, console, from_files=checkpoint is None)
+    if config.pipeline_parallel > 1:
+        _reduce(built, mesh, console)
     if config.tensor_parallel > 1:
         divide(built, config.model, mesh.tensor)
     # The last checkpoints and the best one.
-    kept = config.kept_on_ssd(mesh.world.nodes) and config.keep_checkpoints + (config.evaluates and config.keep_best)
+    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.keep_checkpoints + (config.evaluates and config.keep_best)
     matrices_only = config.optim.decay == "matrices"
     model, optimizer = wrap(
         built,
@@ -106,7 +113,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     )
     try:
         console.print(plan_table(plan_of(model), parameters))
-        session = Session(config, batches, model, optimizer)
+        session = Session(config, batches, _passes(config, model, optimizer, mesh), mesh.pipeline_stage)
         if checkpoint is not None:
             session.restore(checkpoint)
             say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")
@@ -115,9 +122,10 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
             say(console, *example(batches.rows, tokenizer))
         step_s = predicted["step_s"] if predicted else None
         say(console, *expected(session.batches, config.steps, beginning.done, step_s))
-        endurance = endurance_of(config.memory.ssd_directories, mesh.world.nodes)
-        if endurance is not None and (written := bytes_written_to_ssd(plan_of(model))):
-            say(console, f"SSD: {wear(written * mesh.size, config.steps - beginning.done, endurance)}")
+        endurance = endurance_of(config.memory.ssd_directories, mesh.everyone.nodes)
+        written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
+        if endurance is not None and written:
+            say(console, f"SSD: {wear(written, config.steps - beginning.done, endurance)}")
         return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()
@@ -131,6 +139,31 @@ def _refuse_early(config: TrainConfig) -> None:
         peft()
     check_directories(config.memory)
     config.optim.build(config.seed, config.optimizer)
+
+
+def _check_micro_batches(config: TrainConfig) -> None:
+    """Raises ConfigError if a step has fewer micro-batches than a pipeline has stages."""
+    if config.accumulation_steps < config.pipeline_parallel:
+        raise ConfigError(
+            f"--pipeline-parallel {config.pipeline_parallel} needs as many micro-batches in a step, or more, and "
+            f"--accumulation-steps is {config.accumulation_steps}: give --accumulation-steps {config.pipeline_parallel}"
+        )
+
+
+def _reduce(model: nn.Module, mesh: Mesh, console: Console) -> None:
+    """Reduce a model to the stage of this rank."""
+    of_stages = to_stage(model, mesh.pipeline_stage, mesh.ranks.pipeline_parallel)
+    counts = ", ".join(str(len(layers)) for layers in of_stages)
+    say(console, f"Pipeline: {len(of_stages)} stages, with {counts} layers. The plan is that of the first")
+
+
+def _passes(config: TrainConfig, model: nn.Module, optimizer: PagedOptimizer, mesh: Mesh) -> Passes:
+    """How this rank runs the wrapped model."""
+    if config.pipeline_parallel == 1:
+        return Passes(config, model, optimizer)
+    from pagoda.train.pipeline import StagePasses  # torch takes seconds to import what it needs
+
+    return StagePasses(config, model, optimizer, mesh)
 
 
 def _download(name: str) -> None:

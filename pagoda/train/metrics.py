@@ -46,7 +46,7 @@ class StepMetrics(Entry):
     """The figures of one optimizer step."""
 
     loss: float
-    """Mean over the tokens of the step, before its update."""
+    """Mean over the tokens of the step, before its update. NaN on a rank whose stage of a pipeline computes no loss."""
     grad_norm: float | None
     """Global norm before clipping. None if the step was skipped."""
     lr: float

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 def from_first(mesh: Mesh, what: str, find: Callable[[], _T]) -> _T:
     """Returns the first rank's result on every rank, or raises its error there. `what` names the result in errors."""
     found: Any = None
-    if mesh.rank == 0:
+    if mesh.everyone.rank == 0:
         try:
             found = find()
         except PagodaError as error:
@@ -32,9 +32,10 @@ def from_first(mesh: Mesh, what: str, find: Callable[[], _T]) -> _T:
 
 
 def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
-    """Returns the results of all ranks, by rank, on every rank. `what` names them in errors."""
-    found: list[Any] = [mine] * mesh.size
-    if mesh.size > 1:
+    """Returns the results of all ranks, by rank, on every rank. `what` names them in errors. Those of the last stage of
+    a pipeline come last."""
+    found: list[Any] = [mine] * mesh.everyone.size
+    if len(found) > 1:
         mesh.on_all_ranks(what, lambda: dist.all_gather_object(found, mine))
     return found
 
@@ -42,19 +43,19 @@ def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
 def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
     """The metrics of all ranks together, and the signal that any of them has received, which stops all ranks.
 
-    They are the mean of losses, the maximum of seconds, stalls and peaks, the sum of bytes and counts, and the minimum
-    of rates.
+    They are the mean of losses (of the last stage of a pipeline), the maximum of seconds, stalls and peaks, the sum of
+    bytes and counts, and the minimum of rates.
     """
     said = from_all(mesh, "the metrics of a step", (mine, stopped_by))
-    if mesh.size == 1:
-        return mine, stopped_by
     by_rank = [metrics for metrics, _ in said]
-    first = by_rank[0]
+    if len(by_rank) == 1:
+        return mine, stopped_by
+    first, losses = by_rank[0], [metrics.loss for metrics in by_rank[-mesh.size :]]
     aux_losses = [metrics.aux_loss for metrics in by_rank if metrics.aux_loss is not None]
     slowest = max(metrics.step_s for metrics in by_rank)
     together = replace(
         first,
-        loss=math.fsum(metrics.loss for metrics in by_rank) / len(by_rank),
+        loss=math.fsum(losses) / len(losses),
         aux_loss=math.fsum(aux_losses) / len(aux_losses) if aux_losses else None,
         step_s=slowest,
         tokens_per_s=first.tokens_per_s * first.step_s / slowest,
@@ -85,8 +86,8 @@ class MetricsFiles:
         """`warn`: see `MetricsFile`. Raises StorageError."""
         with storage_errors(f"{run_dir.path} cannot be created"):
             run_dir.path.mkdir(parents=True, exist_ok=True)
-        first, several = mesh.rank == 0, mesh.size > 1
-        own = run_dir.path / f"metrics-rank-{mesh.rank}.jsonl"
+        first, several = mesh.everyone.rank == 0, mesh.everyone.size > 1
+        own = run_dir.path / f"metrics-rank-{mesh.everyone.rank}.jsonl"
         paths = {"together": run_dir.metrics, "evals": run_dir.evals, "samples": run_dir.samples, "own": own}
         wanted = {"together": first, "evals": first and evals, "samples": first and samples, "own": several}
         self._files = {name: MetricsFile(path, after_step, warn) for name, path in paths.items() if wanted[name]}

@@ -111,11 +111,11 @@ def begin(
 def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
     """Why a checkpoint cannot be used, or None; and what `pagoda train` added to it. The reading is divided over
     ranks."""
-    problem, extra = None, {}
+    problem, extra, everyone = None, {}, mesh.everyone
     try:
         with reader.SavedCheckpoint(checkpoint.path, places) as opened:
             extra = opened.manifest["extra"]
-            problem = _not_ours(extra, checkpoint.step) or next(opened.damage(mesh.rank, mesh.size), None)
+            problem = _not_ours(extra, checkpoint.step) or next(opened.damage(everyone.rank, everyone.size), None)
     except (CheckpointError, StorageError) as error:
         problem = str(error)
     problems = from_all(mesh, "the check of a checkpoint", problem)

@@ -52,13 +52,15 @@ class Saving:
         config, optimizer = self._config, self._session.optimizer
         one, copied = optimizer.checkpoint_bytes(), optimizer.checkpoint_bytes(copied=True)
 
+        ranks = self._mesh.everyone.size
+
         def look() -> None:
             existing = len(self._run_dir.all_checkpoints())
             due = ceil(steps / config.checkpoint_every) if config.checkpoint_every else 1 + bool(config.saves_by_time)
             # A checkpoint is deleted when the one that replaces it is complete.
             kept = config.keep_checkpoints + 1 + (config.evaluates and config.keep_best)
             most = max(1, (min(due, kept) if config.keep_checkpoints else due) - existing)
-            lines = steps * LINE_BYTES * (1 + self._mesh.size * (self._mesh.size > 1))
+            lines = steps * LINE_BYTES * (1 + ranks * (ranks > 1))
             checkpoints = self._run_dir.checkpoints
             free = shutil.disk_usage(checkpoints if checkpoints.is_dir() else self._run_dir.path).free
             has = f"The disk of --out {self._run_dir.path} has {format_bytes(free)} free"
@@ -103,7 +105,7 @@ class Saving:
             "samples": batches.samples_before(step),
             SAMPLES_PER_STEP: batches.samples_per_step,
         }
-        replaced = self._prepare(step, best) if self._mesh.rank == 0 else []
+        replaced = self._prepare(step, best) if self._mesh.everyone.rank == 0 else []
         path = self._run_dir.checkpoint(step)
         try:
             optimizer.save_checkpoint(path, extra, wait=False, replaces=replaced, on_error=self._errors.append)
@@ -164,5 +166,5 @@ class Saving:
             raise error
         if say_it:
             message = f"The checkpoint after step {step} was not saved: {error}. The run continues to the next one"
-            say(self._console, message) if self._mesh.rank == 0 else _log.warning("%s", message)
+            say(self._console, message) if self._mesh.everyone.rank == 0 else _log.warning("%s", message)
         return error

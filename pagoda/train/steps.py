@@ -82,7 +82,7 @@ class Steps:
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
-        self._loggers = Loggers(None if mesh.rank else session.config.log, run_dir.path, self._warn)
+        self._loggers = Loggers(None if mesh.everyone.rank else session.config.log, run_dir.path, self._warn)
         self._saving = Saving(session, run_dir, tokenizer.files, mesh, console)
         self._done, self._step_s = 0, 0.0
         """Number of steps done, and seconds of the last one."""
@@ -117,7 +117,7 @@ class Steps:
                         self._session.optimizer.trace_next_step()
                     self._began = time.monotonic()
                     mine = self._session.step(step)
-                    if files is None and self._mesh.rank == 0:
+                    if files is None and self._mesh.everyone.rank == 0:
                         # Before another rank continues and may use their names.
                         for checkpoint, name in beginning.later:
                             self._run_dir.put_aside(checkpoint, name)
@@ -131,7 +131,7 @@ class Steps:
                         files = opened.enter_context(closing(self._new_files(done, first)))
                     files.write(together=metrics, own=mine)
                     self._loggers.step(metrics)
-                    if traced and self._mesh.rank == 0:
+                    if traced and self._mesh.everyone.rank == 0:
                         self._write_timeline(step)
                     progress.show(metrics)
                     self._show_moved()
@@ -159,7 +159,7 @@ class Steps:
 
     def _new_files(self, done: int, first: Evaluation | None) -> MetricsFiles:
         """Create the files of the run. `first`: the evaluation before the first step of this call, if one was due."""
-        if self._mesh.rank == 0:
+        if self._mesh.everyone.rank == 0:
             self._run_dir.create(self._config, self._tokenizer.files)
             self._write_plan()
             with self._warning_of(self._run_dir.data):
@@ -182,7 +182,7 @@ class Steps:
         """Write the plan for the steps to come."""
         with self._warning_of(self._run_dir.plan):
             plan = plan_of(self._session.model)
-            endurance = endurance_of(self._config.memory.ssd_directories, self._mesh.world.nodes)
+            endurance = endurance_of(self._config.memory.ssd_directories, self._mesh.everyone.nodes)
             record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
             record |= {"machine": machine_record(), "endurance": endurance and asdict(endurance)}
             write_durably(self._run_dir.plan, as_lines(record).encode())
@@ -190,7 +190,7 @@ class Steps:
     def _show_moved(self) -> None:
         """Say what has moved to another tier after the step, if anything has."""
         moved = self._session.optimizer.stats.moved
-        if moved is not None and self._mesh.rank == 0:
+        if moved is not None and self._mesh.everyone.rank == 0:
             say(self._console, moved)
             self._write_plan()
 
@@ -270,11 +270,11 @@ class Steps:
             self._warn(f"{path} cannot be written: {why}. The run continues without it")
 
     def _warn(self, message: str) -> None:
-        say(self._console, message) if self._mesh.rank == 0 else _log.warning("%s", message)
+        say(self._console, message) if self._mesh.everyone.rank == 0 else _log.warning("%s", message)
 
     def _explain(self, name: str) -> str:
         """The message after a signal: when the run will end, and how."""
-        if self._mesh.rank:
+        if self._mesh.everyone.rank:
             return ""
         if self._over:
             what = f"the steps are done; stops when {self._run_dir.checkpoint(self._done)} is complete"

@@ -28,7 +28,7 @@ OF_A_RUN = {
     "optim.schedule", "optim.min_lr_ratio",
 }  # fmt: skip
 OF_A_MACHINE = {
-    "hardware", "nodes", "gpus_per_node", "pipeline_parallel", "search_degrees", "max_model", "json",
+    "hardware", "nodes", "gpus_per_node", "search_degrees", "max_model", "json",
     "plot",
 }  # fmt: skip
 COMMANDS = {"train": TrainConfig, "plan": PlanConfig}

@@ -59,6 +59,7 @@ def test_a_step_is_that_of_the_slowest_stage_and_the_bubble() -> None:
         assert said["tokens_per_s"] == pytest.approx(2 * 64 * micro_batches / said["step_s"])
         assert said["stages"][said["slowest"]]["step_s"] == slowest.timeline.step_s
         steps.append(said["step_s"] / micro_batches)
+        assert any("`pagoda train` refuses a model that ties it" in note for note in made.slowest.notes)
     assert steps[1] < steps[0]
 
 

@@ -130,6 +130,16 @@ def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> N
     assert rate(lora=LoraConfig(rank=2)) == 2e-4
 
 
+def test_each_stage_of_a_pipeline_has_a_micro_batch(folder: Path, tmp_path: Path) -> None:
+    given = {"data": str(folder / "text.txt"), "seq_len": 64, "tokens_per_step": 512, "steps": 1, "eval_share": 0.0}
+    shapes = []
+    for stages in (1, 4):
+        config = TrainConfig(model=str(folder / "model"), out=tmp_path / "run", pipeline_parallel=stages, **given)
+        chosen = completed(config, open_mesh(), Console(file=io.StringIO()))
+        shapes.append((chosen.batch_size, chosen.accumulation_steps))
+    assert shapes == [(8, 1), (2, 4)]
+
+
 def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) -> None:
     first, _ = run_of(
         folder, data=str(folder / "chats.jsonl"), out=tmp_path / "one", tokens_per_step=512, steps=2,

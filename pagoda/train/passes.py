@@ -1,0 +1,98 @@
+"""How a model runs: the forward and backward passes of a step, and those of an evaluation."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from pagoda.errors import ConfigError, PagodaError
+from pagoda.models.build import model_directory
+from pagoda.optimizer import PagedOptimizer
+from pagoda.train.config import TrainConfig
+
+Batch = dict[str, torch.Tensor]
+"""The model's arguments in a pass."""
+MicroBatches = Iterable[tuple[Batch, float]]
+"""The batch of each pass, with the divisor of its loss."""
+T = TypeVar("T")
+
+
+class Losses(NamedTuple):
+    """The losses of a step, which the device may still compute."""
+
+    loss: torch.Tensor
+    """Sum over its passes, each divided. NaN if another stage computes it."""
+    balance: torch.Tensor | None = None
+    """Mean load-balancing loss, without its weight, if the model has one."""
+
+
+class Passes:
+    """Runs one pass after another."""
+
+    def __init__(self, config: TrainConfig, model: nn.Module, optimizer: PagedOptimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.device = next(model.parameters()).device
+        self._name = config.model
+        self._ran = False
+        """Whether it has run in training."""
+        # Switch Transformers have no such setting in their config.json.
+        is_switch = getattr(model.config, "model_type", None) == "switch_transformers"
+        self._asked = {"output_router_logits": True} if is_switch else {}
+
+    def train(self, micro_batches: MicroBatches) -> Losses:
+        """Forward and backward of a step."""
+        total = torch.zeros((), device=self.device)
+        figures: list[torch.Tensor] = []
+        for batch, divisor in micro_batches:
+            output = self.call(self.model, **self.moved(batch), **self._asked)
+            self.optimizer.scale(output.loss / divisor).backward()  # type: ignore[no-untyped-call]
+            total += output.loss.detach().float() / divisor
+            figures += _balance_of(output)
+        return Losses(total, torch.stack(figures).mean() if figures else None)
+
+    def evaluate(self, batch: Batch, read: Callable[[Any], T]) -> T | None:
+        """What `read` takes from the model's output for a batch, in evaluation mode, without gradients and without a
+        router's loss. None if another stage has the output."""
+        asked = {"output_router_logits": False} if getattr(self.model.config, "output_router_logits", False) else {}
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self.output(self.moved(batch), read, **asked)
+        finally:
+            self.model.train()
+
+    def output(self, batch: Batch, read: Callable[[Any], T], **asked: bool) -> T | None:
+        """What `read` takes from the model's output. None if another stage has the output."""
+        return read(self.call(self.model, **batch, **asked))
+
+    def moved(self, batch: Batch) -> Batch:
+        """The batch on the device."""
+        if self.device.type != "cuda":
+            return batch
+        # Copies from pinned memory do not wait for queued work.
+        return {name: tensor.pin_memory().to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def call(self, module: nn.Module, **arguments: Any) -> Any:
+        """Call the model, or a part of it. Raises ConfigError if the model comes from a directory and its first forward
+        pass fails."""
+        try:
+            output = module(**arguments)
+        except (PagodaError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # sizes that do not fit each other show here at the earliest
+            if self._ran or model_directory(self._name) is None:
+                raise
+            raise ConfigError(
+                f"model {self._name!r} fails in its first forward pass: {type(error).__name__}: {error}. Check "
+                "its config.json"
+            ) from error
+        self._ran |= module.training
+        return output
+
+
+def _balance_of(output: Any) -> list[torch.Tensor]:
+    """The load-balancing loss in a model's output, without its weight. Empty if there is none."""
+    names = ("aux_loss", "encoder_aux_loss", "decoder_aux_loss")
+    found = [figure for name in names if isinstance(figure := getattr(output, name, None), torch.Tensor)]
+    return [torch.stack(found).detach().float().mean()] if found else []
