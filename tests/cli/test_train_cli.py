@@ -216,7 +216,7 @@ def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_no
     (work.root / "other.txt").write_text("another text, as long as it takes. " * 20)
     for args, message in (
         (work.args("run", steps=2), "--resume"),
-        (work.args("run", "--resume", steps=4, batch_size=3), "--batch-size 3 (the run has 2)"),
+        (work.args("run", "--resume", steps=4, batch_size=3), "3 sequences a step, of which the run has 2"),
         (work.args("run", "--resume", steps=4, data=work.root / "other.txt"), "another text"),
         (["train", "--resume", "--out", str(work.root / "elsewhere")], "there is no run in"),
         (work.args("elsewhere", "--resume", "--checkpoint", "best"), "there is no run in"),

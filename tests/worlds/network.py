@@ -124,14 +124,12 @@ class Network:
                 raise RuntimeError(f"rank {sender} is gone")
             self.threads.block(self._waiters)
 
-    def send(self, tensor: torch.Tensor, group: Group, tag: int, group_dst: int) -> None:
-        self._put(group, tag, group.ranks[group_dst], "a message", tensor)
-
     def recv(self, into: torch.Tensor, src: None, group: Group, tag: int) -> int:
         return self._take(group, tag, None, "a message", into)
 
-    def isend(self, *_: object) -> None:
-        raise NotImplementedError
+    def isend(self, tensor: torch.Tensor, group: Group, tag: int, group_dst: int) -> _Work:
+        self._put(group, tag, group.ranks[group_dst], "a message", tensor)
+        return _Work(lambda: None)
 
     def irecv(self, into: torch.Tensor, group: Group, tag: int, group_src: int) -> _Work:
         return _Work(lambda: void(self._take(group, tag, group.ranks[group_src], "a message", into)))
