@@ -79,9 +79,9 @@ class Run(Training, Workload):
     layer, and rounds the loss in another order. By default it is used if all logits would be the peak of activations.
     """
     quantize: Literal["4bit", "8bit"] | None = None
-    """With --lora.rank: hold the model's own linear layers in 4 bits (NF4 of bitsandbytes) or 8 bits (integers of
-    torchao), as in QLoRA. They then compute slightly different outputs. `pagoda plan` assumes that this takes no more
-    time."""
+    """With --lora.rank: hold the model's own linear layers and experts in 4 bits (NF4 of bitsandbytes) or 8 bits
+    (integers of torchao), as in QLoRA. They then compute slightly different outputs. `pagoda plan` assumes that this
+    takes no more time."""
     plan: PlanMode | None = None
     """search: simulate several plans, with the machine's speeds from `pagoda calibrate`, and take the fastest. usual:
     take the planner's first choice. The bits are the same. The default is search. For `pagoda train`, it is usual on
