@@ -114,6 +114,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp16, and a loss in chunks": (1, {"precision": "fp16", "chunked_loss": True}),
     "updates during backward": (1, {"clip_grad_norm": None, "activations": "recompute"}),
     "muon, on ssd": (1, {"optimizer": "muon"}),
+    "bf16, updates a step late": (1, {"precision": "bf16", "update": "async"}),
+    "batches and layers in tiles": (1, {"batch_tiles": 2, "tile_limit": "8KiB", "activations": "auto"}),
 }
 
 
