@@ -33,9 +33,6 @@ STUDY: list[dict[str, Any]] = [
     {"late": 1, "sync": 40, "predict": 1.0},
     {"batch_size": 4, "late": 0},
     {"batch_size": 4, "late": 1},
-    {"batch_size": 4, "late": 1, "sync": 40},
-    {"batch_size": 4, "late": 1, "predict": 1.0},
-    {"batch_size": 4, "late": 1, "sync": 40, "predict": 1.0},
 ]
 """Changes of the settings: without lateness, one step late, after steps without lateness, and predicted."""
 

@@ -103,7 +103,7 @@ class Updates(Settings):
     """With async: the most steps whose gradients the weights lack. With N, a unit is updated after every N-th step, and
     the update may take one step of time. 0 gives the bits of sync."""
     sync_steps: int = 0
-    """With async: the first steps that wait for their updates, as with sync. The loss often falls fastest there."""
+    """With async: the first steps that wait for their updates, as with sync."""
     speculate: bool | None = None
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
     that was wrong. The bits are the same. Old and new states need room until that is known. By default this applies
