@@ -71,7 +71,9 @@ def wrapped(model: nn.Module, **memory: Any) -> tuple[nn.Module, Any]:
 def test_experts_streamed_from_ram_and_ssd_have_the_bits_of_those_in_memory(
     bits: str, name: str, tmp_path: Path
 ) -> None:
-    losses, adapters = trained(*wrapped(quantized(bits, name), host="64MiB"))
+    model, optimizer = wrapped(quantized(bits, name), host="64MiB")
+    losses, adapters = trained(model, optimizer)
+    optimizer.close()
     for memory in ({"host": "64MiB"}, {"host": "900KiB", "ssd": f"{tmp_path}:64MiB"}):
         model, optimizer = wrapped(quantized(bits, name), device="cpu:500KiB", **memory)
         plan = pagoda.plan_of(model)
@@ -101,6 +103,7 @@ def test_an_expert_takes_4_or_8_bits_and_none_of_its_weights_stays_in_a_graph(bi
     assert max(sizes) <= weights * (0.5 if bits == "4bit" else 1.2)
     least = 2 * 2 * weights * 4  # two layers of at least two experts in fp32
     assert optimizer.stats.activation_bytes.kept < least
+    optimizer.close()
 
 
 def test_adapters_of_quantized_experts_are_refused_by_name_and_all_linear_means_the_other_layers() -> None:
