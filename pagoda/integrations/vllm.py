@@ -11,10 +11,11 @@ from pagoda.errors import ConfigError
 
 _BASE = ".base_layer"
 _KEPT = ["modules_to_save.default."]
+"""What `rename` also removes from names: peft keeps the trained copy of a module below it."""
 
 
 def stream_weights(generation: Any) -> None:
-    """Make TRL's `VLLMGeneration` in server mode read paged weights. It reads them after a step that changed them."""
+    """Make TRL's `VLLMGeneration` in server mode read paged weights, after each step that changed them."""
     rename: Callable[..., str] = generation._fix_param_name_to_vllm
     generation._iter_named_params = lambda: _weights(generation.model, rename)
 
@@ -32,7 +33,7 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers of peft with a base layer."""
+    """The layers that peft has adapted, with their names."""
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "merge"):
             yield name, module
@@ -45,8 +46,8 @@ def _active(layer: Any) -> str:
 
 @torch.no_grad()
 def _weights(model: nn.Module, rename: Callable[..., str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter's name in vLLM, and a copy of its weights. Adapters are merged in the copy, so unlike peft's
-    `merge_adapter`, this leaves the model's own weights as they are."""
+    """Every parameter's name in vLLM, and a copy of its weights. Adapters are merged into the copy. Unlike peft's
+    `merge_adapter`, this leaves the model's own weights unchanged."""
     adapted = {f"{name}{_BASE}.weight": layer for name, layer in _adapted(model)}
     prefix: str | None = getattr(model, "prefix", None)  # of a PeftModel
     for name, param in model.named_parameters():

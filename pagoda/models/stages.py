@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which layers each of them has, and a model that is reduced to one of them."""
+"""The stages of a pipeline: which layers each stage has, and how a model is reduced to one stage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pagoda.errors import ConfigError
 
 
 def layers_of_stages(sizes: Sequence[int], before: int, after: int, stages: int) -> list[range]:
-    """The layers of each stage: adjoining ones, so that the largest stage is as small as possible.
+    """The layers of each stage. They are consecutive, and the largest stage is as small as possible.
 
-    `sizes`: of the layers, in parameters, to which bytes and time are proportional. `before` and `after`: of what the
-    first and the last stage have in addition. The last stages are filled first, because the first ones keep the
-    activations of more micro-batches. There must be as many layers as stages, or more.
+    `sizes`: parameters of each layer, to which its bytes and time are proportional. `before` and `after`: parameters
+    that the first and the last stage have in addition. The last stages are filled first, because the first ones keep
+    the activations of more micro-batches. There must be at least as many layers as stages.
     """
     weights = [*sizes]
     weights[0] += before
@@ -33,8 +33,8 @@ def layers_of_stages(sizes: Sequence[int], before: int, after: int, stages: int)
 
 
 def _filled(weights: Sequence[int], most: int, stages: int) -> list[range]:
-    """The layers of stages that are filled from the last one on, up to `most`, with one layer or more each. There are
-    more stages if `most` is too little."""
+    """The layers of stages that are filled from the last stage to the first, each with at least one layer and, except
+    for a single layer, at most `most` parameters. If `most` is too small, there are more than `stages`."""
     found: list[range] = []
     stop, held = len(weights), 0
     for layer in reversed(range(len(weights))):
@@ -47,7 +47,7 @@ def _filled(weights: Sequence[int], most: int, stages: int) -> list[range]:
 
 
 class PassThrough(nn.Module):
-    """Stands for a part of the model that another stage has."""
+    """Takes the place of a part of the model that another stage has."""
 
     def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -57,10 +57,10 @@ def to_stage(model: Any, stage: int, stages: int) -> list[range]:
     """Reduce a causal language model of transformers to one stage of a pipeline, in place. Returns the layers of every
     stage.
 
-    The first stage also has what comes before the layers, and the last one what comes after them. All parts keep their
-    names, and `PassThrough` stands for the others. So each stage is called as the whole model is, the first one with
-    `input_ids` and the others with `inputs_embeds`, the hidden states of the stage before. The base model returns those
-    for the next stage, and the last stage's model computes the loss.
+    The first stage also has the parts before the layers, and the last one those after them. All parts of a stage keep
+    their names, and a `PassThrough` takes the place of every other part. So each stage is called like the whole model:
+    the first one with `input_ids`, the others with the hidden states of the stage before as `inputs_embeds`. The base
+    model returns the hidden states for the next stage. The last stage's model computes the loss.
 
     Raises ConfigError for a model that is not an embedding, a row of layers and a head, and if stages would have to
     share a parameter or a loss.
@@ -84,7 +84,8 @@ def to_stage(model: Any, stage: int, stages: int) -> list[range]:
 def _parts(model: Any, stages: int) -> tuple[str, list[str], list[str]]:
     """The name of the row of layers, and those of the parts before and after it.
 
-    A forward without parameters shows the order of the parts, and that hidden states change in them alone.
+    A forward in which every part is a `PassThrough` shows the order of the parts, and that nothing outside them changes
+    hidden states.
     """
     asked = f"--pipeline-parallel is {stages}, but {type(model).__name__}"
     base, prefix = model.base_model, model.base_model_prefix
@@ -112,7 +113,7 @@ def _parts(model: Any, stages: int) -> tuple[str, list[str], list[str]]:
     seen = _order(model, [*own, *layers])
     if seen is None or [name for name in seen if name in layers] != layers:
         raise ConfigError(
-            f"{asked} changes hidden states outside its layers, which stages would do again: leave it out"
+            f"{asked} changes hidden states outside its layers, which each stage would repeat: leave it out"
         )
     embedding = next(name for name, child in model.named_modules() if child is model.get_input_embeddings())
     start = seen.index(layers[0])
@@ -134,7 +135,7 @@ def _order(model: Any, names: Sequence[str]) -> list[str] | None:
             model.set_submodule(name, stand_in)
         with torch.no_grad(), torch.random.fork_rng([]):
             found = model.base_model(inputs_embeds=hidden).last_hidden_state
-    except Exception:  # it needs something of a part, such as an attribute
+    except Exception:  # the model reads something of a part, such as an attribute
         return None
     finally:
         for name, part in parts:

@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class Losses(NamedTuple):
-    """The losses of a step, which the device may still compute."""
+    """The losses of a step. The device may still be computing them."""
 
     loss: torch.Tensor
-    """Sum over its passes, each divided. NaN if another stage computes it."""
+    """Sum over its passes, each loss divided by its divisor. NaN if another stage computes it."""
     balance: torch.Tensor | None = None
-    """Mean load-balancing loss, without its weight, if the model has one."""
+    """Mean load-balancing loss without its coefficient, if the model has one."""
 
 
 class Passes:
@@ -35,7 +35,7 @@ class Passes:
         self.device = next(model.parameters()).device
         self._name = config.model
         self._ran = False
-        """Whether it has run in training."""
+        """Whether the model has run in training mode."""
         # Switch Transformers have no such setting in their config.json.
         is_switch = getattr(model.config, "model_type", None) == "switch_transformers"
         self._asked = {"output_router_logits": True} if is_switch else {}
@@ -52,8 +52,8 @@ class Passes:
         return Losses(total, torch.stack(figures).mean() if figures else None)
 
     def evaluate(self, batch: Batch, read: Callable[[Any], T]) -> T | None:
-        """What `read` takes from the model's output for a batch, in evaluation mode, without gradients and without a
-        router's loss. None if another stage has the output."""
+        """What `read` returns for the model's output, in evaluation mode, without gradients and without a router's
+        loss. None if another stage has the output."""
         asked = {"output_router_logits": False} if getattr(self.model.config, "output_router_logits", False) else {}
         self.model.eval()
         try:
@@ -63,7 +63,7 @@ class Passes:
             self.model.train()
 
     def output(self, batch: Batch, read: Callable[[Any], T], **asked: bool) -> T | None:
-        """What `read` takes from the model's output. None if another stage has the output."""
+        """What `read` returns for the model's output. None if another stage has the output."""
         return read(self.call(self.model, **batch, **asked))
 
     def moved(self, batch: Batch) -> Batch:
@@ -80,7 +80,7 @@ class Passes:
             output = module(**arguments)
         except (PagodaError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # sizes that do not fit each other show here at the earliest
+        except Exception as error:  # this is where sizes in config.json that do not match first show
             if self._ran or model_directory(self._name) is None:
                 raise
             raise ConfigError(
@@ -92,7 +92,7 @@ class Passes:
 
 
 def _balance_of(output: Any) -> list[torch.Tensor]:
-    """The load-balancing loss in a model's output, without its weight. Empty if there is none."""
+    """The load-balancing loss in a model's output, without its coefficient. Empty if there is none."""
     names = ("aux_loss", "encoder_aux_loss", "decoder_aux_loss")
     found = [figure for name in names if isinstance(figure := getattr(output, name, None), torch.Tensor)]
     return [torch.stack(found).detach().float().mean()] if found else []

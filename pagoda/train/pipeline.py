@@ -1,4 +1,5 @@
-"""How a stage of a pipeline runs: the passes of a step in torch's 1F1B schedule, and those of an evaluation in turn."""
+"""How a stage of a pipeline runs: the passes of a step in torch's 1F1B schedule, and those of an evaluation one after
+another."""
 
 from collections.abc import Callable
 from math import nan
@@ -35,7 +36,7 @@ class StagePasses(Passes):
         self._dtype = DTYPES[config.precision]
         ids = torch.empty(config.batch_size, config.seq_len, dtype=torch.int64, device="meta")
         hidden = self._hidden(ids).requires_grad_()
-        # As their sizes are given, torch runs no forward to see them.
+        # Without these shapes, torch would run a forward to infer them.
         part = PipelineStage(
             _StageModule(self._part),
             self._stage,
@@ -58,13 +59,13 @@ class StagePasses(Passes):
         try:
             self._schedule.step(*((ids,) if self._first else ()), **given)
         except RuntimeError as error:
-            if isinstance(error.__cause__, PagodaError | torch.OutOfMemoryError):  # torch puts it into its own error
+            if isinstance(error.__cause__, PagodaError | torch.OutOfMemoryError):  # torch wraps it in its own error
                 raise error.__cause__ from None
             raise
         return Losses(self._total)
 
     def _divided(self, loss: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        """What backward begins with on the last stage, from the loss of a pass [1]."""
+        """The value from which the last stage's backward begins, from the loss of a pass [1]."""
         self._total += loss.detach().float().squeeze() / divisor.item()
         return self.optimizer.scale(loss / divisor.item())
 
@@ -96,12 +97,12 @@ class StagePasses(Passes):
         return self.call(model if self._last else model.base_model, **{name: given}, **arguments)
 
     def _hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        """Room for the hidden states of token ids."""
+        """An uninitialized tensor for the hidden states of token ids."""
         return torch.empty(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
 
 
 class _StageModule(nn.Module):
-    """The module that torch calls. The model is no submodule of it."""
+    """The module that torch calls. The model is not a submodule of it."""
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         super().__init__()

@@ -141,8 +141,8 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
 
 
 def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh) -> Iterator[str]:
-    """What to say if another number of ranks gives a step another number of sequences. Raises ConfigError if other
-    settings do."""
+    """A line for the console if a step has another number of sequences than before, because the number of ranks
+    changed. Raises ConfigError if other settings changed it."""
     before, each = extra.get(SAMPLES_PER_STEP), config.batch_size * mesh.ranks.data_parallel
     now = each * config.accumulation_steps
     same = all(getattr(config, name) == extra[CONFIG][name] for name in ("batch_size", "accumulation_steps"))
