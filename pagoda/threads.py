@@ -1,4 +1,4 @@
-"""The threads of an engine, and their end."""
+"""The threads of an engine, and how they end."""
 
 import logging
 import threading
@@ -18,8 +18,8 @@ from pagoda.runtime.updates import UpdateStream
 _log = logging.getLogger("pagoda")
 
 _CLOSE_S = 600.0
-"""Longest time that the garbage collector waits for an engine's threads. They could be waiting for a lock that its
-caller holds."""
+"""Most seconds that the garbage collector waits for an engine's threads. They could be waiting for a lock of the thread
+in which the collector runs."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Threads:
         """Register calls with `stack` that finish the work of all threads and join them."""
         for lane in self.lanes.values():
             stack.callback(lane.clear)
-        # From the last: each feeds those before it.
+        # The stack calls these last to first: a lane is closed before the lanes that it feeds.
         for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
             stack.callback(self.lanes[name].close)
         stack.callback(self.updates.close)
@@ -45,8 +45,8 @@ class Threads:
 
 
 def give_back(executor: Executor, store: Store) -> None:
-    """Release memory and SSD space. If someone still holds weights, the device's memory stays, because tensors there do
-    not keep it alive."""
+    """Release memory and SSD space. If someone still holds weights, the device's memory is not released, because
+    tensors on the device do not keep it alive."""
     held = executor.close()
     store.close(device=not held)
 
@@ -54,13 +54,14 @@ def give_back(executor: Executor, store: Store) -> None:
 def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) -> None:
     """End the threads of an engine that was dropped without `close`, and release its memory and SSD space.
 
-    Updates that have not begun are not carried out. `since` is `forks()` in the engine's process. In other processes,
-    this does nothing.
+    Updates that have not begun are not carried out. `since` is what `forks()` returned in the engine's process. In
+    processes forked from it, this does nothing.
     """
     if since != forks():
         return
     closer = start_thread(_end, f"{THREAD_NAMES}closer", threads, executor, store)
-    # Ranks end when all of them have dropped their engines. A thread of an engine must not wait for itself.
+    # The threads of a rank end only when all ranks have dropped their engines, so this does not wait for them. A thread
+    # of an engine must not wait for itself.
     if threads.rank_group is None and not threading.current_thread().name.startswith(THREAD_NAMES):
         closer.join(_CLOSE_S)
 
@@ -74,4 +75,4 @@ def _end(threads: Threads, executor: Executor, store: Store) -> None:
             threads.updates.refuse(refusal)
     except Exception as error:
         _log.warning("An optimizer was dropped without close(), and its end failed: %s", error)
-    refusal.__traceback__ = None  # its frames would keep memory until the next collection
+    refusal.__traceback__ = None  # the frames in it would keep memory until the next collection

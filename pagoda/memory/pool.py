@@ -105,21 +105,22 @@ class PagePool:
 
 
 class Window:
-    """Finds the cheapest runs to free, so that `alloc(count)` succeeds in a pool that has no free run as long.
+    """Finds the cheapest runs to free, so that `alloc(count)` succeeds in a pool that has no free run of this length.
 
-    Runs are offered one after another, the cheapest first, until `count` adjacent frames are free or in offered runs.
-    So the most expensive run to free is as cheap as possible. If the last offer leaves a choice, it is for the fewest
-    frames to free, and then for the lowest address. The pool must not change meanwhile.
+    The caller offers runs one after another, the cheapest first, until `count` adjacent frames are free or in offered
+    runs. So the most expensive run that is freed is as cheap as possible. If the last offer leaves a choice, the fewest
+    frames are freed, and of these the ones at the lowest address. The pool must not change meanwhile.
 
     If the run whose next use is furthest away is offered first, this is PatrickStar's eviction, for runs of pages.
 
-    Cost: an offer joins stretches at their ends, as `PagePool` joins free runs, whatever their number.
+    A *stretch* is a maximal row of adjacent runs that are offered or free. Cost: an offer joins stretches at their
+    ends, as `PagePool` joins free runs, in a time that does not depend on their number.
     """
 
     def __init__(self, pool: PagePool, count: int) -> None:
         self._pool = pool
         self._count = count
-        # The stretches of offered runs and of the free runs next to them, by either end.
+        # The stretches, by either end.
         self._start_by_stop: dict[int, int] = {}
         self._stop_by_start: dict[int, int] = {}
 
@@ -135,10 +136,10 @@ class Window:
         return self._cheapest(start, stop) if stop - start >= self._count else None
 
     def _cheapest(self, start: int, stop: int) -> list[PageRun]:
-        """The allocated runs with the fewest frames in all that overlap `count` frames of a stretch."""
+        """The allocated runs to free for `count` adjacent frames of a stretch, with the fewest frames in total."""
         cheapest: list[PageRun] = []
         least = stop - start + 1
-        window: deque[tuple[PageRun, int]] = deque()  # with the frames of each run that are to be freed
+        window: deque[tuple[PageRun, int]] = deque()  # each run, and how many of its frames must be freed
         frames = freed = 0
         for run, is_free in self._pool.tiles(start, stop):
             window.append((run, 0 if is_free else run.count))

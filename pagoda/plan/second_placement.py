@@ -1,8 +1,9 @@
 """The second placement: homes are chosen again, once the first steps have shown what else needs memory.
 
 Before the first step, nobody knows how much memory activations and everything else need. So pages begin with a part of
-it. After some steps, the measured peak of all that is not pages says how much is left for homes of states. PatrickStar
-(Fang et al., 2021) places its chunks so after a warm-up step. Where states live changes no bit.
+the memory. After some steps, the measured peak of everything that is not pages tells how much is left for homes of
+states. PatrickStar (Fang et al., 2021) places its chunks in the same way after a warm-up step. Where states live
+changes no bit.
 """
 
 from collections.abc import Callable
@@ -21,20 +22,21 @@ from pagoda.plan.reasons import reasons_for
 from pagoda.plan.tiers import DEVICE, HOST
 
 _MARGIN = 0.2
-"""Part of what was measured that stays free in addition."""
+"""A reserve for later steps, as a part of what was measured."""
 _LEAST_FREE = 0.05
-"""Part of all memory that stays free in any case."""
+"""The least reserve, as a part of a tier's whole memory."""
 _WORTH = 0.03
-"""States move if so large a part of their bytes, or of the leases' frames, would get another place."""
+"""States move only if at least this part of their bytes would get another home, or if the leases would grow or shrink
+by this part."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of one tier that something other than pages has needed, at the peak."""
+    """Bytes of each tier that everything except pages has needed, at the peak."""
 
     device: int = 0
     host: int | None = 0
-    """None if the system does not tell."""
+    """None if the system does not report it."""
 
     def or_more(self, other: "Needs") -> "Needs":
         """The larger of both, by tier."""
@@ -44,18 +46,18 @@ class Needs:
 
 @dataclass(frozen=True)
 class SecondPlacement:
-    """When homes are chosen again, and all memory of each tier, for pages and everything else."""
+    """When homes are chosen again, and the whole memory of each tier: for pages and everything else."""
 
     after: int
-    """Number of steps."""
+    """Number of steps before homes are chosen again."""
     device: int | None
     """Bytes. None without a separate device."""
     host: int | None
     """Bytes. None if the user has set the budget for pages, which does not change."""
 
     def first_plan(self, make: Callable[[Options], Plan], options: Options) -> Plan:
-        """The plan until then. If other tiers hold all states, none lives on the device, which it would leave through
-        RAM."""
+        """The plan until homes are chosen again. If the other tiers can hold all states, none lives on the device,
+        because a state there would have to pass through RAM to move."""
         if options.split is None:
             with suppress(BudgetError):
                 plan = make(replace(options, split=Split()))
@@ -65,7 +67,7 @@ class SecondPlacement:
         return make(options)
 
     def budgets(self, first: Budgets, needs: Needs) -> Budgets:
-        """What the needs leave for pages. `first`: the budgets until now."""
+        """The budgets for pages that the needs leave. `first`: the budgets until now."""
         device, host = first.device, first.host
         if self.device is not None:
             device = left_for_pages(self.device, needs.device)
@@ -74,7 +76,7 @@ class SecondPlacement:
         return replace(first, device=device, host=host)
 
     def room_for_activations(self, room: int, plan: Plan) -> int:
-        """Bytes of the device for activations, of which the machine has `room`."""
+        """Bytes of the device for activations: at most `room`, and what pages of `plan` leave."""
         if self.device is None:
             return room
         return min(room, int((self.device - plan.peak_bytes[DEVICE]) * SHARE_OF_MEMORY))
@@ -93,7 +95,7 @@ class SecondPlacement:
         return replace(plan, reasons=(*plan.reasons, self._reason(first, plan, needs))) if _worth(first, plan) else None
 
     def _reason(self, first: Plan, plan: Plan, needs: Needs) -> str:
-        """In one line, what was measured, and what moves."""
+        """A line that says what was measured, and what moves."""
         measured = []
         if self.device is not None:
             measured.append(f"{format_bytes(needs.device)} of {format_bytes(self.device)} on the device")
@@ -113,7 +115,7 @@ class SecondPlacement:
 
 
 def left_for_pages(whole: int, needed: int) -> int:
-    """Bytes for pages, of `whole` bytes of which everything else needs some."""
+    """Bytes for pages, if everything else needs `needed` of `whole` bytes."""
     return max(0, whole - max(int(needed * (1 + _MARGIN)), needed + int(whole * _LEAST_FREE)))
 
 
@@ -129,7 +131,7 @@ def _moved(first: Plan, plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def _worth(first: Plan, plan: Plan) -> bool:
-    """Whether `plan` is enough of a change to move states."""
+    """Whether `plan` changes enough to move states for it, or must replace `first`, which exceeds the new budgets."""
     if plan.placement.lines == first.placement.lines and plan.placement.homes == first.placement.homes:
         return False
     budgets = {DEVICE: plan.budgets.device, HOST: plan.budgets.host}

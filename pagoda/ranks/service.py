@@ -1,4 +1,4 @@
-"""The service: answers requests from other ranks, outside the order of collectives."""
+"""The service: answers requests from other ranks, independently of the order of collectives."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +27,7 @@ refuse."""
 
 class Service:
     """Answers the other ranks on a separate thread and in a separate process group, independently of all other work. So
-    a rank is answered even if this rank's other work waits for it."""
+    another rank gets its answer even while this rank's other work waits for that rank."""
 
     def __init__(self, transport: Transport, answer: Answer) -> None:
         """Every rank must create its service at the same point."""
@@ -37,8 +37,8 @@ class Service:
         self._thread = start_thread(self._run, "pagoda-service")
 
     def ask(self, unit: int, version: int, targets: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
-        """Get other ranks' slices of a unit after `version` updates. `targets` are the ranks and the tensors that
-        receive each rank's messages. Only one thread may call it. Raises RankError if a rank refuses or is gone."""
+        """Get other ranks' slices of a unit after `version` updates. `targets` names each rank and the tensors that
+        receive its messages. Only one thread may call it. Raises RankError if a rank refuses or is gone."""
         refusals = []
         try:
             for rank, _ in targets:
@@ -53,8 +53,8 @@ class Service:
             raise RankError(refusals[0])
 
     def close(self) -> None:
-        """Stop answering. All ranks close at the same point, and each ends the thread of the next rank. If a rank could
-        not be reached, the threads end with their processes."""
+        """Stop answering. All ranks close at the same point, and each ends the thread of the next rank. If a rank
+        cannot be reached, the threads end with their processes."""
         if self._transport.broken:
             return
         with suppress(RuntimeError):
@@ -82,7 +82,7 @@ class Service:
         return None
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # a rank has ended, and all others will too
+        with suppress(RuntimeError):  # a rank has ended, so all others will end too
             while True:
                 request = torch.empty(2, dtype=torch.int64)
                 number = dist.recv(request, src=None, group=self._group, tag=_REQUEST)
@@ -92,8 +92,8 @@ class Service:
                 self._reply(dist.get_group_rank(self._group, number), unit, version)
 
     def _reply(self, asking: int, unit: int, version: int) -> None:
-        """Send messages. Before each message and after the last one, send the length of a refusal, which is 0 if there
-        is none."""
+        """Answer a request. Before each message and after the last one, send the length of a refusal: 0 means
+        that there is none."""
         fine = torch.zeros(1, dtype=torch.int64)
         try:
             for message in self._answer(unit, version):
@@ -110,6 +110,6 @@ class Service:
 
 
 def _await(work: dist.Work | None) -> None:
-    """Wait for a message. The group has no limit, because its thread waits for requests."""
+    """Wait for a message, with a timeout. The group itself has none, because its thread waits for requests."""
     assert work is not None
     work.wait(timedelta(seconds=rank_timeout_s()))

@@ -141,9 +141,11 @@ class Transport:
         return [r for r, (host, number) in enumerate(self._processes) if host == _host() and not lives(number)]
 
     def lost(self, rank: int | None, error: RuntimeError) -> RankError:
-        """The error to raise after a rank could not be reached. `rank` is None if it is not known which. The error
-        names the ranks that have died on this host. If there are none, it names the ranks that have not given up like
-        this one."""
+        """The error to raise after a rank could not be reached. `rank` is None if it is not known which one.
+
+        The error names the ranks whose processes on this host have ended. If there are none, it names `rank`; without
+        `rank`, it names those that have not reported, as this rank does, that they give up.
+        """
         self.broken, me = True, self.world.global_rank(self.rank)
         answers = self._ask_who_is_silent()
         deadline = time.monotonic() + _SECONDS_TO_DIE
@@ -159,8 +161,8 @@ class Transport:
         )
 
     def _ask_who_is_silent(self) -> list[list[int]]:
-        """Tell the others that this rank gives up. A thread soon adds the answer to the returned list: the ranks that
-        have not given up. Without one, the store does not answer, which may be gone with its node."""
+        """Report to torch's store that this rank gives up. A thread soon adds to the returned list which ranks have not
+        done so. If the list stays empty, the store does not answer: it may be gone with its node."""
         answers: list[list[int]] = []
 
         def ask() -> None:
@@ -171,7 +173,7 @@ class Transport:
                 everyone = [(rank, str(self.world.global_rank(rank))) for rank in range(self.size)]
                 answers.append([rank for rank, key in everyone if not store.check([key])])
 
-        threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # it may wait for ever
+        threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # the store may never answer
         return answers
 
     def _names(self, ranks: Iterable[int]) -> str:

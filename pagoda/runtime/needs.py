@@ -1,4 +1,4 @@
-"""Measures what steps need beside pages."""
+"""Measures the memory that steps need in addition to pages."""
 
 from pagoda.memory.ram import resident_bytes, restart_peak
 from pagoda.plan.second_placement import Needs
@@ -7,8 +7,10 @@ from pagoda.runtime.store import Store
 
 
 class NeedsMeter:
-    """The most memory that something other than pages has needed in steps: on a separate device, and of RAM that was
-    free when this was made, before the pages."""
+    """Measures the most memory that steps have needed for everything except pages: on a separate device, and in RAM.
+
+    RAM that the process held when the meter was created, before the pages, does not count.
+    """
 
     def __init__(self, device: Device, whole: int) -> None:
         """`whole`: bytes of a separate device that Pagoda may use."""
@@ -18,13 +20,13 @@ class NeedsMeter:
         self.needs = Needs()
 
     def begin(self) -> None:
-        """Steps begin. What came before them does not count."""
+        """Steps begin now. Earlier peaks do not count."""
         self._device.restart_peak()
         if self._before is None or not restart_peak():
             self.needs = Needs(host=None)
 
     def end_step(self, store: Store, kept: int) -> None:
-        """A step has ended, in which graphs have kept `kept` bytes."""
+        """A step has ended. Graphs kept `kept` bytes in it."""
         device, pages, resident = 0, store.host.arena.resident_bytes, resident_bytes(peak=True)
         if store.device is not None:
             device = self._device.needed_beside(store.device.arena, self._whole, kept)
