@@ -1,7 +1,7 @@
 """Attention of documents that are packed into one long row, without a mask of tokens times tokens.
 
-transformers' sdpa gets such a mask whenever positions start again inside a row: 16 GiB for 128K tokens, and the time of
-attention over the whole row. Here, each document attends to itself.
+transformers' sdpa gets such a mask whenever positions start again inside a row. It takes 16 GiB for 128K tokens, and
+attention takes the time of one document as long as the row. Here, attention runs on each document alone.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from pagoda.errors import ConfigError
 NAME = "pagoda_documents"
 """Name of this attention in transformers."""
 SHORT_TOKENS = 4096
-"""Consecutive documents attend together, under a mask, if they have at most this many tokens in all. Rows of this
-length need no attention of documents."""
+"""Consecutive documents with at most this many tokens in all share one call of attention, with a mask. Rows of at most
+this length keep transformers' attention."""
 
 
 def attend_by_document(model: nn.Module) -> None:
@@ -32,8 +32,8 @@ def attend_by_document(model: nn.Module) -> None:
 
 
 def attention_of_whole_rows(model: nn.Module, name: str, attention: Callable[..., Any]) -> None:
-    """Let a model use an attention function of the interface of transformers, under a name. It gets no mask where
-    tokens attend to all earlier tokens of their document.
+    """Register an attention function with transformers under a name, and let a model use it. It gets no mask in layers
+    whose tokens attend to all earlier tokens of their document.
 
     Raises ConfigError for a model whose attention is not transformers' sdpa.
     """
@@ -66,7 +66,8 @@ def window_of(config: Any, tokens: int) -> int | None:
 
 
 def mask_bytes(tokens: int, row: int, itemsize: int) -> int:
-    """Bytes of the mask for `tokens` tokens in rows of `row` tokens: booleans, of which sdpa makes numbers."""
+    """Bytes of the mask for `tokens` tokens in rows of `row` tokens: booleans, and what sdpa converts them to, with
+    `itemsize` bytes each."""
     return (1 + itemsize) * tokens * row
 
 
@@ -122,7 +123,7 @@ def attend(
     position_ids: torch.Tensor | None = None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of [B, heads, T, d], as [B, T, heads, d]."""
+    """Attention within documents. Takes tensors [B, heads, T, d] and returns [B, T, heads, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     batch, _, tokens, _ = query.shape

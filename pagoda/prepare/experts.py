@@ -152,12 +152,13 @@ class SwitchExperts(RoutedExperts):
 
 
 class QuantizedExperts(RoutedExperts):
-    """The frozen experts of a stack in 4 or 8 bits, each under its number. Each use dequantizes the weights."""
+    """The frozen experts of a stack in 4 or 8 bits. Each expert is a module that its number names, and dequantizes its
+    weights in each use."""
 
     idle_get_zeros = False
 
     def __init__(self, stack: nn.Module, experts: Sequence[Mapping[str, nn.Parameter]]) -> None:
-        """`experts`: for each expert of `stack`, its parameters, quantized or with one row."""
+        """`experts`: for each expert of `stack`, its parameters: quantized, or its part [1, ...] of the stack's."""
         super().__init__()
         self.num_experts = experts_of_stack(stack)
         for number, params in enumerate(experts):

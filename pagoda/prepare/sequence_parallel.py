@@ -1,8 +1,8 @@
 """Sequence parallelism: consecutive ranks divide each sequence, and exchange tokens for heads around attention.
 
 This is Ulysses (arXiv 2309.14509). Everything but attention works on each token alone, so a rank runs it on its own
-tokens. For attention, a rank gets all tokens of its share of the heads. To pages, the ranks are ordinary data-parallel
-ranks: their gradients are averaged.
+tokens. For attention, a rank gets all tokens of its share of the heads. For everything else in Pagoda, the ranks are
+ordinary data-parallel ranks: their gradients are averaged.
 
 Shapes: N ranks divide a sequence of T tokens; batch B, heads H, width of a head d.
 """
@@ -33,8 +33,9 @@ class SequenceRanks:
         self.group = group
 
     def part(self, batch: Mapping[str, torch.Tensor]) -> "SequencePart":
-        """This rank's part of a batch, `input_ids` and `labels` [B, T], and `position_ids` [B, T] if documents are
-        packed. All ranks of a sequence give the same batch. Labels are those of a causal model: its tokens, or -100.
+        """This rank's part of a batch. The batch has `input_ids` and `labels` [B, T], and `position_ids` [B, T] if
+        documents are packed. All ranks of a sequence pass the same batch. Labels are not shifted: each is the token
+        itself, or -100.
 
         Raises UsageError for other tensors, and if the ranks cannot divide the tokens equally.
         """
@@ -59,12 +60,12 @@ class SequencePart(NamedTuple):
     inputs: dict[str, torch.Tensor]
     """Arguments of the model's forward."""
     targets: torch.Tensor
-    """The next token of each token, or -100."""
+    """For each token, the one that follows it, or -100."""
     counted: torch.Tensor
     """Tokens of the whole batch that the loss counts, divided by the number of ranks."""
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
-        """The loss of the model's logits [B, T/N, V], such that its mean over ranks is the loss of the whole batch."""
+        """This rank's loss, from the model's logits [B, T/N, V]. Its mean over ranks is the loss of the whole batch."""
         flat = logits.float().view(-1, logits.shape[-1]), self.targets.reshape(-1)
         return nn.functional.cross_entropy(*flat, ignore_index=IGNORED, reduction="sum") / self.counted
 
@@ -102,7 +103,7 @@ def _check(model: nn.Module, ranks: int) -> None:
     text: Any = None if config is None else config.get_text_config()
     heads, reason = getattr(text, "num_attention_heads", None), None
     if heads is None or config.is_encoder_decoder:
-        reason = "it is no causal language model of transformers"
+        reason = "it is not a causal language model of transformers"
     elif heads % ranks:
         reason = f"it has {heads} attention heads"
     elif (window := window_of(text, 1 << 62)) is not None:
@@ -110,7 +111,7 @@ def _check(model: nn.Module, ranks: int) -> None:
     elif mixing := next((name for name, part in model.named_modules() if isinstance(part, nn.Conv1d)), None):
         reason = f"{mixing!r} mixes tokens of neighbours"
     elif getattr(text, "output_router_logits", False):
-        reason = "the loss that balances its experts is that of the tokens of a rank (output_router_logits=False)"
+        reason = "each rank would balance its experts for its own tokens (set output_router_logits=False)"
     if reason is not None:
         raise ConfigError(f"{ranks} ranks cannot divide the sequences of {type(model).__name__}: {reason}.")
 
@@ -127,15 +128,17 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of this rank's tokens [B, H, T/N, d] to those of all ranks, as [B, T/N, H, d]."""
     if attention_mask is not None or position_ids is None:
-        raise UsageError("Attention of divided sequences takes no attention_mask, and needs sequences.part(batch).")
+        raise UsageError(
+            "Attention of divided sequences takes no attention_mask. Call the model with sequences.part(batch).inputs."
+        )
     count = sequences.count
-    if key.shape[1] % count:  # fewer heads of keys than ranks
+    if key.shape[1] % count:  # the ranks cannot divide the heads of keys
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     query, key, value = (_Exchange.apply(x, 1, 2, sequences) for x in (query, key, value))  # type: ignore
     parts = [torch.empty_like(position_ids) for _ in range(count)]
     dist.all_gather(parts, position_ids.contiguous(), group=sequences.group)
     groups, is_causal = query.shape[1] // key.shape[1], getattr(module, "is_causal", True)
-    asked: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=is_causal)  # all that sdpa asks a module
+    asked: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=is_causal)  # all that sdpa reads from a module
     out, _ = attend(asked, query, key, value, None, torch.cat(parts, 1), **settings)
     mine: torch.Tensor = _Exchange.apply(out, 1, 2, sequences)  # type: ignore[no-untyped-call]
     return mine, None

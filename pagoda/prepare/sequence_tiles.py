@@ -1,4 +1,4 @@
-"""Sequence tiles: MLPs and norms process a long sequence piece by piece, so that a layer never keeps tokens times the
+"""Sequence tiles: MLPs and norms process a long sequence piece by piece, so that a layer never keeps all tokens at the
 width of its MLP.
 
 ALST calls this TiledMLP (arXiv 2506.13996). Here, a layer that is recomputed runs its MLP twice, and not three times.
@@ -56,10 +56,10 @@ def modules_to_tile(model: nn.Module, tiles: Tiles) -> list[nn.Module]:
 
 
 def tile_sequences(modules: list[nn.Module], tiles: TileCount) -> None:
-    """Make modules process the tokens of their input in so many pieces. With "auto", each has as many tokens as keep
-    matrix products fast.
+    """Make modules process their input in `tiles` pieces of its tokens. With "auto", a piece has at most
+    `TILE_TOKENS`, which keeps matrix products fast.
 
-    A forward computes the same values. In training, the pieces keep only their inputs, and backward computes one piece
+    A forward computes the same values. In training, graphs keep only a module's input, and backward computes one piece
     after another again. Gradients of weights are sums over pieces, rounded after each.
     """
     for module in modules:
@@ -144,10 +144,10 @@ def _recomputed(
     sizes: list[int],
     axis: int,
 ) -> list[torch.Tensor]:
-    """Run `forward` on pieces of `hidden`. Their graphs keep `hidden` alone, and backward runs them again.
+    """Run `forward` on pieces of `hidden`. Their graphs keep only `hidden`, and backward runs the pieces again.
 
-    `hidden` is saved before any piece runs. So if the layer around them is recomputed too, torch ends that with this
-    save, because nothing that runs later is needed.
+    `hidden` is saved before any piece runs. So if the layer around the pieces is recomputed too, torch stops that
+    recomputation at this save: backward needs nothing that the layer saves later.
     """
     kept = _KeptWhole(hidden, sizes, axis)
     first: list[torch.Tensor | None] = [*pieces]
@@ -160,7 +160,7 @@ def _recomputed(
 
 
 class _KeptWhole:
-    """A tensor that is saved for backward as a whole, and given back in pieces."""
+    """A tensor that is saved for backward as a whole, and returned in pieces."""
 
     def __init__(self, tensor: torch.Tensor, sizes: list[int], axis: int) -> None:
         with torch.enable_grad():
@@ -169,7 +169,8 @@ class _KeptWhole:
         self._sizes, self._axis = sizes, axis
         self._needs_grad = tensor.requires_grad
         self._left: dict[int, torch.Tensor] = {}
-        """The pieces that this backward has not asked for yet. Some hooks give a saved tensor only once."""
+        """The pieces that this backward has not asked for yet. They are kept because some hooks return a saved tensor
+        only once."""
 
     def again(self, index: int) -> torch.Tensor:
         if index not in self._left:
@@ -179,7 +180,7 @@ class _KeptWhole:
 
 
 class _Save(torch.autograd.Function):
-    """Saves its second argument, whether that needs a gradient or not."""
+    """Saves its second argument for backward, even if that needs no gradient: the first one does."""
 
     @staticmethod
     def forward(ctx: Any, needs_grad: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
