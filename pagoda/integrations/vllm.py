@@ -25,10 +25,11 @@ def check_adapters(model: nn.Module) -> None:
     for name, layer in _adapted(model):
         base = layer.base_layer
         plain = isinstance(base, nn.Linear) and base.weight.is_floating_point() and hasattr(layer, "get_delta_weight")
-        if not plain or getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
+        varied = getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values())
+        if not plain or varied or len(layer.active_adapters) != 1:
             raise ConfigError(
-                f"use_vllm cannot be used with the adapter of {name!r}: only LoRA without variants such as DoRA, on "
-                "linear layers that are not quantized, is merged while it is sent. Leave out use_vllm."
+                f"use_vllm cannot be used with the adapters of {name!r}: only a single LoRA without variants such as "
+                "DoRA, on linear layers that are not quantized, is merged while it is sent. Leave out use_vllm."
             )
 
 

@@ -43,8 +43,8 @@ def attention_of_whole_rows(model: nn.Module, name: str, attention: Callable[...
     settable = getattr(model, "_can_set_attn_implementation", lambda: False)()
     if implementation not in ("sdpa", NAME) or not settable:
         raise ConfigError(
-            f"the attention of {type(model).__name__} is {implementation!r}, and not transformers' sdpa: it needs a "
-            "mask of tokens times tokens"
+            f"the attention of {type(model).__name__} is {implementation!r}, and not transformers' sdpa: give it "
+            "attn_implementation='sdpa', if it has that"
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -154,7 +154,8 @@ class Transport:
                 return RankError(f"Rank {self._names(dead)} has ended, so rank {me} stops.")
             time.sleep(0.05)
         missing = [rank] if rank is not None else [other for answer in answers for other in answer]
-        store = f" Nor does torch's store on {os.environ.get('MASTER_ADDR')} answer." if not answers else ""
+        where = os.environ.get("MASTER_ADDR", "rank 0's node")
+        store = f" Nor does torch's store on {where} answer." if not answers else ""
         return RankError(
             f"{f'Rank {self._names(missing)}' if missing else 'A rank'} is gone, or has not answered rank {me} for "
             f"{rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more).{store} {error}"

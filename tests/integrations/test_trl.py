@@ -243,7 +243,7 @@ def test_adapters_that_cannot_be_merged_while_they_are_sent_are_refused(
     server: list[Server], paging: Paging, tmp_path: Path
 ) -> None:
     given = {"model": llama(), "reward_funcs": reward, "peft_config": adapter(use_dora=True)}
-    with pytest.raises(pagoda.ConfigError, match="only LoRA without variants such as DoRA"):
+    with pytest.raises(pagoda.ConfigError, match="only a single LoRA without variants such as DoRA"):
         trained("GRPO", tmp_path, paging=paging, **given, settings={"use_vllm": True, "vllm_mode": "server"})
 
 
