@@ -5,10 +5,11 @@ attention takes the time of one document as long as the row. Here, attention run
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pagoda.errors import ConfigError
 
@@ -17,6 +18,7 @@ NAME = "pagoda_documents"
 SHORT_TOKENS = 4096
 """Consecutive documents with at most this many tokens in all share one call of attention, with a mask. Rows of at most
 this length keep transformers' attention."""
+T = TypeVar("T")
 
 
 def attend_by_document(model: nn.Module) -> None:
@@ -132,15 +134,36 @@ def attend(
     if position_ids is None:
         raise ConfigError(f"{type(module).__name__} gets no position_ids, which show where documents end")
     rows = []
-    for row, positions in enumerate(position_ids.expand(batch, -1)):
+    of_rows = _groups_of_rows(position_ids)
+    for row, groups in enumerate(of_rows * (batch // len(of_rows))):
         start = 0
-        for lengths in groups_of(positions, SHORT_TOKENS):
+        for lengths in groups:
             stop = start + sum(lengths)
             parts = (tensor[row : row + 1, :, start:stop] for tensor in (query, key, value))
             mask = None if len(lengths) == 1 else _mask_of(lengths, query.device)
             rows.append(sdpa_attention_forward(module, *parts, mask, **settings)[0])
             start = stop
     return torch.cat(rows, 1).view(batch, tokens, *rows[0].shape[2:]), None
+
+
+class OnceAForward(Generic[T]):
+    """Computes something of the positions that a forward gives to all of its layers, only for the first layer."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], T]) -> None:
+        self._compute = compute
+        self._known: Any = WeakTensorKeyDictionary()
+        """Positions -> (their version, what was computed)."""
+
+    def __call__(self, position_ids: torch.Tensor) -> T:
+        version = None if position_ids.is_inference() else position_ids._version
+        known: tuple[int | None, T] | None = self._known.get(position_ids)
+        if known is None or known[0] != version:
+            known = self._known[position_ids] = version, self._compute(position_ids)
+        return known[1]
+
+
+_groups_of_rows = OnceAForward(lambda position_ids: [groups_of(row, SHORT_TOKENS) for row in position_ids])
+"""`groups_of` every row of positions. To read them, the CPU waits for a GPU's queue."""
 
 
 def _mask_of(lengths: list[int], device: torch.device) -> torch.Tensor:

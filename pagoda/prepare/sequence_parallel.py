@@ -18,7 +18,7 @@ from torch import nn
 
 from pagoda.errors import ConfigError, UsageError
 from pagoda.mesh.world import join, launched
-from pagoda.prepare.documents import attend, attention_of_whole_rows, window_of
+from pagoda.prepare.documents import OnceAForward, attend, attention_of_whole_rows, window_of
 
 IGNORED = -100
 """The label of a token that the loss does not count."""
@@ -31,6 +31,13 @@ class SequenceRanks:
         self.count, self.rank = count, rank
         """Number of these ranks, and the index of this one among them."""
         self.group = group
+        self.whole = OnceAForward(self._gather)
+        """The positions [B, T] of whole sequences, given those of this rank's tokens [B, T/N]."""
+
+    def _gather(self, position_ids: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(position_ids) for _ in range(self.count)]
+        dist.all_gather(parts, position_ids.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
 
     def part(self, batch: Mapping[str, torch.Tensor]) -> "SequencePart":
         """This rank's part of a batch. The batch has `input_ids` and `labels` [B, T], and `position_ids` [B, T] if
@@ -135,11 +142,9 @@ def _attend(
     if key.shape[1] % count:  # the ranks cannot divide the heads of keys
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     query, key, value = (_Exchange.apply(x, 1, 2, sequences) for x in (query, key, value))  # type: ignore
-    parts = [torch.empty_like(position_ids) for _ in range(count)]
-    dist.all_gather(parts, position_ids.contiguous(), group=sequences.group)
     groups, is_causal = query.shape[1] // key.shape[1], getattr(module, "is_causal", True)
     asked: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=is_causal)  # all that sdpa reads from a module
-    out, _ = attend(asked, query, key, value, None, torch.cat(parts, 1), **settings)
+    out, _ = attend(asked, query, key, value, None, sequences.whole(position_ids), **settings)
     mine: torch.Tensor = _Exchange.apply(out, 1, 2, sequences)  # type: ignore[no-untyped-call]
     return mine, None
 

@@ -48,6 +48,20 @@ def test_attention_is_that_of_the_whole_mask(kind: type, monkeypatch: pytest.Mon
     assert max(largest) == 8
 
 
+def test_layers_look_for_documents_once_a_forward_and_see_positions_that_have_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, looked = zoo.llama(layers=2), []
+    attend_by_document(model)
+    monkeypatch.setattr(documents, "groups_of", lambda *of: looked.append(None) or groups_of(*of))
+    ids, rows = torch.zeros(1, 8, dtype=torch.int64), positions([3, 5])[None]
+    for changed in (positions([3, 5]), positions([8])):
+        rows.copy_(changed)
+        looked.clear()
+        model(input_ids=ids, position_ids=rows)
+        assert len(looked) == 1
+
+
 def test_short_documents_attend_together() -> None:
     assert groups_of(positions(LENGTHS), 8) == [[3, 5], [9], [2, 2], [11]]
     assert groups_of(torch.arange(20), 8) == [[20]]
