@@ -58,6 +58,7 @@ _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
 T = TypeVar("T")
+_TRIES = 8
 _log = logging.getLogger("pagoda")
 
 
@@ -95,7 +96,7 @@ class Engine:
         """`links`: this process's place among the ranks, and the means to communicate with them. `second`: when homes
         are chosen again."""
         self._second = second
-        self._needs = None if second is None else NeedsMeter(device, second.device or 0)
+        self._needs = None if second is None else NeedsMeter(device, second)
         self.units = units
         self.stats = StepStats()
         self.timeline: Timeline | None = None
@@ -178,14 +179,17 @@ class Engine:
             self._needs.begin()
 
     def _place_again(self, second: SecondPlacement, meter: NeedsMeter) -> None:
-        """A step has ended. Measure. If it was the last before the second placement, move states, or if someone holds
-        weights, after the next step."""
+        """A step has ended. Measure. If it was the last before the second placement, move states. While someone holds
+        weights, try again after each of `_TRIES` more steps."""
         meter.end_step(self.store, self.stats.activation_bytes.kept)
         if self._step < second.after:
             return
         needs = reduce(Needs.or_more, self._of_all_ranks("what steps have needed", meter.needs))
         plan = second.plan(self.plan, needs)
         if not all(self._of_all_ranks("the second placement", plan is not None and self.store.may_move)):
+            self._second = None
+        elif self._step > second.after + _TRIES:
+            _log.warning("States stay where they were: weights are held from step to step.")
             self._second = None
         elif plan is not None and self._can_move():
             self._second = None

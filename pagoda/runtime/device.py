@@ -97,9 +97,9 @@ class Device:
         return Arena(nbytes)
 
     def restart_peak(self) -> None:
-        """Count the peak of `needed_beside` from now on."""
+        """Count the peak of `peak_without_pages` from now on."""
 
-    def needed_beside(self, pages: Arena, whole: int, kept: int) -> int:
+    def peak_without_pages(self, pages: Arena, whole: int, kept: int) -> int:
         """Most bytes of the device that something other than `pages` has held since `restart_peak`. Pagoda may use
         `whole` bytes of it, and graphs have kept `kept`."""
         return kept
@@ -219,7 +219,7 @@ class CudaDevice(Device):
     def restart_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
-    def needed_beside(self, pages: Arena, whole: int, kept: int) -> int:
+    def peak_without_pages(self, pages: Arena, whole: int, kept: int) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         by_others = max(0, whole - free - torch.cuda.memory_reserved(self.torch_device))
         return torch.cuda.max_memory_reserved(self.torch_device) - pages.nbytes + by_others

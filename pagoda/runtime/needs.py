@@ -1,7 +1,7 @@
 """Measures the memory that steps need in addition to pages."""
 
 from pagoda.memory.ram import resident_bytes, restart_peak
-from pagoda.plan.second_placement import Needs
+from pagoda.plan.second_placement import Needs, SecondPlacement
 from pagoda.runtime.device import Device
 from pagoda.runtime.store import Store
 
@@ -12,11 +12,10 @@ class NeedsMeter:
     RAM that the process held when the meter was created, before the pages, does not count.
     """
 
-    def __init__(self, device: Device, whole: int) -> None:
-        """`whole`: bytes of a separate device that Pagoda may use."""
+    def __init__(self, device: Device, second: SecondPlacement) -> None:
         self._device = device
-        self._whole = whole
-        self._before = resident_bytes()
+        self._whole = second.device or 0
+        self._before = None if second.host is None else resident_bytes()
         self.needs = Needs()
 
     def begin(self) -> None:
@@ -27,9 +26,11 @@ class NeedsMeter:
 
     def end_step(self, store: Store, kept: int) -> None:
         """A step has ended. Graphs kept `kept` bytes in it."""
-        device, pages, resident = 0, store.host.arena.resident_bytes, resident_bytes(peak=True)
+        tiers = [store.host] if store.device is None else [store.host, store.device]
+        device = 0
         if store.device is not None:
-            device = self._device.needed_beside(store.device.arena, self._whole, kept)
-            pages += store.device.arena.resident_bytes
-        host = None if resident is None or self._before is None else max(0, resident - pages - self._before)
+            device = self._device.peak_without_pages(store.device.arena, self._whole, kept)
+        host, resident = None, None if self._before is None else resident_bytes(peak=True)
+        if resident is not None and self._before is not None:
+            host = max(0, resident - sum(tier.arena.resident_bytes for tier in tiers) - self._before)
         self.needs = self.needs.or_more(Needs(device, host))

@@ -89,7 +89,7 @@ def test_what_steps_leave_of_the_device_becomes_home_to_states(recipe: str, driv
 def test_a_device_that_needs_more_for_the_rest_is_home_to_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the second placement, steps happened to have enough. With less, there may be none of it left."""
     recipe, said = Recipe("plain"), {}
-    monkeypatch.setattr(Device, "needed_beside", lambda *_: 3 << 20)
+    monkeypatch.setattr(Device, "peak_without_pages", lambda *_: 3 << 20)
     outcome = train(recipe, adapting(), watched(recipe, said))
     outcome.assert_same_bits(resident(recipe))
     assert outcome.plan.peak_bytes[DEVICE] <= (4 << 20) - 1.2 * (3 << 20)
@@ -98,7 +98,7 @@ def test_a_device_that_needs_more_for_the_rest_is_home_to_less(monkeypatch: pyte
 
 def test_where_the_rest_leaves_no_room_for_a_lease_states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, said = Recipe("plain"), {}
-    monkeypatch.setattr(Device, "needed_beside", lambda *_: 4 << 20)
+    monkeypatch.setattr(Device, "peak_without_pages", lambda *_: 4 << 20)
     outcome = train(recipe, adapting(), watched(recipe, said))
     outcome.assert_same_bits(resident(recipe))
     assert not said
@@ -159,6 +159,16 @@ def test_states_wait_until_nobody_holds_weights_of_a_lease() -> None:
 
     train(recipe, adapting(), watched(recipe, said, each)).assert_same_bits(resident(recipe))
     assert set(said) == {3}
+
+
+def test_states_stay_if_weights_are_held_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, said = Recipe("plain"), {}
+    monkeypatch.setattr("pagoda.engine._TRIES", 1)
+    tried: list[None] = []
+    monkeypatch.setattr("pagoda.engine.Engine._can_move", lambda _: tried.append(None))
+    train(recipe, adapting(), watched(recipe, said)).assert_same_bits(resident(recipe))
+    assert len(tried) == 2
+    assert not said
 
 
 @pytest.mark.parametrize("wait", [True, False])
