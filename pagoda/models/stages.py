@@ -110,7 +110,12 @@ def _parts(model: Any, stages: int) -> tuple[str, list[str], list[str]]:
     layers = [f"{row}.{number}" for number in range(len(own.pop(row)))]
     if len(layers) < stages:
         raise ConfigError(f"{asked} has {len(layers)} layers: choose fewer stages")
-    seen = _order(model, [*own, *layers])
+    try:
+        seen = _order(model, [*own, *layers])
+    except Exception as error:  # the model reads something of a part, such as an attribute or a tuple
+        raise ConfigError(
+            f"{asked} does not run without parts that other stages have ({type(error).__name__}: {error}): leave it out"
+        ) from error
     if seen is None or [name for name in seen if name in layers] != layers:
         raise ConfigError(
             f"{asked} changes hidden states outside its layers, which each stage would repeat: leave it out"
@@ -135,8 +140,6 @@ def _order(model: Any, names: Sequence[str]) -> list[str] | None:
             model.set_submodule(name, stand_in)
         with torch.no_grad(), torch.random.fork_rng([]):
             found = model.base_model(inputs_embeds=hidden).last_hidden_state
-    except Exception:  # the model reads something of a part, such as an attribute
-        return None
     finally:
         for name, part in parts:
             model.set_submodule(name, part)
