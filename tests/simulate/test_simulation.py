@@ -315,16 +315,18 @@ def test_updates_run_during_backward_only_when_passes_are_announced_and_nothing_
     assert bool(during) is during_backward
 
 
-def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
+@pytest.mark.parametrize("trained", [7, 2, 1])
+def test_a_device_with_room_for_all_weights_fetches_the_trained_ones_once_a_step_and_keeps_the_others(
+    trained: int,
+) -> None:
     pages = {0: 5, **dict.fromkeys(range(1, 7), 2)}  # an embedding and six layers
-    root = ModuleSpec(
-        "", (), tuple(ModuleSpec(f"m{i}", (ParamSpec(f"m{i}.w", (n * 2048,)),)) for i, n in pages.items())
-    )
+    params = [ParamSpec(f"m{i}.w", (n * 2048,), trainable=i >= 7 - trained) for i, n in pages.items()]
+    root = ModuleSpec("", (), tuple(ModuleSpec(f"m{i}", (param,)) for i, param in enumerate(params)))
     options = Options(page_bytes=4096, unit_limit=4096, split=Split())
     plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), options)
     assert plan.leased_pages() == pages
     fetched = [span.name for span in step_of(plan, GPU).spans if span.name.startswith("fetch")]
-    assert sorted(fetched) == sorted(f"fetch {unit.name}" for unit in plan.units)
+    assert sorted(fetched) == sorted(f"fetch {unit.name}" for unit in plan.units if unit.trainable_numel)
 
 
 # --- asynchronous updates ------------------------------------------------------------------------------------
