@@ -13,7 +13,7 @@ import torch
 import zoo
 from pairwise import each_once
 from torch import nn
-from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, Recipe, run, squeeze
+from zoo import ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, Recipe, run, squeeze
 
 import pagoda
 from pagoda.engine import Engine
@@ -175,18 +175,39 @@ def _shown(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
 # --- what is read ------------------------------------------------------------------------------------------
 
 
-def test_evaluation_between_steps_sees_every_step(tmp_path: Path, wrap: Wrap) -> None:
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, BOTH])
+def test_evaluations_read_the_weights_of_the_next_step_and_change_no_bit(
+    placement: str, tmp_path: Path, wrap: Wrap
+) -> None:
     recipe = Recipe("plain")
-    model, optimizer = wrap(recipe.build(), memory_of(recipe, ARENA, tmp_path, 2), update=lagging(2))
-    generator = seeded()
-    steps(model, optimizer, generator, 3)
-    with torch.no_grad():
-        seen = loss_of(model.eval(), seeded(7)).item()
-    optimizer.drain()
-    resident, _ = wrap(recipe.build(), RESIDENT)
-    resident.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert seen == loss_of(resident.eval(), seeded(7)).item()
+
+    def evaluated(model: nn.Module, grad: bool = False) -> float:
+        with torch.set_grad_enabled(grad):
+            return loss_of(model.eval(), seeded(7)).item()
+
+    outcomes = []
+    for evaluates in (False, True):
+        directory = tmp_path / str(evaluates)
+        directory.mkdir()
+        model, optimizer = wrap(recipe.build(), memory_of(recipe, placement, directory, 2), update=lagging(2))
+        generator, losses = seeded(), []
+        for _ in range(STEPS):
+            losses += steps(model, optimizer, generator)
+            if evaluates:
+                seen = evaluated(model)
+                with torch.no_grad():
+                    next(model.parameters()).norm()  # such as a moving average of the weights
+                model.train()
+        assert {unit.max for unit in optimizer.stats.staleness.values()} == {2}
+        if evaluates:
+            assert seen == evaluated(model, grad=True)
+        else:
+            seen = evaluated(model)
+            optimizer.drain()
+            assert seen != evaluated(model)
+        outcomes.append(state_of(model, optimizer))
+        outcomes[-1].losses = losses
+    outcomes[0].assert_same_bits(outcomes[1])
 
 
 def test_a_graph_older_than_the_published_weights_is_refused(wrap: Wrap) -> None:
