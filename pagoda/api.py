@@ -168,7 +168,6 @@ class _Wrapping:
 
     def __init__(self, model: nn.Module, rule: Rule, training: Training, memory: Memory, mesh: Mesh) -> None:
         self._model = model
-        self._rule = rule
         self._training = training
         self._mesh = mesh
         if not isinstance(rule, Rule):
@@ -176,7 +175,8 @@ class _Wrapping:
                 f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {rule!r}. Give a class of torch or of "
                 "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
             )
-        self._states = rule.states(training.precision)
+        self._rule = rule.predicting(training.ahead)
+        self._states = self._rule.states(training.precision)
         check_features(Options.of(training, memory), self._states, training.tile_bytes is not None)
         _check_activations(training, memory, model, mesh)
         if memory.adapt_after is not None and training.staleness is not None:

@@ -68,6 +68,7 @@ def settings_of(
     tiles: dict[str, Any] | None = None,
     guess: bool = False,
     late: int | None = None,
+    predict: bool = False,
     partition: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def settings_of(
     if guess:
         given["update"] = pagoda.Updates(speculate=True)
     if late is not None:
-        given["update"] = pagoda.Updates("async", max_staleness=late)
+        given["update"] = pagoda.Updates("async", max_staleness=late, predict=predict)
     if partition:
         given["activations"] = pagoda.Activations(given["activations"], partition_activations=True)
     return given
