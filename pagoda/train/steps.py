@@ -204,6 +204,8 @@ class Steps:
         """Do what is due after a step."""
         config, step = self._config, metrics.step
         improved = False
+        if self._over:
+            self._session.optimizer.drain()  # what is evaluated now is what the run ends with
         if self._evaluator is not None and not interrupted and (self._over or step % config.evaluates_every == 0):
             self._record_evaluation(step, files)
             improved = config.keep_best and best_step(self._losses) == step
