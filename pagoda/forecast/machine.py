@@ -90,6 +90,7 @@ def find_machine_for(config: PlanConfig) -> Machine:
         ("--tensor-parallel", parts, count // stages),
         ("--expert-parallel", config.expert_parallel, data_parallel),
         ("--replicas", config.replicas, data_parallel),
+        ("--sequence-parallel", config.sequence_parallel, data_parallel),
     ):
         if among % groups:
             raise ConfigError(f"{flag} is {groups}, which does not divide the ranks, of which there are {among}")

@@ -209,9 +209,7 @@ class Hardware:
         if self.gpus_per_node < 1 or (self.link and not 1 <= self.link.gpus <= self.gpus_per_node):
             raise ConfigError(f"hardware {self.name!r}: it needs at least one GPU or process, and one per link")
         if self.nodes_per_domain < 1:
-            raise ConfigError(
-                f"hardware {self.name!r}: nodes_per_domain must be at least 1"
-            )
+            raise ConfigError(f"hardware {self.name!r}: nodes_per_domain must be at least 1")
         if self.gpus_per_node > 1 and self.intra_node_bytes_per_s is None:
             raise ConfigError(
                 f"hardware {self.name!r}: {self.gpus_per_node} GPUs or processes need intra_node_bytes_per_s, which "

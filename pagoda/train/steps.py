@@ -82,7 +82,7 @@ class Steps:
         self._predicted = predicted
         self._mesh = mesh
         self._console = console
-        self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
+        self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh, session.config.sequence_parallel)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.everyone.rank else session.config.log, run_dir.path, self._warn)
