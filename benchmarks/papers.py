@@ -54,8 +54,7 @@ sequences of 1,024), T5s have hidden 8,192 and sequences of 512. Assumptions:
   during backward. Matrices above 256 MiB are cut into at most 64 tiles.
 - Pages may use nine tenths of RAM and drives, and all of a GPU but 1 GiB and the activations (ZeRO-Infinity's
   formulas). Activation checkpoints that take more than half of a GPU are in RAM; their copies take no time.
-- Large models are planned with a part of their layers and of each tier. FLOPs and rates are those of [the papers'
-  experiments](papers/experiments.md).
+- Parts of large models, FLOPs and rates are as in [the papers' experiments](papers/experiments.md).
 """
 
 

@@ -51,6 +51,7 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.schedule.operations import schedule_plan
+from pagoda.schedule.served import count_accesses
 from pagoda.simulate.timeline import Timeline
 from pagoda.threads import Threads, end_dropped, give_back
 
@@ -156,8 +157,9 @@ class Engine:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Queue every update whose gradients have arrived. Updates run ahead of the next forward."""
+    def step(self, late: bool = True) -> None:
+        """Queue every update whose gradients have arrived. Updates run ahead of the next forward. `late`: whether
+        asynchronous updates do not end before it."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         with self.accesses.turn, as_plain():  # it asks each parameter for its gradient
@@ -165,7 +167,7 @@ class Engine:
             self.check_not_gathered("optimizer.step()")
             self.active_forwards.check_not_resident("optimizer.step()")
             scale = self.stepper.scaler.scale
-            norms = self.stepper.step()
+            norms = self.stepper.step(late)
             replanned = self._follow_trace()
             self.accesses.end_step()
             self._step += 1
@@ -425,7 +427,7 @@ class Engine:
             busy_s={name: busy for name, (busy, _) in counters.items()},
             bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
             peak_bytes=self.peak_bytes(),
-            accesses={found.value: count for found, count in meter.accesses.items()},
+            accesses=count_accesses(meter.accesses),
             replanned=replanned,
             staleness=dict(self.accesses.staleness),
             updates_kept=kept - self._speculations[0],

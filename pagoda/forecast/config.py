@@ -79,7 +79,7 @@ class PlanConfig(Run):
         """The update rule. Raises ConfigError for an unknown name, and for a setting that the rule does not have."""
         from pagoda.optim.named import rule_from
 
-        return rule_from(self.optimizer, self.optim, {})
+        return rule_from(self.optimizer, self.optim, {}).predicting(self.ahead)
 
     @property
     def itemsize(self) -> int:

@@ -1,5 +1,6 @@
 """Exchanges: communication between ranks within compute, for which compute waits."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -22,9 +23,9 @@ class Exchange:
     sent: int
     """Bytes that a rank sends each time."""
     leaving: int = 0
-    """How many of these bytes leave the node."""
+    """How many of these bytes leave the domain."""
     sharing: int = 1
-    """Number of ranks of a node that send this much over its network at the same time."""
+    """Number of ranks of a domain that send this much over the network at the same time."""
     forward: int = 1
     """How often it happens in each forward."""
     backward: int = 1
@@ -45,8 +46,8 @@ def of_tokens(sent: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     `sent`: module whose children are experts -> bytes that a rank sends.
     """
     group = ranks.expert_parallel
-    elsewhere = (group - min(group, ranks.per_node)) / max(1, group - 1)
-    sharing = min(ranks.per_node, ranks.data_parallel)
+    elsewhere = (group - min(group, ranks.per_domain)) / max(1, group - 1)
+    sharing = min(ranks.per_domain, ranks.data_parallel)
     return [Exchange(TOKENS, row, n, int(n * elsewhere), sharing, forward=2, backward=2) for row, n in sent.items()]
 
 
@@ -79,10 +80,10 @@ def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
 
 def _around_ring(kind: str, module: str, nbytes: int, ranks: Ranks, group: int) -> Exchange:
     """`nbytes` go around a ring of `group` consecutive ranks, in each forward and in each backward."""
-    per_node = ranks.per_node
-    nodes = 1 if per_node % group == 0 else max(2, ceil(group / per_node))
-    leaving = nbytes * (nodes - 1) // nodes // min(group, per_node)
-    return Exchange(kind, module, ring_bytes(nbytes, group), leaving, min(per_node, ranks.count))
+    joined = ranks.per_domain
+    domains = 1 if joined % group == 0 else max(2, ceil(group / joined))
+    leaving = nbytes * (domains - 1) // domains // min(group, joined)
+    return Exchange(kind, module, ring_bytes(nbytes, group), leaving, min(joined, ranks.count))
 
 
 def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
@@ -102,13 +103,12 @@ def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
 
 
 def _crossing(ranks: Ranks, border: int) -> int:
-    """Most ranks of a node whose counterpart in the next stage is on another node.
+    """Most ranks of a domain whose counterpart in the next stage is in another domain.
 
     Stage `border` is that next stage.
     """
-    nodes: dict[int, int] = {}
+    crossing: Counter[int] = Counter()
     for rank in range(border * ranks.count, (border + 1) * ranks.count):
-        node = rank // ranks.per_node
-        if (rank - ranks.count) // ranks.per_node != node:
-            nodes[node] = nodes.get(node, 0) + 1
-    return max(nodes.values(), default=0)
+        domain = rank // ranks.per_domain
+        crossing[domain] += (rank - ranks.count) // ranks.per_domain != domain
+    return max(crossing.values(), default=0)

@@ -211,12 +211,10 @@ class TrainConfig(Reading, Run):
 
     @property
     def cadence(self) -> dict[str, float]:
-        """The settings that say how often the run waits for all updates, in steps or minutes. 0: never."""
+        """The settings that say how often the run saves, in steps or minutes. 0: never."""
         return {
             "checkpoint_every": self.checkpoint_every,
             "checkpoint_minutes": self.checkpoint_minutes * self.saves_by_time,
-            "eval_every": self.evaluates_every if self.evaluates else 0,
-            "sample_every": self.sample_every,
         }
 
     def settings(self) -> dict[str, Any]:
@@ -243,7 +241,8 @@ class TrainConfig(Reading, Run):
     def differing(self, other: "TrainConfig", whose: str) -> list[str]:
         """The settings that decide the bits of a run and differ from `other`, each with both values.
 
-        With asynchronous updates, these include `cadence`: waiting for all updates changes how far later weights lag.
+        With asynchronous updates, these include `cadence`: a checkpoint waits for all updates, which changes how far
+        later weights lag.
         """
         bound = self.cadence if self.staleness else {}
         mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))

@@ -15,7 +15,7 @@ from pagoda.plan.placement import MEANING
 from tests.forecast.machines import SMALL
 
 KEYS = {
-    "fits", "params", "bytes", "step_s", "tokens_per_s", "tflops_per_gpu", "binding_lane", "lanes",
+    "fits", "params", "bytes", "step_s", "tokens_per_s", "tflops_per_gpu", "binding_lane", "lanes", "accesses",
     "ssd_bytes_written_per_step", "advice",
 }  # fmt: skip
 

@@ -69,6 +69,7 @@ def settings_of(
     tiles: dict[str, Any] | None = None,
     guess: bool = False,
     late: int | None = None,
+    predict: bool = False,
     partition: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def settings_of(
     if guess:
         given["update"] = pagoda.Updates(speculate=True)
     if late is not None:
-        given["update"] = pagoda.Updates("async", max_staleness=late)
+        given["update"] = pagoda.Updates("async", max_staleness=late, predict=predict)
     if partition:
         given["activations"] = pagoda.Activations(given["activations"], partition_activations=True)
     return given
@@ -582,14 +583,16 @@ def leave_early(out: Path) -> None:
     training.optimizer.close()
 
 
-def evaluate_late_weights(out: Path, together: bool) -> None:
+def evaluate_late_weights(out: Path, together: bool) -> float | None:
     """Rank 0, or both, evaluate between steps of asynchronous training; on rank 1 the next step would begin."""
     training = Training(out, update=pagoda.Updates("async"))
-    training.take(1)
+    training.take(2)
+    found = None
     if together or place()[0] == 0:
-        evaluate(training.model, batch("llama", torch.Generator().manual_seed(1)))
-    training.take(1, 3)
+        found = evaluate(training.model, batch("llama", torch.Generator().manual_seed(1)))
+    training.take(2, 4)
     training.optimizer.close()
+    return found
 
 
 def different_settings(out: Path) -> None:
