@@ -157,8 +157,9 @@ class Engine:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Queue every update whose gradients have arrived. Updates run ahead of the next forward."""
+    def step(self, late: bool = True) -> None:
+        """Queue every update whose gradients have arrived. Updates run ahead of the next forward. `late`: whether
+        asynchronous updates do not end before it."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         with self.accesses.turn, as_plain():  # it asks each parameter for its gradient
@@ -166,7 +167,7 @@ class Engine:
             self.check_not_gathered("optimizer.step()")
             self.active_forwards.check_not_resident("optimizer.step()")
             scale = self.stepper.scaler.scale
-            norms = self.stepper.step()
+            norms = self.stepper.step(late)
             replanned = self._follow_trace()
             self.accesses.end_step()
             self._step += 1

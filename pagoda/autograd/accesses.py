@@ -187,7 +187,7 @@ class Accesses:
         if access != self._last:
             self._last = access
             self.meter.accesses.append(Served(self.plan.source(unit.index), found, time.perf_counter() - start))
-        if self.plan.options.max_staleness is not None:
+        if recorded and self.plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:
             recorder.access(f"{phase.name.lower()} {unit.spec.name}")
@@ -201,19 +201,6 @@ class Accesses:
         """A unit's weights were changed, at home or in compute's memory, by something other than an update. Leases and
         graphs with the old weights are outdated."""
         self.tell(self._scheduler.overwritten, unit.index)
-
-    def before_forward(self) -> None:
-        """A forward begins, which is no part of another one and of no backward. Its accesses are its own."""
-        self.end_read()
-        self.before_evaluation()
-
-    def before_evaluation(self) -> None:
-        """If compute is about to use weights without gradients between steps, it must see all asynchronous updates."""
-        if torch.is_grad_enabled():
-            return
-        if self.plan.options.max_staleness is not None and not self._used:
-            self.check_usable()
-            self.drain()
 
     def end_step(self) -> None:
         """`step()` was called."""
@@ -250,7 +237,7 @@ class Accesses:
         """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
         if not self.closed and any(scheduler.weights(unit.index).lag for unit in self.plan.units):
-            self.agree("applying all asynchronous updates, which an evaluation between steps does too")
+            self.agree("applying all asynchronous updates")
         with self.turn:
             self._executor.poll()
             self.tell(scheduler.drain, True)

@@ -93,9 +93,9 @@ class Hidden:
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Is never called, as no tensor is made of this class. Because of it, torch.compile does not trace what uses
-        hidden tensors, but runs it as it is."""
-        raise AssertionError
+        """Only tensors of classes that have such a method get here. Because of it, torch.compile does not trace what
+        uses hidden tensors, but runs it as it is."""
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         this: Any = self

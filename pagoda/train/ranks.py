@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pagoda.errors import PagodaError
+from pagoda.errors import ConfigError, PagodaError
 from pagoda.memory.files import storage_errors
 from pagoda.mesh.mesh import Mesh
 from pagoda.schedule.served import add_counts
+from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
 from pagoda.train.run_dir import RunDir
 
@@ -39,6 +40,18 @@ def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
     if len(found) > 1:
         mesh.on_all_ranks(what, lambda: dist.all_gather_object(found, mine))
     return found
+
+
+def ranks_with_batches(config: TrainConfig, mesh: Mesh) -> int:
+    """Number of ranks, or of groups of ranks that divide sequences, that have batches of their own. Raises ConfigError
+    if ranks are left over."""
+    ranks, divided = mesh.ranks.data_parallel, config.sequence_parallel
+    if ranks % divided:
+        raise ConfigError(
+            f"--sequence-parallel is {divided}, which does not divide the {ranks} ranks: start torchrun with "
+            f"--nproc-per-node {divided}, or a multiple of it"
+        )
+    return ranks // divided
 
 
 def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:

@@ -82,7 +82,7 @@ class Steps:
         self._predicted = predicted
         self._mesh = mesh
         self._console = console
-        self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
+        self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh, session.config.sequence_parallel)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.everyone.rank else session.config.log, run_dir.path, self._warn)
@@ -204,6 +204,8 @@ class Steps:
         """Do what is due after a step."""
         config, step = self._config, metrics.step
         improved = False
+        if self._over:
+            self._session.optimizer.drain()  # what is evaluated now is what the run ends with
         if self._evaluator is not None and not interrupted and (self._over or step % config.evaluates_every == 0):
             self._record_evaluation(step, files)
             improved = config.keep_best and best_step(self._losses) == step
