@@ -183,7 +183,7 @@ def in_other_pages() -> Iterator[tuple[str, str]]:
     eager, layers, model = (compiled[f"Pagoda, {what}"] for what in ("eager", "layers", "model"))
     yield (
         "integrations.md",
-        f"takes {eager} times as long as in plain PyTorch without compiling, {layers} with compiled",
+        f"takes {eager} times as long as plain PyTorch's, {layers} with compiled",
     )
     yield "integrations.md", f"and {model} with a compiled model (plain PyTorch: {compiled['plain, layers']} and"
     ram, ssd = results("resident")["figures"]
