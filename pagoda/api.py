@@ -122,9 +122,9 @@ def wrap(
         update: "sync", or "async", which changes the algorithm: weights lag behind gradients by one step, or with
             `Updates("async", max_staleness=N)` by at most N steps. The lag depends only on the number of the step, so
             equal runs give equal bits. Each gradient is still applied as its own step and clipped by its own norm.
-            `optimizer.drain()` applies all updates. `state_dict`, `gathered`, checkpoints, `close` and, between steps,
-            a forward without gradients drain first. `Updates(speculate=...)` allows updates during backward before the
-            norm is known.
+            `optimizer.drain()` applies all updates. `state_dict`, `gathered`, checkpoints and `close` drain first. A
+            forward between steps reads the weights of the next step. `Updates(speculate=...)` allows updates during
+            backward before the norm is known.
         activations: What happens to activations between forward and backward: see `Activations`.
         tiles: Which operators run in pieces: see `Tiles`.
         mesh: With several ranks, what they divide: `pagoda.open_mesh`, or a torch mesh with dimensions replicate, shard
@@ -168,7 +168,6 @@ class _Wrapping:
 
     def __init__(self, model: nn.Module, rule: Rule, training: Training, memory: Memory, mesh: Mesh) -> None:
         self._model = model
-        self._rule = rule
         self._training = training
         self._mesh = mesh
         if not isinstance(rule, Rule):
@@ -176,7 +175,8 @@ class _Wrapping:
                 f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {rule!r}. Give a class of torch or of "
                 "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
             )
-        self._states = rule.states(training.precision)
+        self._rule = rule.predicting(training.ahead)
+        self._states = self._rule.states(training.precision)
         check_features(Options.of(training, memory), self._states, training.tile_bytes is not None)
         _check_activations(training, memory, model, mesh)
         if memory.adapt_after is not None and training.staleness is not None:

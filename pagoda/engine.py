@@ -156,8 +156,9 @@ class Engine:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Queue every update whose gradients have arrived. Updates run ahead of the next forward."""
+    def step(self, late: bool = True) -> None:
+        """Queue every update whose gradients have arrived. Updates run ahead of the next forward. `late`: whether
+        asynchronous updates do not end before it."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         with self.accesses.turn, as_plain():  # it asks each parameter for its gradient
@@ -165,7 +166,7 @@ class Engine:
             self.check_not_gathered("optimizer.step()")
             self.active_forwards.check_not_resident("optimizer.step()")
             scale = self.stepper.scaler.scale
-            norms = self.stepper.step()
+            norms = self.stepper.step(late)
             replanned = self._follow_trace()
             self.accesses.end_step()
             self._step += 1
@@ -425,7 +426,7 @@ class Engine:
             busy_s={name: busy for name, (busy, _) in counters.items()},
             bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
             peak_bytes=self.peak_bytes(),
-            accesses={found.value: count for found, count in meter.accesses.items()},
+            accesses=meter.accesses,
             replanned=replanned,
             staleness=dict(self.accesses.staleness),
             updates_kept=kept - self._speculations[0],

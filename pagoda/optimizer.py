@@ -115,8 +115,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._in_model.check()
         check_step([param for group in self.param_groups for param in group["params"]])
         after = [self._engine.rule.after_step(group) for group in self.param_groups]
-        self._engine.step()
-        if self._sync_steps and max(step for unit in self._engine.units for step in unit.steps) <= self._sync_steps:
+        steps = [step for unit in self._engine.units for step in unit.steps] if self._sync_steps else [0]
+        waits = max(steps) < self._sync_steps
+        self._engine.step(late=not waits)
+        if waits:
             self.drain()
         if self.stats.grad_norm is not None:
             for group, changed in zip(self.param_groups, after, strict=True):

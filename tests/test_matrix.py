@@ -74,6 +74,8 @@ OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
 
+LATE = ("async", "async, predicted")
+
 LARGEST_UNIT = "128KiB"
 """Holds a block of most models."""
 AXES = {
@@ -82,7 +84,7 @@ AXES = {
     "model": (*MODELS,),
     "place": PLACES,
     "numbers": ("bf16", "fp16", "fp32", "bf16+fp32", "fp32+bf16"),
-    "update": ("at step", "announced", "speculate", "async"),
+    "update": ("at step", "announced", "speculate", *LATE),
     "tiles": (None, "batch", "sequence", "layers"),
     "unit": ("4KiB", "32KiB", LARGEST_UNIT),
     "clip": (None, 0.5),
@@ -104,7 +106,7 @@ def features_of(case: Case) -> set[Feature]:
     """The features in some settings that do not work with all others; settings left out do not matter."""
     used = {
         Feature.WHOLE: case.get("rule") in WHOLE,
-        Feature.ASYNC: case.get("update") == "async",
+        Feature.ASYNC: case.get("update") in LATE,
         Feature.SPECULATE: case.get("update") == "speculate",
         Feature.TILES: case.get("tiles") == "layers",
     }
@@ -119,8 +121,11 @@ def possible(case: Case) -> bool:
     return why_not(features_of(case)) is None and not (
         (place == RAM and activations in OFFLOADS)  # nowhere to go
         or (case.get("rule") in WHOLE and update == "async" and place in NO_WEIGHTS_IN_RAM)
+        or (
+            case.get("rule") in ("sgd", *WHOLE) and update == "async, predicted"
+        )  # no momentum, or not element by element
         or (case.get("tiles") == "sequence" and case.get("model") == "conv")  # it has no tokens
-        or (place == ADAPTING and update == "async")
+        or (place == ADAPTING and update in LATE)
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -143,7 +148,7 @@ def settings(case: Case) -> dict[str, Any]:
     in_pieces = pagoda.Tiles(sequence_tiles=2, per_token=("Block",) if case["model"] == "plain" else ())
     batch, layers = pagoda.Tiles(batch_tiles=2), pagoda.Tiles(tile_limit="8KiB")
     tiles = {"batch": batch, "sequence": in_pieces, "layers": layers}.get(case["tiles"])
-    update = pagoda.Updates("async" if case["update"] == "async" else "sync")
+    update = pagoda.Updates("async", predict=case["update"] != "async") if case["update"] in LATE else "sync"
     if case["update"] == "speculate":
         update = pagoda.Updates(speculate=True)
     return {
@@ -162,7 +167,8 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     memory = pagoda.Memory(host="64MiB", page_size=page, unit_limit=case["unit"], activations="400KiB")
     if place == RAM:
         return memory
-    training, states = training_of(**settings(case)), RULES[case["rule"]].states(case["numbers"].partition("+")[0])
+    training = training_of(**settings(case))
+    states = RULES[case["rule"]].predicting(training.ahead).states(case["numbers"].partition("+")[0])
     options, model = Options.of(training, memory), build(case)
     if training.tile_bytes is not None:
         Tiling(model, training.tile_bytes // states[0].dtype.itemsize)
@@ -205,7 +211,7 @@ def holds(host: int, root: ModuleSpec, states: tuple[StateSpec, ...], options: O
 
 def factors_of(case: Case) -> tuple[float, ...]:
     """Of the loss in each step. Updates that are late or undone have states of a step before them."""
-    return (CALM, CLIPPED, CALM) if case["update"] in ("async", "speculate") else (CLIPPED, CALM)
+    return (CALM, CLIPPED, CALM) if case["update"] in (*LATE, "speculate") else (CLIPPED, CALM)
 
 
 def loop_of(case: Case) -> zoo.Loop:
@@ -252,7 +258,7 @@ def check(case: Case, directory: Path) -> None:
     # What a model does itself may add gradients up in another order.
     bits["activations"] = case["activations"] if case["activations"] in OWN else "keep"
     bits["steps"] = factors_of(case)
-    bits["update"] = "async" if case["update"] == "async" else "at step"  # which changes the weights that are read
+    bits["update"] = case["update"] if case["update"] in LATE else "at step"  # which changes the weights that are read
     outcome.assert_same_bits(reference(*bits.items()))
 
 

@@ -19,8 +19,10 @@ from pagoda.runtime.executor import Damage, Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Fetcher, LeasedWeights
 from pagoda.runtime.meter import StepMeter
-from pagoda.runtime.stats import Found, Staleness
+from pagoda.runtime.stats import Staleness
+from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
+from pagoda.schedule.served import Served
 
 _ENDED_A_WAIT = "It ended a wait of Pagoda's, and left nothing half done."
 
@@ -171,9 +173,7 @@ class Accesses:
         self.end_read()
         if self._rank_group is not None:
             self._rank_group.collectives.begin_access(recorded)
-        if access != self._last:
-            self._last = access
-            self.meter.accesses[self._finds(unit)] += 1
+        found, start = self._scheduler.finds(unit.index, _has_arrived), time.perf_counter()
         self.tell(self._scheduler.access, access, recorded)
         try:
             if not self._scheduler.ready(unit.index):
@@ -184,7 +184,10 @@ class Accesses:
         except BaseException:
             self.tell(self._scheduler.release, unit.index)
             raise
-        if self.plan.options.max_staleness is not None:
+        if access != self._last:
+            self._last = access
+            self.meter.accessed(Served(self.plan.source(unit.index), found, time.perf_counter() - start))
+        if recorded and self.plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:
             recorder.access(f"{phase.name.lower()} {unit.spec.name}")
@@ -198,19 +201,6 @@ class Accesses:
         """A unit's weights were changed, at home or in compute's memory, by something other than an update. Leases and
         graphs with the old weights are outdated."""
         self.tell(self._scheduler.overwritten, unit.index)
-
-    def before_forward(self) -> None:
-        """A forward begins, which is no part of another one and of no backward. Its accesses are its own."""
-        self.end_read()
-        self.before_evaluation()
-
-    def before_evaluation(self) -> None:
-        """If compute is about to use weights without gradients between steps, it must see all asynchronous updates."""
-        if torch.is_grad_enabled():
-            return
-        if self.plan.options.max_staleness is not None and not self._used:
-            self.check_usable()
-            self.drain()
 
     def end_step(self) -> None:
         """`step()` was called."""
@@ -247,7 +237,7 @@ class Accesses:
         """Wait until every requested update has ended and every guess has been undone."""
         scheduler = self._scheduler
         if not self.closed and any(scheduler.weights(unit.index).lag for unit in self.plan.units):
-            self.agree("applying all asynchronous updates, which an evaluation between steps does too")
+            self.agree("applying all asynchronous updates")
         with self.turn:
             self._executor.poll()
             self.tell(scheduler.drain, True)
@@ -280,17 +270,6 @@ class Accesses:
             return lease.ready.lane
         return "h2d" if self.plan.budgets.device is not None else "ssd_read"
 
-    def _finds(self, unit: LiveUnit) -> Found:
-        """Where an access finds the weights of a unit now."""
-        if self._leases.in_place(unit):
-            return Found.IN_PLACE
-        if self._scheduler.weights(unit.index).await_update:
-            return Found.LATE
-        lease = self._leases.of(unit)
-        if lease is None or lease.ready is None:
-            return Found.FAULT
-        return Found.ARRIVED if lease.ready.done else Found.LATE
-
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
             before = self.staleness.get(unit.spec.name, Staleness())
@@ -321,3 +300,9 @@ class Accesses:
             f"memory.{tier}, or lower memory.unit_limit.",
             tier=tier,
         )
+
+
+def _has_arrived(lease: Lease) -> bool:
+    """Whether the weights of a lease are in compute's memory."""
+    leased: LeasedWeights | None = lease.payload
+    return leased is not None and (leased.ready is None or leased.ready.done)

@@ -95,7 +95,7 @@ class ActiveForwards:
         new = {*units} - self._resident
         with self.alone(), ExitStack() as leases:
             with torch.no_grad():  # so that its accesses belong to no step
-                self._accesses.before_forward()
+                self._accesses.end_read()
                 leases.enter_context(self._leased(Phase.FORWARD, new))
             self._resident |= new
             try:
@@ -135,18 +135,16 @@ class ActiveForwards:
     def around_function(self) -> Iterator[None]:
         """Around a function of torch that uses hidden parameters.
 
-        Outside forwards it is like a forward of its own: other threads wait, it sees the same updates, and what a graph
-        saves is packed. But in backward, what runs may repeat a part of a forward, whose graph is packed already.
+        Outside forwards it is like a forward of its own: other threads wait, and what a graph saves is packed. But in
+        backward, what runs may repeat a part of a forward, whose graph is packed already.
         """
         if self.runs_here:
             yield
             return
         _refuse_transforms()
         with self.alone():
-            starts_packing = False
-            if torch._C._current_graph_task_id() == -1:
-                self._accesses.before_evaluation()
-                starts_packing = torch.is_grad_enabled() and self._packing.enter()
+            in_backward = torch._C._current_graph_task_id() != -1
+            starts_packing = not in_backward and torch.is_grad_enabled() and self._packing.enter()
             try:
                 yield
             finally:
@@ -175,7 +173,7 @@ class ActiveForwards:
     def _run_alone(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._running and not in_backward:
-            self._accesses.before_forward()
+            self._accesses.end_read()
         with self._leased(Phase.BACKWARD if in_backward else Phase.FORWARD, units):
             return call(*args, **kwargs)
 

@@ -311,13 +311,14 @@ class Stepper:
         """The gradients that `step()` would use now."""
         return [(gradient, slot) for gradient in self._gradients.untaken() for slot in self._used(gradient)]
 
-    def step(self) -> Norms | None:
-        """Queue the update of every unit whose gradients have arrived. Updates run ahead of the next forward.
+    def step(self, late: bool = True) -> Norms | None:
+        """Queue the update of every unit whose gradients have arrived. Updates run ahead of the next forward. If
+        asynchronous updates will not be `late`, they predict no weights.
 
         Returns the norms of the gradients, or None if a scaled gradient was not finite and the step is skipped.
         """
         self.updates_have_begun()
-        hypers = NextHypers(self.group_of, self._rule)
+        hypers = NextHypers(self.group_of, self._rule if late else self._rule.on_time())
         self._check_kept(hypers)
         check_frozen(self._units)
         for unit in self._units:

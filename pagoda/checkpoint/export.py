@@ -18,15 +18,15 @@ from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, TIES, skeleton, u
 from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, listed
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
+from pagoda.checkpoint.state import OF_WEIGHTS
 from pagoda.checkpoint.tensors import chunks
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import write_durably
 from pagoda.memory.identity import new_checkpoint_id
-from pagoda.optim.flat import join
+from pagoda.optim.flat import join, rounded
 from pagoda.plan.layout import WEIGHT
-from pagoda.runtime.store import LOW
 
 _OWN_NAMES = (
     " A changed model cannot be exported for its class. In Python, export(source, out, own_names=True) writes all "
@@ -281,8 +281,13 @@ def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 
 def _weights(weights: ModelTensors, name: str, dtype: torch.dtype) -> Read:
-    """A function that reads a parameter's weights. For fp32 from bf16, it joins the two halves of the master."""
-    weight, low = weights.tensors[WEIGHT][name], weights.tensors.get(LOW, {}).get(name)
+    """A function that reads a parameter's weights. For fp32 from bf16, it joins the two halves of the master. Where a
+    checkpoint has predicted weights, it rounds the master."""
+    weight, low, whole = (weights.tensors.get(state, {}).get(name) for state in OF_WEIGHTS)
+    assert weight is not None
+    if whole is not None:
+        convert = rounded if dtype is weight.dtype else torch.Tensor.to
+        return lambda start, count: convert(whole.read(start, count), dtype)
     if dtype is not torch.float32 or low is None:
         return lambda start, count: weight.read(start, count).to(dtype)
 

@@ -11,12 +11,19 @@ from torch import nn
 from pagoda.checkpoint.lazy import LazyTensor, cat
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.reader import BUFFERS
-from pagoda.checkpoint.state import ParameterState, Position, all_states, gather_from_stage, states_of, unpaged
+from pagoda.checkpoint.state import (
+    OF_WEIGHTS,
+    ParameterState,
+    Position,
+    all_states,
+    gather_from_stage,
+    states_of,
+    unpaged,
+)
 from pagoda.engine import Engine
 from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import DTensorForm
 from pagoda.plan.layout import WEIGHT
-from pagoda.runtime.store import LOW
 
 
 class ModelTensors(NamedTuple):
@@ -91,7 +98,7 @@ def _names_in(model: nn.Module, engine: Engine, states: Mapping[str, ParameterSt
 
 
 def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict[str, LazyTensor]]:
-    """State -> name in the user's model -> tensor, for weights and low halves of masters."""
+    """State -> name in the user's model -> tensor, for weights and what else of their masters is stored."""
     parameters = all_states(engine)
     mine = [parameter.position for parameter in parameters]
     by_part, group = [mine], engine.rank_group
@@ -99,7 +106,7 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
         apart = group.mesh.ranks.tensor_parallel
         by_part = gather_from_stage(engine, "the positions of all weights", mine)[::apart][:parts]
     found: dict[str, dict[str, LazyTensor]] = {}
-    for state in [state.name for state in engine.plan.layout.states if state.name in (WEIGHT, LOW)]:
+    for state in [state.name for state in engine.plan.layout.states if state.name in OF_WEIGHTS]:
         tiles: dict[str, list[tuple[Position, LazyTensor]]] = {}
         for number, parameter in enumerate(parameters):
             if state not in parameter.spans():

@@ -20,7 +20,7 @@ from pagoda.checkpoint.paged import PAGED, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, SavedCheckpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.state import ParameterState, gather_from_all_stages, unpaged
+from pagoda.checkpoint.state import OF_WEIGHTS, ParameterState, gather_from_all_stages, unpaged
 from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError
@@ -31,9 +31,7 @@ from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import plain_setting
 from pagoda.parameters.unit import LiveUnit
-from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.capture import Capture, CapturedPiece
-from pagoda.runtime.store import LOW
 
 Adoptable = dict[tuple[int, str], tuple[CommittedPages, PageRun]]
 """(unit, state) -> pages of a checkpoint that hold it in the same layout as this run."""
@@ -231,7 +229,7 @@ class Snapshot:
             if found and store.ssd and all(store.ssd.adopt(run, *found) for run in store.runs(unit.index, state.name)):
                 continue
             for parameter in parameters:
-                is_copied = state.name in (WEIGHT, LOW) or parameter not in moved
+                is_copied = state.name in OF_WEIGHTS or parameter not in moved
                 if parameter.span(state) is not None and is_copied:
                     parameter.copy_in(state, checkpoint.tensors[state.name][parameter.whole])
         for parameter in moved:

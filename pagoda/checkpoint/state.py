@@ -14,9 +14,9 @@ from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, ConfigError, UsageError
 from pagoda.mesh.dtensors import as_dtensor
 from pagoda.mesh.mesh import Mesh
-from pagoda.optim.flat import join, split
+from pagoda.optim.flat import join, rounded, split
 from pagoda.optim.param_groups import NamedGroup
-from pagoda.optim.rule import Shape, StateSpec
+from pagoda.optim.rule import MASTER, Shape, StateSpec
 from pagoda.parameters.hidden import HOME
 from pagoda.parameters.quantized import QuantizedForm
 from pagoda.parameters.unit import LiveUnit
@@ -24,6 +24,9 @@ from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT
 from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import ParamSpec
 from pagoda.runtime.store import LOW
+
+OF_WEIGHTS = (WEIGHT, LOW, MASTER)
+"""The states that store weights and their masters."""
 
 
 class Position(NamedTuple):
@@ -106,15 +109,20 @@ class ParameterState(NamedTuple):
 
     def moments(self) -> dict[str, ShapedSpan]:
         """Like `spans`, but only the states of the optimizer's rule, without the weights."""
-        return {name: span for name, span in self.spans().items() if name not in (WEIGHT, LOW)}
+        return {name: span for name, span in self.spans().items() if name not in OF_WEIGHTS}
 
     def read(self, state: str) -> torch.Tensor:
-        """A copy of a state on the CPU, in the state's shape."""
+        """A copy of a state on the CPU, in the state's shape. Weights are never predicted ones."""
+        if state == WEIGHT and MASTER in self.spans():
+            return rounded(self.read(MASTER), self.engine.store.dtype(WEIGHT))
         span = self.spans()[state]
         return self.engine.store.read(self.unit.index, state, span.first, span.count).view(span.shape)
 
     def lazy(self, state: str) -> LazyTensor:
         """Like `read`, but piece by piece."""
+        if state == WEIGHT and MASTER in self.spans():
+            master, dtype = self.lazy(MASTER), self.engine.store.dtype(WEIGHT)
+            return LazyTensor(dtype, master.shape, lambda start, count: rounded(master.read(start, count), dtype))
         store, index, span = self.engine.store, self.unit.index, self.spans()[state]
         return LazyTensor(
             store.dtype(state), span.shape, lambda start, count: store.read(index, state, span.first + start, count)
@@ -122,6 +130,8 @@ class ParameterState(NamedTuple):
 
     def master(self) -> torch.Tensor:
         """A copy of the fp32 master. Without a master, the weights in fp32, or the bytes of quantized weights."""
+        if MASTER in self.spans():
+            return self.read(MASTER)
         weight = self.read(WEIGHT)
         if self.is_quantized:
             return weight
@@ -145,11 +155,12 @@ class ParameterState(NamedTuple):
         if self.is_quantized:
             store.write(index, WEIGHT, spans[WEIGHT].first + first, values.reshape(-1))
             return
-        halves = any(state.name == LOW for state in store.plan.layout.states)
         for start in range(0, values.numel(), BLOCK_ELEMENTS):
             master = values[start : start + BLOCK_ELEMENTS].float().contiguous()
             at = first + start
-            if not halves:
+            if MASTER in spans:
+                store.write(index, MASTER, spans[MASTER].first + at, master)
+            if store.dtype(WEIGHT) is torch.float32:
                 store.write(index, WEIGHT, spans[WEIGHT].first + at, master)
                 continue
             weight = torch.empty(master.shape, dtype=store.dtype(WEIGHT))
@@ -167,8 +178,8 @@ class ParameterState(NamedTuple):
     def overwrite(self, values: torch.Tensor) -> None:
         """Set the master weight from `values` of any float dtype, once updates have ended.
 
-        If `values` are in the compute dtype, elements equal to the weight keep the low half of their master. Raises
-        UsageError if the shape differs.
+        If `values` are in the compute dtype, elements equal to the weight keep their master. Raises UsageError if the
+        shape differs.
         """
         if tuple(values.shape) != self.spec.shape:
             raise UsageError(
@@ -181,6 +192,9 @@ class ParameterState(NamedTuple):
                 low.masked_fill_(self.read(WEIGHT).view(torch.int16) != values.view(torch.int16), 0)
                 self.write(WEIGHT, values)
                 self.write(LOW, low)
+            elif MASTER in self.spans():
+                master, old = self.read(MASTER), self.read(WEIGHT)
+                self.write_master(torch.where(old == values, master, values.float()).reshape(-1))
             else:
                 self.write_master(values.reshape(-1))
             self.engine.accesses.overwritten(self.unit)
@@ -199,7 +213,7 @@ class ParameterState(NamedTuple):
         """Like `copy_in`, for the master weight in any float dtype."""
         store, layout = self.engine.store, self.engine.store.plan.layout
         read = self._own(whole, layout.weight)
-        kept = [(name, span.first) for name, span in self.spans().items() if name in (WEIGHT, LOW)]
+        kept = [(name, span.first) for name, span in self.spans().items() if name in OF_WEIGHTS]
         for start, count in chunks(self.spec.numel):
             if any(store.holds(self.unit.spec, name, at + start, at + start + count) for name, at in kept):
                 self.write_master(read(start, count), start)

@@ -98,12 +98,17 @@ class Updates(Settings):
     update: UpdateMode = "sync"
     """sync: forward reads weights with all earlier updates. async: forward and backward do not wait for updates, so
     weights lack those of the last steps. This is for state on an SSD that is slower than compute. It changes the
-    algorithm. A checkpoint, an evaluation and a sample wait for all updates, and so change later bits, too."""
+    algorithm. A checkpoint waits for all updates, and so changes later bits, too."""
     max_staleness: int = 1
     """With async: the most steps whose gradients the weights lack. With N, a unit is updated after every N-th step, and
     the update may take one step of time. 0 gives the bits of sync."""
     sync_steps: int = 0
     """With async: the first steps that wait for their updates, as with sync."""
+    predict: bool = False
+    """With async: forward and backward read weights as they will probably be when the gradient is applied: as many
+    steps further on as they lag on average, (max_staleness + 1) / 2, if each step changes them as the last one did.
+    `state_dict`, `gathered`, checkpoints and exports have the true weights. The fp32 master is then stored whole: 4
+    bytes for each parameter in place of 2, or in fp32 in place of none. For element-wise optimizers with momentum."""
     speculate: bool | None = None
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
     that was wrong. The bits are the same. Old and new states need room until that is known. By default this applies
@@ -117,11 +122,20 @@ class Updates(Settings):
         require_count("sync_steps", self.sync_steps, 0)
         if self.sync_steps and self.update == "sync":
             raise ConfigError(f"sync_steps is {self.sync_steps}, which needs update='async'.")
+        if self.predict and self.update == "sync":
+            raise ConfigError("predict=True needs update='async': with sync, no weights are late.")
 
     @property
     def staleness(self) -> int | None:
         """Most steps by which asynchronous updates lag. None if every update ends before its unit's next forward."""
         return self.max_staleness if self.update == "async" else None
+
+    @property
+    def ahead(self) -> float | None:
+        """Number of steps by which weights are predicted: as many as they lag on average. None if they are not."""
+        if not self.predict:
+            return None
+        return (self.max_staleness + 1) / 2 if self.max_staleness else 0.0
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,11 @@ def lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
     return w, m * beta2 + g * one_minus_beta2
 
 
+@part
+def predicted(w: Any, before: Any, ahead: Any) -> Any:
+    return w - (before - w) * ahead
+
+
 # Adafactor. Sums are fp64, and everything computed from them is fp32.
 
 

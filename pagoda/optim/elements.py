@@ -30,6 +30,16 @@ def load(form: Any, values: Any, i: Any) -> Any:
 
 
 @part
+def store(form: Any, values: Any, i: Any, value: Any) -> None:
+    """Round a value to a form, as masters are split, and store it."""
+    whole, half = values
+    if form == FP32:
+        whole[i] = value
+    else:
+        half[i], _ = halves_of(form, value)
+
+
+@part
 def masters_at(weight: Any, weight_low: Any, n: Any) -> Any:
     """Views of ``n`` masters: the weights, and the low halves of 16-bit weights."""
     return values_at(weight, n), carray(pointer(weight_low, np.int16), n)

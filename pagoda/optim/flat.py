@@ -41,7 +41,7 @@ def update(
     n = gradient.numel()
     precision = _PRECISIONS[states["weight"].dtype]
     specs = rule.states(precision)
-    rounding = () if noise is None else (0, *noise)
+    rounding = (*(() if noise is None else (0, *noise)), *rule.arguments)
     if gradient.device.type == "cuda":
         from pagoda.optim import triton_kernels
 
@@ -51,6 +51,15 @@ def update(
     addresses = [_address(spec.name, states[spec.name], spec.dtype, spec.elements(n)) for spec in specs]
     addresses.append(_address("gradient", gradient, gradient.dtype, n))
     kernels.update_kernel(rule, precision, gradient.dtype)(*addresses, n, *rounding, *scalars)
+
+
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The fp32 ``master`` in the dtype of weights, rounded as `split` does."""
+    if dtype is torch.float32:
+        return master
+    weight, low = (torch.empty(master.shape, dtype=each) for each in (dtype, torch.int16))
+    split(master, weight, low)
+    return weight
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:

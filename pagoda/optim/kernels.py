@@ -45,19 +45,21 @@ from pagoda.optim.arithmetic import (
     magnitude,
     noise_bits,
     noises,
+    predicted,
     sgd_element,
     sign_sgd_element,
 )
 from pagoda.optim.codecs import BLOCK, CUT
-from pagoda.optim.elements import load, load_master, masters_at, store_master, stream, values_at
+from pagoda.optim.elements import load, load_master, masters_at, store, store_master, stream, values_at
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
-from pagoda.optim.jit import add, fence, on_stack, pointer, room, rounded, word
+from pagoda.optim.jit import add, fence, fp32, on_stack, pointer, room, rounded, word
 from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
 
 UpdateKernel = Callable[..., None]
 """``(*addresses of the rule's states in their order, gradient address, n, *targets, *noise, *scalars)``. targets is
 empty if states are updated in place. Otherwise it has the address of each new state. noise is empty unless states are
-rounded stochastically. Then it is the first element's index in its parameter and both numbers of `Key`."""
+rounded stochastically. Then it is the first element's index in its parameter and both numbers of `Key`. If weights are
+predicted, `ahead` follows."""
 _ROOM = 4 * BLOCK
 """Most bytes of a block of a state."""
 
@@ -69,8 +71,17 @@ def _noises(key: Any, i: Any, cut: Any) -> Any:
     return noises(noise_bits(add(index, i), low, high), cut)
 
 
-def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
+def _masters(weights: int, predicts: bool) -> tuple[int, int, int]:
+    """The form of masters, and the bytes of one at the first address of its halves and at the second."""
+    if predicts:
+        return FP32, 4, 4
+    return (FP32, 4, 0) if weights == FP32 else (weights, 2, 2)
+
+
+def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool, predicts: bool) -> UpdateKernel:
     """The kernel of one of `PLAIN`. It ignores the addresses of states that its rule does not have.
+
+    `predicts`: in place of the low half, it takes the whole master, and it does not read weights.
 
     With bf16 weights, AdamW moves 26 bytes per element (14 read, 12 written), or 18 (10, 8) with bf16 moments. Rules
     with one moment move 18 (10, 8), and rules without one 10 (6, 4).
@@ -80,29 +91,34 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool
     """
     moments, decoupled = BF16 if noisy else FP32, rule == ADAMW
     weight_bytes, gradient_bytes, moment_bytes = (4 if form == FP32 else 2 for form in (weights, gradients, moments))
-    low_bytes = 0 if weights == FP32 else 2
+    form, master_bytes, low_bytes = _masters(weights, predicts)
+    at_ahead, at_scalars = 3 * noisy, 3 * noisy + predicts
     first_bytes = 0 if rule in (SGD, SIGN_SGD) else moment_bytes
     second_bytes = 0 if rule in (SGD, SGD_MOMENTUM, SIGN_SGD, LION) else moment_bytes
 
     @kernel
     def update(weight: int, weight_low: int, first: int, second: int, gradient: int, n: int, *numbers: float) -> None:
         given = numbers[4:] if elsewhere else numbers
-        scalars = rounded(given[3:]) if noisy else rounded(given)
+        scalars, ahead = rounded(given[at_scalars:]), fp32(given[at_ahead])
+        master = weight_low if predicts else weight
         step = BLOCK if elsewhere else max(n, 1)
         new_weight, new_low, new_first, new_second = room(_ROOM), room(_ROOM), room(_ROOM), room(_ROOM)
+        new_master = new_low if predicts else new_weight
         for start in range(0, n, step):
             count = min(step, n - start)
-            masters = masters_at(weight + weight_bytes * start, weight_low + low_bytes * start, count)
+            masters = masters_at(master + master_bytes * start, weight_low + low_bytes * start, count)
+            shown = values_at(weight + weight_bytes * start, count)
             grads = values_at(gradient + gradient_bytes * start, count)
             avg = values_at(first + first_bytes * start, count)
             avg_sq = values_at(second + second_bytes * start, count)
             if elsewhere:
-                new_masters = masters_at(new_weight, new_low, count)
+                new_masters, shown = masters_at(new_master, new_low, count), values_at(new_weight, count)
                 new_avg, new_avg_sq = values_at(new_first, count), values_at(new_second, count)
             else:
                 new_masters, new_avg, new_avg_sq = masters, avg, avg_sq
             for i in range(count):
-                w, g = load_master(weights, masters, i), load(gradients, grads, i)
+                w, g = load_master(form, masters, i), load(gradients, grads, i)
+                before = w
                 if rule == SGD:
                     w, _ = sgd_element(w, w, g, scalars, False)
                 elif rule == SGD_MOMENTUM:
@@ -123,7 +139,9 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool
                     else:
                         new_avg[0][i] = m
                         new_avg_sq[0][i] = v
-                store_master(weights, new_masters, i, w)
+                store_master(form, new_masters, i, w)
+                if predicts:
+                    store(weights, shown, i, predicted(w, before, ahead))
             if elsewhere:
                 stream(new_weight, numbers[0] + weight_bytes * start, weight_bytes * count)
                 stream(new_low, numbers[1] + low_bytes * start, low_bytes * count)
@@ -135,15 +153,16 @@ def _plain(rule: int, noisy: bool, weights: int, gradients: int, elsewhere: bool
     return update
 
 
-def _adamw_8bit(weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
-    """AdamW with 8-bit moments, in place or `elsewhere`. The first element must be the first of a block.
+def _adamw_8bit(weights: int, gradients: int, elsewhere: bool, predicts: bool) -> UpdateKernel:
+    """AdamW with 8-bit moments, otherwise like `_plain`. The first element must be the first of a block.
 
     With bf16 weights it moves 14 bytes per element (8 read, 6 written) and 16 per block.
     """
     # Every block has arrays of its own, indexed from 0: where an index is a sum, Numba tests each for being below zero,
     # and LLVM reads and writes element by element.
     weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
-    low_bytes = 0 if weights == FP32 else 2
+    form, master_bytes, low_bytes = _masters(weights, predicts)
+    at_scalars = 3 + predicts
 
     @kernel
     def update(
@@ -166,31 +185,36 @@ def _adamw_8bit(weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
         else:
             new_floors, new_floors_sq = floors, floors_sq
         given = numbers[6:] if elsewhere else numbers
-        scalars = rounded(given[3:])
+        scalars, ahead = rounded(given[at_scalars:]), fp32(given[3])
+        master = weight_low if predicts else weight
         avg, avg_sq = carray(on_stack(np.float32, BLOCK), BLOCK), carray(on_stack(np.float32, BLOCK), BLOCK)
         index, low, high = given[:3]
         new_weight, new_low, new_first, new_second = room(_ROOM), room(_ROOM), room(_ROOM), room(_ROOM)
+        new_master = new_low if predicts else new_weight
         for block in range(blocks):
             first = block * BLOCK
             count, start = min(BLOCK, n - first), add(index, first)
-            masters = masters_at(weight + weight_bytes * first, weight_low + low_bytes * first, count)
+            masters = masters_at(master + master_bytes * first, weight_low + low_bytes * first, count)
+            shown = values_at(weight + weight_bytes * first, count)
             grads = values_at(gradient + gradient_bytes * first, count)
             codes = carray(pointer(exp_avg + first, np.uint8), count)
             codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
             if elsewhere:
-                new_masters = masters_at(new_weight, new_low, count)
+                new_masters, shown = masters_at(new_master, new_low, count), values_at(new_weight, count)
                 new_codes = carray(pointer(new_first, np.uint8), count)
                 new_codes_sq = carray(pointer(new_second, np.uint8), count)
             else:
                 new_masters, new_codes, new_codes_sq = masters, codes, codes_sq
             floor, floor_sq, top, top_sq = floors[block], floors_sq[block], np.uint32(0), np.uint32(0)
             for i in range(count):
-                w, g = load_master(weights, masters, i), load(gradients, grads, i)
+                before, g = load_master(form, masters, i), load(gradients, grads, i)
                 m, v = decode_8bit(codes[i], floor, True), decode_8bit(codes_sq[i], floor_sq, False)
-                w, m, v = adam_element(w, m, v, g, scalars, True)
+                w, m, v = adam_element(before, m, v, g, scalars, True)
                 avg[i], avg_sq[i] = m, v
                 top, top_sq = max(top, magnitude(m)), max(top_sq, magnitude(v))
-                store_master(weights, new_masters, i, w)
+                store_master(form, new_masters, i, w)
+                if predicts:
+                    store(weights, shown, i, predicted(w, before, ahead))
             floor, floor_sq = floor_of(top, True), floor_of(top_sq, False)
             for i in range(count):
                 noise, noise_sq = noises(noise_bits(add(start, i), low, high), CUT)
@@ -209,12 +233,12 @@ def _adamw_8bit(weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
 
 
 @cache
-def compiled(kernel_name: str, weights: int, gradients: int, elsewhere: bool) -> UpdateKernel:
+def compiled(kernel_name: str, weights: int, gradients: int, elsewhere: bool, predicts: bool) -> UpdateKernel:
     """The compiled kernel of a rule for weights and gradients in these forms. It takes all addresses."""
     plain = PLAIN.get(kernel_name)
     if plain is None:
-        return _adamw_8bit(weights, gradients, elsewhere)
-    return _plain(*plain, weights, gradients, elsewhere)
+        return _adamw_8bit(weights, gradients, elsewhere, predicts)
+    return _plain(*plain, weights, gradients, elsewhere, predicts)
 
 
 def update_kernel(
@@ -225,7 +249,7 @@ def update_kernel(
     `elsewhere`: it takes targets, which may be the old states' addresses. Raises ConfigError for an unknown precision.
     """
     weight = gradient_dtype(precision)
-    update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight], elsewhere)
+    update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight], elsewhere, rule.ahead is not None)
     states, own = len(rule.states(precision)), len(rule.own_states())
     no_low, no_moments = 2 - (states - own), max(0, 2 - own)
     if not no_low and not no_moments:
@@ -300,6 +324,8 @@ def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = Non
     rule.warm_up(precision, kept, torch.device("cpu"))
     if elsewhere and isinstance(rule, ElementwiseRule):
         states, noise = len(rule.states(precision)), [0] * 3 * (rule.noise("", 1) is not None)
-        update_kernel(rule, precision, kept, elsewhere)(*[0] * (states + 2), *[0] * states, *noise, *rule.scalars(1))
+        update_kernel(rule, precision, kept, elsewhere)(
+            *[0] * (states + 2), *[0] * states, *noise, *rule.arguments, *rule.scalars(1)
+        )
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
         convert_moment(0, 0, 0, 0, True, True)

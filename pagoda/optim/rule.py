@@ -27,12 +27,19 @@ fp16 has fewer exponents than fp32, so the bits of the master cannot be cut in t
 difference between master and weight, in units of 2 ** -15 of the weight's last place. This is exact for magnitudes of
 at least 2 ** -16 (1.5e-5). Smaller masters are rounded to a multiple of 2 ** -39 (1.8e-12). Splitting a joined master
 again changes nothing.
+
+**Predicted weights.** Where weights are late, an element-wise rule can write weights that are `ahead` steps further on,
+if each step changes the master as the last one did. The master is then a state of its own, in fp32::
+
+    weight = rounded(master - (before - master) * ahead)      before: the master before the update
+
+rounded as a split master is, in fp32 not at all.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -106,6 +113,8 @@ _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
     "fp32": (StateSpec("weight", torch.float32),),
 }
 """The states that store a parameter's fp32 master."""
+MASTER = "master"
+"""The state that stores it where weights are predicted."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,19 @@ class Rule(ABC):
     """Settings of torch's class that have just this value here."""
     counts_steps: ClassVar[bool] = True
     """Whether torch's class keeps a count of a parameter's updates."""
+
+    def predicting(self, ahead: float | None) -> Self:
+        """The rule that predicts weights, `ahead` steps further on. None: the rule itself.
+
+        Raises ConfigError if it cannot, or if its steps say nothing of those that follow.
+        """
+        if ahead is not None:
+            raise ConfigError(f"predict=True is for element-wise optimizers, not {self.name}: leave it out.")
+        return self
+
+    def on_time(self) -> Self:
+        """The rule with the same states for an update whose weights are not late, so that none is predicted."""
+        return self
 
     @property
     def element_work(self) -> float:
@@ -167,7 +189,8 @@ class Rule(ABC):
 
     def defaults(self) -> dict[str, Any]:
         """Per-group settings for ``torch.optim.Optimizer``; users and schedulers change them in ``param_groups``."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self.fixed}
+        fixed = (*self.fixed, "ahead")
+        return {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name not in fixed}
 
     def with_group(self, group: Mapping[str, Any]) -> Self:
         """The rule with the present settings of a torch ``param_groups`` entry.
@@ -242,6 +265,17 @@ class ElementwiseRule(Rule):
     `kernel_name`.
     """
 
+    ahead: float | None = field(default=None, kw_only=True)
+    """Number of steps by which weights are predicted, as `Updates(predict=True)` sets it. None: weights are the master,
+    rounded."""
+
+    def states(self, precision: Precision) -> tuple[StateSpec, ...]:
+        """Like `Rule.states`, with the whole master if weights are predicted."""
+        weight, *others = super().states(precision)
+        if self.ahead is None:
+            return (weight, *others)
+        return (weight, StateSpec(MASTER, torch.float32), *self.own_states())
+
     @property
     @abstractmethod
     def kernel_name(self) -> str:
@@ -259,6 +293,22 @@ class ElementwiseRule(Rule):
         """The key of the rounding noise for a parameter's update number ``step``. None if nothing is rounded
         stochastically."""
         return None
+
+    def predicting(self, ahead: float | None) -> Self:
+        if ahead is not None and not self.own_states():
+            raise ConfigError(
+                f"predict=True extrapolates the last step of each weight, but without momentum, a step of {self.name} "
+                "is that of one batch: use an optimizer with momentum, or leave predict out."
+            )
+        return replace(self, ahead=ahead)
+
+    def on_time(self) -> Self:
+        return self if self.ahead is None else replace(self, ahead=0.0)
+
+    @property
+    def arguments(self) -> tuple[float, ...]:
+        """What the kernel takes before `scalars`: `ahead`, if weights are predicted."""
+        return () if self.ahead is None else (fp32(self.ahead),)
 
     def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
         """Compile a device's kernels, or load them from their cache, by updating zeros."""

@@ -43,21 +43,26 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     function: Any = triton_updates.adamw_8bit if plain is None else triton_updates.update
     constants = {} if plain is None else {"rule": plain[0], "noisy": plain[1]}
     weight = gradient_dtype(precision)
-    forms = {"form": FORMS[weight], "arriving": FORMS[gradient or weight]}
+    predicts = rule.ahead is not None
+    forms = {"form": FORMS[weight], "arriving": FORMS[gradient or weight], "predicts": predicts}
     count = len(rule.scalars(1))
 
     def update(states: Sequence[torch.Tensor], grad: torch.Tensor, arguments: Sequence[float]) -> None:
         n = grad.numel()
-        random = len(arguments) - count
-        noise = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3]
-        scalars = tuple(arguments[random:])
+        scalars = tuple(arguments[-count:])
+        random = len(arguments) - count - predicts
+        noise, ahead = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3], float(arguments[random])
         tensors = [_bits(state) for state in states]
-        if precision == "fp32":
-            tensors.insert(0, tensors[0])  # stands for the low half, which the kernel does not use
+        if predicts:
+            tensors.insert(1, tensors[1])  # both halves of the master are the whole
+        elif precision == "fp32":
+            tensors = [tensors[0]] * 2 + tensors  # stand for what the kernel does not use
+        else:
+            tensors.insert(0, tensors[0])
         if plain:
-            tensors = [*tensors, tensors[0], tensors[0]][:4]  # stand for moments that the rule does not have
+            tensors = [*tensors, tensors[0], tensors[0]][:5]  # stand for moments that the rule does not have
         grid = (cdiv(n, _SIZE),)
-        function[grid](*tensors, _bits(grad), n, *noise, scalars, **constants, **forms, size=_SIZE, **_STRICT)
+        function[grid](*tensors, _bits(grad), n, *noise, ahead, scalars, **constants, **forms, size=_SIZE, **_STRICT)
 
     return update
 

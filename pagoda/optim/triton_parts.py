@@ -133,7 +133,7 @@ noise_bits, noises, encode_bf16 = _functions["noise_bits"], _functions["noises"]
 magnitude, floor_of = _functions["magnitude"], _functions["floor_of"]
 decode_8bit, encode_8bit = _functions["decode_8bit"], _functions["encode_8bit"]
 bf16_to_fp32, fp16_to_fp32 = _functions["bf16_to_fp32"], _functions["fp16_to_fp32"]
-master_of, halves_of = _functions["master_of"], _functions["halves_of"]
+master_of, halves_of, predicted = _functions["master_of"], _functions["halves_of"], _functions["predicted"]
 
 
 @jit()
@@ -171,3 +171,13 @@ def store_master(weight, weight_low, at, value, mask, form: tl.constexpr):
         high, low = halves_of(form, value)
         tl.store(weight + at, high.to(tl.int16), mask)
         tl.store(weight_low + at, low.to(tl.int16), mask)
+
+
+@jit()
+def store(values, at, value, mask, form: tl.constexpr):
+    """Round fp32 values to a form, as masters are split, and store them."""
+    if form == _FP32:
+        tl.store(values + at, value, mask)
+    else:
+        high, _ = halves_of(form, value)
+        tl.store(values + at, high.to(tl.int16), mask)

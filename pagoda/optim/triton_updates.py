@@ -12,6 +12,7 @@ from pagoda.optim.triton_parts import jit
 _ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
 _SIGN_SGD = tl.constexpr(arithmetic.SIGN_SGD)
 _SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
+_FP32 = tl.constexpr(arithmetic.FP32)
 _BLOCK, _CUT = tl.constexpr(codecs.BLOCK), tl.constexpr(codecs.CUT)
 LANES, _ROW = tl.constexpr(gradient_kernels.LANES), tl.constexpr(gradient_kernels.ROW)
 _AHEAD = tl.constexpr(16)
@@ -25,6 +26,7 @@ def _noises(index, at, key_low, key_high, cut: tl.constexpr):
 
 @jit(do_not_specialize=("n", "index", "key_low", "key_high"))
 def update(
+    shown,
     weight,
     weight_low,
     first,
@@ -34,22 +36,26 @@ def update(
     index,
     key_low,
     key_high,
+    ahead,
     scalars,
     rule: tl.constexpr,
     noisy: tl.constexpr,
     form: tl.constexpr,
     arriving: tl.constexpr,
+    predicts: tl.constexpr,
     size: tl.constexpr,
 ):
-    """Update ``n`` elements, `size` per program. Masters have the form `form` (`arithmetic`), gradients the form
-    `arriving`. Moments are fp32, or bf16 if `noisy`.
+    """Update ``n`` elements, `size` per program. Weights have the form `form` (`arithmetic`), gradients the form
+    `arriving`. Moments are fp32, or bf16 if `noisy`. If it `predicts`, weights go to `shown`, and `weight` and
+    `weight_low` are both the whole masters.
 
     `index` is the index of the first element in its parameter. The keys are those of `Key`, each as an int32 with the
     same bits. No kernel is compiled for a particular value of these.
     """
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
-    w = parts.load_master(weight, weight_low, at, mask, form)
+    before = parts.load_master(weight, weight_low, at, mask, _FP32 if predicts else form)
+    w = before
     grad = parts.as_fp32(tl.load(gradient + at, mask, 0), arriving)
     if rule == _SGD:
         w, _ = parts.sgd_element(w, w, grad, scalars, False)
@@ -71,7 +77,9 @@ def update(
             m, v = parts.encode_bf16(m, noise).to(tl.int16), parts.encode_bf16(v, noise_sq).to(tl.int16)
         tl.store(first + at, m, mask)
         tl.store(second + at, v, mask)
-    parts.store_master(weight, weight_low, at, w, mask, form)
+    parts.store_master(weight, weight_low, at, w, mask, _FP32 if predicts else form)
+    if predicts:
+        parts.store(shown, at, parts.predicted(w, before, ahead), mask, form)
 
 
 @jit()
@@ -86,6 +94,7 @@ def _encode_blocks(value, noise, codes, floors, at, mask, row, there, signed: tl
     do_not_specialize_on_alignment=("exp_avg_floor", "exp_avg_sq_floor"),
 )
 def adamw_8bit(
+    shown,
     weight,
     weight_low,
     exp_avg,
@@ -97,9 +106,11 @@ def adamw_8bit(
     index,
     key_low,
     key_high,
+    ahead,
     scalars,
     form: tl.constexpr,
     arriving: tl.constexpr,
+    predicts: tl.constexpr,
     size: tl.constexpr,
 ):
     """AdamW with 8-bit moments, otherwise like `update`. A program has whole blocks, and the first element is the first
@@ -109,13 +120,15 @@ def adamw_8bit(
     at = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = at < n
     there = row * _BLOCK < n
-    w = parts.load_master(weight, weight_low, at, mask, form)
+    before = parts.load_master(weight, weight_low, at, mask, _FP32 if predicts else form)
     grad = parts.as_fp32(tl.load(gradient + at, mask, 0), arriving)
     floor, floor_sq = tl.load(exp_avg_floor + row, there, 0.0), tl.load(exp_avg_sq_floor + row, there, 0.0)
     m = parts.decode_8bit(tl.load(exp_avg + at, mask, 0), floor[:, None], True)
     v = parts.decode_8bit(tl.load(exp_avg_sq + at, mask, 0), floor_sq[:, None], False)
-    w, m, v = parts.adam_element(w, m, v, grad, scalars, True)
-    parts.store_master(weight, weight_low, at, w, mask, form)
+    w, m, v = parts.adam_element(before, m, v, grad, scalars, True)
+    parts.store_master(weight, weight_low, at, w, mask, _FP32 if predicts else form)
+    if predicts:
+        parts.store(shown, at, parts.predicted(w, before, ahead), mask, form)
     noise, noise_sq = _noises(index, at, key_low, key_high, _CUT)
     _encode_blocks(m, noise, exp_avg, exp_avg_floor, at, mask, row, there, True)
     _encode_blocks(v, noise_sq, exp_avg_sq, exp_avg_sq_floor, at, mask, row, there, False)

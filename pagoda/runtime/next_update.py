@@ -71,7 +71,8 @@ class Segment:
     def arguments(self) -> tuple[float, ...]:
         """Arguments of the kernel of an element-wise rule, without addresses and the number of elements."""
         assert isinstance(self.hyper.rule, ElementwiseRule)
-        scalars = _scalars(self.hyper.rule, self.hyper.step, self.hyper.grad_scale)
+        rule = self.hyper.rule
+        scalars = (*rule.arguments, *_scalars(rule, self.hyper.step, self.hyper.grad_scale))
         return scalars if self.noise is None else (self.start - self.origin, *self.noise, *scalars)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
-    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel"}
+    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel"}
     | {"checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "save_at_end", "steps", "out", "resume"}
     | {"checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
     | {"eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt", "sample_tokens", "log"}
@@ -187,11 +187,12 @@ class TrainConfig(Reading, Run):
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
         if self.pipeline_parallel > 1 and self.plan == "search":
             raise ConfigError("--plan search is for whole models: leave it out with --pipeline-parallel")
-        if self.pipeline_parallel > 1 and self.sample_every:
-            raise ConfigError(
-                "--sample-every needs a whole model: leave it out with --pipeline-parallel, and see what a checkpoint "
-                "writes with `pagoda generate`"
-            )
+        for name, whole in (("pipeline_parallel", "model"), ("sequence_parallel", "sequence")):
+            if getattr(self, name) > 1 and self.sample_every:
+                raise ConfigError(
+                    f"--sample-every needs a whole {whole}: leave it out with {flag(name)}, and see what a checkpoint "
+                    "writes with `pagoda generate`"
+                )
 
     @property
     def depends_on_data(self) -> bool:
@@ -210,12 +211,10 @@ class TrainConfig(Reading, Run):
 
     @property
     def cadence(self) -> dict[str, float]:
-        """The settings that say how often the run waits for all updates, in steps or minutes. 0: never."""
+        """The settings that say how often the run saves, in steps or minutes. 0: never."""
         return {
             "checkpoint_every": self.checkpoint_every,
             "checkpoint_minutes": self.checkpoint_minutes * self.saves_by_time,
-            "eval_every": self.evaluates_every if self.evaluates else 0,
-            "sample_every": self.sample_every,
         }
 
     def settings(self) -> dict[str, Any]:
@@ -242,7 +241,8 @@ class TrainConfig(Reading, Run):
     def differing(self, other: "TrainConfig", whose: str) -> list[str]:
         """The settings that decide the bits of a run and differ from `other`, each with both values.
 
-        With asynchronous updates, these include `cadence`: waiting for all updates changes how far later weights lag.
+        With asynchronous updates, these include `cadence`: a checkpoint waits for all updates, which changes how far
+        later weights lag.
         """
         bound = self.cadence if self.staleness else {}
         mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))

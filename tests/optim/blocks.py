@@ -6,7 +6,7 @@ from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, SignSGD, flat, gradient_dtype
 from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import gradient_kernels, update_kernel
-from pagoda.optim.rule import ElementwiseRule
+from pagoda.optim.rule import MASTER, ElementwiseRule
 
 States = dict[str, torch.Tensor]
 
@@ -21,6 +21,11 @@ RULES: dict[str, ElementwiseRule] = {
     "signsgd": SignSGD(lr=3e-3, weight_decay=0.1),
     "lion": Lion(lr=3e-3, weight_decay=0.1),
 }
+
+PREDICTING = {
+    f"{name}, predicting": RULES[name].predicting(1.5) for name in ("adamw", "adamw-8bit", "nesterov", "lion")
+}
+ALL_RULES = RULES | PREDICTING
 
 CASES: tuple[tuple[str, Precision], ...] = (
     *((rule, "bf16" if half else "fp32") for rule in RULES for half in (True, False)),
@@ -71,8 +76,9 @@ def random_states(
     """States of ``n`` elements in the order of the rule's kernel, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     made = {"weight": random_values(n, 1e-1, generator, edges)}
+    made[MASTER] = made["weight"].clone()
     if precision != "fp32":
-        made = dict(zip(("weight", "weight_low"), split(made["weight"], gradient_dtype(precision)), strict=True))
+        made.update(zip(("weight", "weight_low"), split(made["weight"], gradient_dtype(precision)), strict=True))
     if isinstance(rule, AdamW):
         for moment, scale in (("exp_avg", 1e-1), ("exp_avg_sq", 1e-3)):
             values = random_values(n, scale, generator, edges)
@@ -103,18 +109,18 @@ def update_part(
     addresses = [states[s.name].data_ptr() + s.nbytes(start) for s in rule.states(precision)]
     addresses.append(gradient.data_ptr() + start * gradient.itemsize)
     rounding = () if noise is None else (index + start, *noise)
-    update_kernel(rule, precision, gradient.dtype)(*addresses, stop - start, *rounding, *scalars)
+    update_kernel(rule, precision, gradient.dtype)(*addresses, stop - start, *rounding, *rule.arguments, *scalars)
 
 
 def arguments(rule: ElementwiseRule) -> tuple[float, ...]:
     """What a kernel takes after its number of elements."""
     noise = () if rule.noise("", 1) is None else (INDEX, *KEY)
-    return (*noise, *rule.scalars(3, 0.37))
+    return (*noise, *rule.arguments, *rule.scalars(3, 0.37))
 
 
 def update(name: str, precision: Precision, states: States, gradient: torch.Tensor) -> None:
     """One update of the gradient's elements by the CPU's kernel, with these arguments."""
-    rule = RULES[name]
+    rule = ALL_RULES[name]
     noise = None if rule.noise("", 1) is None else KEY
     update_part(rule, precision, states, gradient, rule.scalars(3, 0.37), noise, index=INDEX)
 

@@ -26,7 +26,9 @@ from pagoda.optim.jit import HAS_CONVERSIONS
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 from .blocks import (
+    ALL_RULES,
     EDGES,
+    PREDICTING,
     RULES,
     States,
     assert_same_states,
@@ -114,7 +116,26 @@ def test_any_format_is_updated_as_fp32_is(form: tuple[Precision, torch.dtype], r
     assert_same_states(own, plain)
 
 
-@each_once(rule=[*RULES.values()], precision=get_args(Precision), n=[1, BLOCK, 5_003])
+@each_once(form=[*product(get_args(Precision), (torch.bfloat16, torch.float32))], name=[*PREDICTING])
+def test_predicted_weights_are_as_many_steps_ahead_and_the_masters_are_those_of_an_update_without(
+    form: tuple[Precision, torch.dtype], name: str
+) -> None:
+    (precision, gradient), rule, n = form, PREDICTING[name], 4_999
+    dtype, plain_rule = gradient_dtype(precision), RULES[name.removesuffix(", predicting")]
+    own = {s.name: torch.zeros(s.elements(n), dtype=s.dtype) for s in rule.own_states()}
+    plain, master = copy_of(own), floats(5, n)
+    weights = {"weight": torch.full((n,), torch.nan, dtype=dtype), "master": master.clone()}
+    for step in range(1, 4):
+        grad, noise, scalars = floats(10 + step, n).to(gradient), rule.noise("name", step), rule.scalars(step, 0.25)
+        before = master.clone()
+        flat.update(rule, weights | own, grad, scalars, noise)
+        flat.update(plain_rule, {"weight": master} | plain, grad, scalars, noise)
+        assert same_bits(weights["master"], master)
+        assert same_bits(weights["weight"], flat.rounded(master - (before - master) * rule.ahead, dtype))
+        assert_same_states(own, plain)
+
+
+@each_once(rule=[*ALL_RULES.values()], precision=get_args(Precision), n=[1, BLOCK, 5_003])
 def test_new_states_written_elsewhere_are_those_of_an_update_in_place(
     rule: ElementwiseRule, precision: Precision, n: int
 ) -> None:
@@ -122,7 +143,7 @@ def test_new_states_written_elsewhere_are_those_of_an_update_in_place(
     old, gradient = random_states(rule, precision, n, seed=n)
     kept, new = copy_of(old), copy_of(old)
     noise = rule.noise("a", 4)
-    numbers = (*(() if noise is None else (17, *noise)), *rule.scalars(4, 0.5))
+    numbers = (*(() if noise is None else (17, *noise)), *rule.arguments, *rule.scalars(4, 0.5))
 
     def update(states: States, *targets: int) -> None:
         elsewhere = bool(targets)
@@ -216,7 +237,7 @@ def test_kernels_compile_to_vectors_without_fused_operations(
     if numba.core.config.CPU_NAME == "generic":
         pytest.skip("compiled for a generic CPU")
     rule = next(rule for rule in RULES.values() if rule.kernel_name == name)
-    fresh = numba.njit(**OPTIONS)(kernels.compiled(name, weights, gradients, elsewhere).py_func)
+    fresh = numba.njit(**OPTIONS)(kernels.compiled(name, weights, gradients, elsewhere, False).py_func)
     noise = () if rule.noise("", 1) is None else (0, 0, 0)
     fresh(*[0] * 6, *[0] * 4 * elsewhere, *noise, *rule.scalars(1))
     (assembly,) = fresh.inspect_asm().values()
@@ -230,11 +251,15 @@ def test_kernels_compile_to_vectors_without_fused_operations(
         assert present in assembly
 
 
+_FLAGS = [*product((False, True), repeat=2)]
+"""Whether a kernel writes elsewhere, and whether it predicts."""
+
+
 def test_each_form_is_cached_in_files_of_its_own() -> None:
     """Several in one could be taken for each other: see `jit.kernel`."""
     forms = [(weights, gradients) for weights in (FP32, BF16, FP16) for gradients in (FP32, BF16, FP16)]
     names = {rule.kernel_name for rule in RULES.values()}
-    made = [kernels.compiled(name, *pair, elsewhere) for name in names for pair in forms for elsewhere in (False, True)]
+    made = [kernels.compiled(name, *pair, *flags) for name in names for pair in forms for flags in _FLAGS]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     made += [taking for kept in dtypes for taking in kernels.gradient_kernels(kept)]
     made += [taking for arriving in dtypes[1:] for taking in kernels.gradient_kernels(torch.float32, arriving)]
@@ -257,7 +282,7 @@ for precision in ("bf16", "fp32"):
     kernels.warm_up(AdamW(), precision, elsewhere=True)
     dtype = gradient_dtype(precision)
     used = [*kernels.gradient_kernels(dtype)]
-    used += [kernels.compiled("adamw", FORMS[dtype], FORMS[dtype], elsewhere) for elsewhere in (False, True)]
+    used += [kernels.compiled("adamw", FORMS[dtype], FORMS[dtype], elsewhere, False) for elsewhere in (False, True)]
     used += [kernels.halves(dtype, joining) for joining in (False, True) if precision != "fp32"]
     before = compiled()
     gradient, into = torch.ones(2, 10, dtype=dtype)

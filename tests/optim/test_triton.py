@@ -17,8 +17,8 @@ from pagoda.plan.layout import BOUNCE_ELEMENTS
 
 from . import test_adafactor as adafactor
 from .blocks import (
+    ALL_RULES,
     CASES,
-    RULES,
     States,
     arguments,
     assert_same_states,
@@ -56,12 +56,12 @@ def on_device(states: States) -> States:
 
 
 def step(name: str, precision: Precision, states: States, gradient: torch.Tensor) -> None:
-    kernel = triton_kernels.update_kernel(RULES[name], precision, gradient.dtype)
-    kernel(list(states.values()), gradient, arguments(RULES[name]))
+    kernel = triton_kernels.update_kernel(ALL_RULES[name], precision, gradient.dtype)
+    kernel(list(states.values()), gradient, arguments(ALL_RULES[name]))
 
 
 @each_once(
-    name=[*RULES],
+    name=[*ALL_RULES],
     precision=["bf16", "fp16", "fp32"],
     arriving=[(257, torch.float32), (700, torch.bfloat16), (1025, torch.float16), (257, torch.bfloat16)],
 )
@@ -70,7 +70,7 @@ def test_any_number_of_elements_is_updated_and_none_beside_them(
 ) -> None:
     """By gradients of any dtype."""
     n, dtype = arriving
-    theirs, gradient = random_states(RULES[name], precision, n + 256, seed=n)
+    theirs, gradient = random_states(ALL_RULES[name], precision, n + 256, seed=n)
     gradient = gradient[:n].to(dtype)
     ours = on_device({name: state.clone() for name, state in theirs.items()})
     step(name, precision, ours, gradient.to(DEVICE))
@@ -177,13 +177,17 @@ def ptx(kernel, types, **constants):
 one_of = int(sys.argv[1])
 for form in (0, 1, 2):
     weight = "*i16" if form else "*fp32"
-    types = {**TYPES, "weight": weight, "weight_low": weight, "gradient": weight}
+    types = {**TYPES, "shown": weight, "weight": weight, "weight_low": weight, "gradient": weight}
     fp32, half = (types | dict.fromkeys(("first", "second"), kind) for kind in ("*fp32", "*i16"))
     codes = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*u8")
     codes |= dict.fromkeys(("exp_avg_floor", "exp_avg_sq_floor"), "*fp32")
     kernels = [(triton_updates.update, fp32, {"rule": rule, "noisy": False, "size": 1024}) for rule in range(5)]
     kernels.append((triton_updates.update, half, {"rule": 0, "noisy": True, "size": 1024}))
     kernels.append((triton_updates.adamw_8bit, codes, {"size": 1024}))
+    whole = dict.fromkeys(("weight", "weight_low"), "*fp32")
+    predicts = {"size": 1024, "predicts": True}
+    kernels.insert(2, (triton_updates.update, fp32 | whole, {"rule": 0, "noisy": False, **predicts}))
+    kernels.append((triton_updates.adamw_8bit, codes | whole, predicts))
     masters = types | {"master": "*fp32"}
     kernels += [(triton_updates.split, masters, {"size": 1024}), (triton_updates.join, masters, {"size": 1024})]
     kernels.append((triton_updates.square_sums, types, {"piece": 1 << 20}))
@@ -192,11 +196,13 @@ for form in (0, 1, 2):
     kernels.append((triton_adafactor.sum_rows, types, {"tile": 16}))
     for kernel, types, constants in kernels[form % one_of :: one_of]:
         forms = {name: form for name in ("form", "arriving") if name in kernel.arg_names}
-        print(ptx(kernel, types, **forms, **constants))
+        if "predicts" in kernel.arg_names:
+            forms["predicts"] = False
+        print(ptx(kernel, types, **{**forms, **constants}))
 """
 
 
-@pytest.mark.parametrize(("one_of", "kernels"), [(12, 6), pytest.param(1, 48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("one_of", "kernels"), [(12, 6), pytest.param(1, 54, marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(
     one_of: int, kernels: int, tmp_path: Path
 ) -> None:
@@ -221,7 +227,7 @@ def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_gpu_gives_the_bits_of_the_cpu_on_a_hundred_million_elements(name: str, precision: Precision) -> None:
     n = 100_000_000
-    theirs, gradient = random_states(RULES[name], precision, n, seed=7)
+    theirs, gradient = random_states(ALL_RULES[name], precision, n, seed=7)
     ours = on_device(theirs)
     for _ in range(2):
         step(name, precision, ours, gradient.to(DEVICE))

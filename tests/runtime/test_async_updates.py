@@ -6,17 +6,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import zoo
 from pairwise import each_once
+from safetensors.torch import load_file
 from torch import nn
-from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, Recipe, run, squeeze
+from zoo import ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, Recipe, run, squeeze
 
 import pagoda
+from pagoda.checkpoint.export import export
+from pagoda.config.training import Precision
 from pagoda.engine import Engine
+from pagoda.optim.flat import rounded
+from pagoda.optim.rule import DTYPES
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
 from pagoda.plan.options import Options
@@ -33,10 +38,13 @@ BOTH = "both"
 """Units live on a device, or their states pass it."""
 
 
-def memory_of(recipe: Recipe, placement: str, directory: Path, max_staleness: int) -> pagoda.Memory:
+def memory_of(
+    recipe: Recipe, placement: str, directory: Path, max_staleness: int, predict: bool = False
+) -> pagoda.Memory:
     if placement == BOTH:
         return on_device(recipe, 1.0, homes=0.4)
-    return squeeze(recipe.build(), placement, directory, max_staleness=max_staleness)
+    rule = pagoda.AdamW().predicting(1.0 if predict else None)
+    return squeeze(recipe.build(), placement, directory, max_staleness=max_staleness, rule=rule)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -60,8 +68,8 @@ def seeded(seed: int = 1) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def lagging(bound: int) -> pagoda.Updates:
-    return pagoda.Updates("async", max_staleness=bound)
+def lagging(bound: int, predict: bool = False) -> pagoda.Updates:
+    return pagoda.Updates("async", max_staleness=bound, predict=predict)
 
 
 # --- what is computed --------------------------------------------------------------------------------------
@@ -80,15 +88,24 @@ def versions_read(steps: int, bound: int, unit: int) -> list[int]:
     return read
 
 
-@each_once(placement=[HOST_WEIGHTS, ALL_ON_SSD, BOTH], checkpointing=[False, True], bound=[1, 2, 3])
+@each_once(
+    placement=[HOST_WEIGHTS, ALL_ON_SSD, BOTH], checkpointing=[False, True], bound=[1, 2, 3], predict=[False, True]
+)
 def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gradient_is_a_step(
-    placement: str, checkpointing: bool, bound: int, tmp_path: Path, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+    placement: str,
+    checkpointing: bool,
+    bound: int,
+    predict: bool,
+    tmp_path: Path,
+    wrap: Wrap,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Updates are delayed at random. The reference computes each gradient at the weights that the rule names, and
-    applies it at once to the states as they have become."""
+    applies it at once to the states as they have become. If weights are predicted, it goes on from the last step as
+    far as they lag on average."""
     recipe = Recipe("plain", checkpointing=checkpointing)
-    memory = memory_of(recipe, placement, tmp_path, bound)
-    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update=lagging(bound))
+    memory = memory_of(recipe, placement, tmp_path, bound, predict)
+    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update=lagging(bound, predict))
     delays = random.Random(bound)
 
     def slow(apply: Callable[..., None]) -> Callable[..., None]:
@@ -113,9 +130,13 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
     def late(model: nn.Module, optimizer: PagedOptimizer, outcome: Outcome) -> None:
         units, generator = engine_of(model).units, seeded()
         read = {unit.index: versions_read(STEPS, bound, unit.index) for unit in units}
-        history = []
+        history: list[dict[str, torch.Tensor]] = []
+        before = pagoda.trainable_state_dict(model)
         for step in range(STEPS):
-            history.append({name: value.clone() for name, value in model.state_dict().items()})
+            masters, ahead = pagoda.trainable_state_dict(model), (bound + 1) / 2 if predict else 0
+            predicted = {name: value - (before[name] - value) * ahead for name, value in masters.items()}
+            history.append({name: rounded(value, torch.bfloat16) for name, value in predicted.items()})
+            before = masters
             names = [(unit, unit.name(slot)) for unit in units for slot in range(len(unit.params))]
             with _shown(model, {name: history[read[unit.index][step]][name] for unit, name in names}):
                 loss = loss_of(model, generator)
@@ -125,6 +146,74 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
             outcome.norms.append(optimizer.stats.grad_norm)
 
     mine.assert_same_bits(run(recipe.build(), RESIDENT, late, clip_grad_norm=0.5))
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_predicting_changes_no_bit_where_nothing_is_late(precision: Precision, wrap: Wrap) -> None:
+    outcomes = []
+    for update in (
+        pagoda.Updates(),
+        lagging(0, predict=True),
+        pagoda.Updates("async", max_staleness=2, sync_steps=STEPS, predict=True),
+    ):
+        model, optimizer = wrap(Recipe("plain").build(), RESIDENT, precision=precision, update=update)
+        generator = seeded()
+        for _ in range(STEPS):
+            torch.manual_seed(int(torch.randint(1000, (), generator=generator)))
+            optimizer.scale(zoo.loss_of(model(**zoo.batch("plain", generator)))).backward()
+            optimizer.step()
+        outcomes.append((pagoda.trainable_state_dict(model), optimizer.state_dict()["state"]))
+    for masters, moments in outcomes[1:]:
+        zoo.assert_equal(masters, outcomes[0][0])
+        zoo.assert_equal(moments, outcomes[0][1])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_is_read_from_outside_is_never_predicted(precision: Precision, tmp_path: Path, wrap: Wrap) -> None:
+    recipe, update = Recipe("llama"), lagging(1, predict=True)
+    memory = squeeze(
+        recipe.build(), ALL_ON_SSD, tmp_path, precision=precision, max_staleness=1, rule=pagoda.AdamW().predicting(1.0)
+    )
+    model, optimizer = wrap(recipe.build(), memory, precision=precision, update=update)
+
+    def take(model: Any, optimizer: PagedOptimizer, seed: int) -> list[float]:
+        generator = seeded(seed)
+        return zoo.losses_of(lambda _: zoo.loss_of(model(**zoo.batch("llama", generator))), optimizer, 3)
+
+    take(model, optimizer, 1)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    masters = pagoda.trainable_state_dict(model)
+    true = {name: rounded(value, DTYPES[precision]) for name, value in masters.items()}
+    seen = model.state_dict()
+    zoo.assert_equal({name: seen[name] for name in true}, true)
+    for name, param in model.named_parameters():
+        with torch.no_grad():
+            assert not torch.equal(param.clone(), true[name])  # as a forward reads it
+        with pagoda.gathered(param):
+            assert torch.equal(param, true[name])
+    export(tmp_path / "saved", tmp_path / "exported", dtype="fp32")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    zoo.assert_equal({name: exported[name] for name in exported}, {name: masters[name] for name in exported})
+    losses, state = take(model, optimizer, 7), state_of(model, optimizer)
+    resumed = wrap(recipe.build(), RESIDENT, precision=precision, update=update)
+    resumed[1].load_checkpoint(tmp_path / "saved")
+    assert take(*resumed, 7) == losses
+    state_of(*resumed).assert_same_bits(state)
+    with pytest.raises(pagoda.CheckpointError, match=r"'master'.* but this run keeps"):
+        wrap(recipe.build(), RESIDENT, precision=precision)[1].load_checkpoint(tmp_path / "saved")
+
+
+def test_written_weights_are_read_as_written_and_others_keep_their_master(wrap: Wrap) -> None:
+    model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update=lagging(1, predict=True))
+    steps(model, optimizer, seeded(), 3)
+    param, before = next(model.parameters()), pagoda.trainable_state_dict(model)
+    name = next(iter(before))
+    with pagoda.gathered(param, modify=True):
+        param.data[0] = 0.5
+    after = pagoda.trainable_state_dict(model)
+    assert torch.equal(after[name][1:], before[name][1:])
+    with torch.no_grad():
+        assert (param[0] == 0.5).all()
 
 
 def test_the_first_steps_wait_for_their_updates_if_asked_also_before_a_resume(tmp_path: Path, wrap: Wrap) -> None:
@@ -175,18 +264,39 @@ def _shown(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
 # --- what is read ------------------------------------------------------------------------------------------
 
 
-def test_evaluation_between_steps_sees_every_step(tmp_path: Path, wrap: Wrap) -> None:
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, BOTH])
+def test_evaluations_read_the_weights_of_the_next_step_and_change_no_bit(
+    placement: str, tmp_path: Path, wrap: Wrap
+) -> None:
     recipe = Recipe("plain")
-    model, optimizer = wrap(recipe.build(), memory_of(recipe, ARENA, tmp_path, 2), update=lagging(2))
-    generator = seeded()
-    steps(model, optimizer, generator, 3)
-    with torch.no_grad():
-        seen = loss_of(model.eval(), seeded(7)).item()
-    optimizer.drain()
-    resident, _ = wrap(recipe.build(), RESIDENT)
-    resident.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert seen == loss_of(resident.eval(), seeded(7)).item()
+
+    def evaluated(model: nn.Module, grad: bool = False) -> float:
+        with torch.set_grad_enabled(grad):
+            return loss_of(model.eval(), seeded(7)).item()
+
+    outcomes = []
+    for evaluates in (False, True):
+        directory = tmp_path / str(evaluates)
+        directory.mkdir()
+        model, optimizer = wrap(recipe.build(), memory_of(recipe, placement, directory, 2), update=lagging(2))
+        generator, losses = seeded(), []
+        for _ in range(STEPS):
+            losses += steps(model, optimizer, generator)
+            if evaluates:
+                seen = evaluated(model)
+                with torch.no_grad():
+                    next(model.parameters()).norm()  # such as a moving average of the weights
+                model.train()
+        assert {unit.max for unit in optimizer.stats.staleness.values()} == {2}
+        if evaluates:
+            assert seen == evaluated(model, grad=True)
+        else:
+            seen = evaluated(model)
+            optimizer.drain()
+            assert seen != evaluated(model)
+        outcomes.append(state_of(model, optimizer))
+        outcomes[-1].losses = losses
+    outcomes[0].assert_same_bits(outcomes[1])
 
 
 def test_a_graph_older_than_the_published_weights_is_refused(wrap: Wrap) -> None:
@@ -292,6 +402,19 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
     assert tight.peak_bytes["host"] <= needed
     assert tight.bytes["ssd"][WEIGHT_BACK] == tight.bytes["ssd"][WEIGHT]
     assert tight.bytes["host"][GRAD] + tight.bytes["host"][GRAD_QUEUE] == 4 * host[GRAD]
+
+
+def test_weights_are_predicted_only_where_steps_resemble_each_other() -> None:
+    for rule, why in (
+        (pagoda.SGD(lr=1e-2), "without momentum, a step of SGD"),
+        (pagoda.SignSGD(lr=1e-2), "without momentum, a step of SignSGD"),
+        (pagoda.Muon(lr=1e-2), "element-wise optimizers, not Muon"),
+        (pagoda.Optim(torch.optim.Adagrad, lr=1e-2), "element-wise optimizers, not Optim"),
+    ):
+        with pytest.raises(pagoda.ConfigError, match=why):
+            pagoda.wrap(nn.Linear(4, 4), rule, update=lagging(1, predict=True))
+    with pytest.raises(pagoda.ConfigError, match="predict=True needs update='async'"):
+        pagoda.Updates(predict=True)
 
 
 def test_settings_that_cannot_be_used_are_refused() -> None:

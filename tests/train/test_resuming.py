@@ -163,18 +163,24 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     assert curve(config) == curve(whole)
 
 
-def test_with_asynchronous_updates_what_waits_for_them_cannot_change(config: TrainConfig) -> None:
+def test_with_asynchronous_updates_when_the_run_saves_cannot_change(config: TrainConfig) -> None:
     """A checkpoint completes the updates, so later steps lag less."""
     other = replace(config, checkpoint_every=1, sample_every=1)
     assert not other.differing(config, "the run")
     lagging = replace(config, update="async")
-    assert replace(other, update="async").differing(lagging, "the run") == [
-        "--checkpoint-every 1 (the run has 2)",
-        "--sample-every 1 (the run has 0)",
-    ]
-    evaluated = replace(lagging, eval_share=0.5, steps=40)
-    assert not replace(evaluated, keep_checkpoints=1, patience=3).differing(evaluated, "the run")
-    assert replace(evaluated, steps=80).differing(evaluated, "the run") == ["--eval-every 8 (the run has 4)"]
+    assert replace(other, update="async").differing(lagging, "the run") == ["--checkpoint-every 1 (the run has 2)"]
+    assert not replace(lagging, sample_every=1, eval_every=5, keep_checkpoints=1).differing(lagging, "the run")
+
+
+def test_the_last_evaluation_of_an_asynchronous_run_is_of_the_weights_that_it_saves(tmp_path: Path) -> None:
+    config = replace(config_in(tmp_path), update="async", max_staleness=2, eval_share=0.2, eval_every=4)
+    trained(config)
+    evals = RunDir(config.out).evals
+    *before, last = read_metrics(evals)
+    evals.write_text("".join(evals.read_text().splitlines(keepends=True)[:-1]))
+    trained(replace(config, resume=True, steps=5))
+    again = read_metrics(evals)[len(before)]
+    assert (again["step"], again["loss"]) == (last["step"], last["loss"])
 
 
 def edited(path: Path, old: str, new: str) -> None:

@@ -95,8 +95,6 @@ class Facts(Observer):
         """Unit -> forwards and backwards that have begun to use it."""
         self.reads: Counter[int] = Counter()
         """Unit -> those of them that have found its weights."""
-        self.used_any = False
-        """Whether compute has used a unit since the last step that was taken."""
         self.newest = [0] * len(self.units)
         """By unit, the version of its newest states."""
         self.due = [0] * len(self.units)
@@ -123,7 +121,6 @@ class Facts(Observer):
     # --- compute ---
 
     def access(self, access: Access, recorded: bool = True) -> None:
-        self.used_any = True
         self.uses[access.unit] += 1
 
     def release(self, unit: int) -> None:
@@ -151,7 +148,6 @@ class Facts(Observer):
             self.gradient(unit)
 
     def end_step(self, clipped: bool = False, skipped: bool = False, changed: Any = (), unused: Any = ()) -> None:
-        self.used_any = False
         dropped = {key for key in self.open if skipped or key[0] in unused}
         self.useless |= dropped
         self.asked |= self.open - dropped

@@ -455,10 +455,6 @@ class Program:
 
     def evaluate(self) -> None:
         self.note("evaluate")
-        if self.rules.mode == "asynchronous" and not self.scheduler.facts.used_any:
-            self.turn = 0
-            for truth in self.truths:
-                truth.closed = truth.shown = truth.asked
         with self.evaluation(), suppress(InterruptionError):
             self.model(self.forward)
 
