@@ -21,7 +21,7 @@ def restore() -> Path:
     changed_at = max(path.stat().st_mtime for path in sources)
     for index in _indices(PACKAGE):
         if index.stat().st_mtime < changed_at:
-            index.unlink(missing_ok=True)
+            index.unlink()
     version = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     kept = Path(os.environ["XDG_CACHE_HOME"], "kernels", version)
     _copy(kept, PACKAGE)
