@@ -26,7 +26,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 keep_freed_memory()
 spin_briefly()  # before torch is imported, here and in the processes that tests start
 
-import kept_kernels  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import Phase, settings  # noqa: E402
@@ -40,12 +39,6 @@ settings.register_profile("fixed", derandomize=True, max_examples=25, deadline=N
 settings.register_profile("unshrunk", settings.get_profile("fixed"), phases=(Phase.explicit, Phase.generate))
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        kept = kept_kernels.restore()
-        config.add_cleanup(lambda: kept_kernels.keep(kept))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
