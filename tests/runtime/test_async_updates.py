@@ -342,6 +342,29 @@ def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_tha
     assert steps(model, optimizer, seeded()) == losses[:1]
 
 
+@pytest.mark.parametrize("predict", [False, True])
+def test_after_a_checkpoint_steps_read_what_they_would_after_a_drain(predict: bool, tmp_path: Path, wrap: Wrap) -> None:
+    """The next step reads every update, and later ones lag as in a new run."""
+    outcomes = []
+    for between in ("nothing", "drain", "checkpoint"):
+        model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update=lagging(2, predict))
+        generator = seeded()
+        losses = steps(model, optimizer, generator, 3)
+        if between == "drain":
+            optimizer.drain()
+        elif between == "checkpoint":
+            optimizer.save_checkpoint(tmp_path / "saved")
+        lags = []
+        for _ in range(3):
+            losses += steps(model, optimizer, generator)
+            lags.append({unit.last for unit in optimizer.stats.staleness.values()})
+        assert (lags == [{0}, {1}, {1, 2}]) == (between != "nothing")
+        outcomes.append(state_of(model, optimizer))
+        outcomes[-1].losses = losses
+    outcomes[1].assert_same_bits(outcomes[2])
+    assert outcomes[0].losses != outcomes[1].losses
+
+
 def test_a_modified_parameter_is_read_by_the_next_forward_and_kept_by_the_next_update(wrap: Wrap) -> None:
     model, optimizer = wrap(Recipe("plain", frozen=True).build(), RESIDENT, update="async")
     generator = seeded()
