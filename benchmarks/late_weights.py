@@ -1,49 +1,45 @@
-"""What late weights cost: the loss of a run whose gradients are those of the weights some steps ago.
+"""What late weights alone cost: plain PyTorch whose gradients are those of the weights some steps ago.
 
-By default in plain PyTorch, against which the loss of Pagoda's asynchronous updates is to be held: same model, batches,
+Asynchronous updates of Pagoda change nothing else, so their loss is to be held against this one. Same model, batches,
 schedule and clipping as benchmarks/async_update.py, all in memory; every weight is exactly `--late` steps old.
 
-With `--study`, Pagoda trains a small model of bytes in fp32 at each of `STUDY`, with several seeds.
-
     python benchmarks/late_weights.py [--late 2] [--beta1 0.9] [--warmup 20] [--batch-size 1] [--out FILE.json]
-    python benchmarks/late_weights.py --study [--steps 300] [--out FILE.json]
+    python benchmarks/late_weights.py --study --seq-len 128 [--out FILE.json]
 """
 
 import statistics
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import tyro
 
-import pagoda
 from pagoda.models import build_model
 from pagoda.optim.rule import DTYPES
 from pagoda.train.config import OptimConfig
 from script import begin, machine, write
 from text import batches_of_text
 
-FINAL_STEPS, FINAL_STEPS_OF_STUDY = 10, 40
+FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
-STUDY: dict[str, pagoda.Updates] = {
-    "sync": pagoda.Updates(),
-    "one step late": pagoda.Updates("async"),
-    "one step late, predicted": pagoda.Updates("async", predict=True),
-    "one step late after 40 steps": pagoda.Updates("async", sync_steps=40),
-    "one step late after 40 steps, predicted": pagoda.Updates("async", sync_steps=40, predict=True),
-    "two steps late": pagoda.Updates("async", max_staleness=2),
-    "two steps late, predicted": pagoda.Updates("async", max_staleness=2, predict=True),
-}
-"""Ways to update. The first is what the others are compared with."""
-SEEDS = 3
+STUDY: list[dict[str, Any]] = [
+    {"late": 0},
+    {"late": 1},
+    {"late": 1, "predict": 1.0},
+    {"late": 1, "sync": 40},
+    {"late": 1, "sync": 40, "predict": 1.0},
+    {"batch_size": 4, "late": 0},
+    {"batch_size": 4, "late": 1},
+]
+"""Changes of the settings: without lateness, one step late, after steps without lateness, and predicted."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Train with weights that are late."""
+    """Train in plain PyTorch with weights that are late."""
 
     late: int = 2
     """Steps whose gradients the weights lack, beside those of their own step."""
@@ -59,9 +55,13 @@ class Settings:
     beta1: float = 0.9
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of forward and backward."""
+    predict: float = 0.0
+    """Forward and backward use weights extrapolated by so many of their last steps."""
+    sync: int = 0
+    """First steps without lateness."""
     seed: int = 0
     study: bool = False
-    """Let Pagoda train a small model at each of `STUDY`. Of the settings before, only `steps` and `beta1` count."""
+    """Train at each of `STUDY` in place of these settings."""
     out: Path | None = None
 
 
@@ -87,46 +87,26 @@ def train(settings: Settings) -> list[float]:
             assert param.grad is not None
             master.grad, param.grad = param.grad.float(), None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        before = [master.detach().clone() for master in masters] if settings.predict else masters
         optimizer.step()
         schedule.step()
-        newer.append([master.detach().to(dtype, copy=True) for master in masters])
-        if len(newer) > settings.late:
+        newer.append(
+            [
+                (new.detach() + settings.predict * (new.detach() - old)).to(dtype, copy=True)
+                for new, old in zip(masters, before, strict=True)
+            ]
+        )
+        while len(newer) > (settings.late if step >= settings.sync else 0):
             for param, weight in zip(params, newer.popleft(), strict=True):
                 param.data = weight
     return losses
 
 
-def train_small(update: pagoda.Updates, settings: Settings, seed: int) -> float:
-    """The final loss of a small model of bytes, trained by Pagoda."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=256, use_cache=False, **sizes))
-    config = OptimConfig(lr=1e-3, warmup_steps=40)
-    rule = pagoda.AdamW(lr=config.lr, betas=(settings.beta1, 0.95), weight_decay=0.1)
-    model, optimizer = pagoda.wrap(
-        model, rule, memory=pagoda.Memory(host="256MiB"), precision="fp32", clip_grad_norm=1.0, update=update
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_factor(step, settings.steps))
-    batches, losses = batches_of_text(64, 8, seed), []
-    for step in range(settings.steps):
-        loss = model(**batches.batch(step)).loss
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    optimizer.close()
-    return statistics.fmean(losses[-FINAL_STEPS_OF_STUDY:])
-
-
 def study(settings: Settings) -> Iterator[dict[str, Any]]:
-    """The final losses of each way to update, and by how much their mean is above that of the first."""
-    first = 0.0
-    for name, update in STUDY.items():
-        losses = [train_small(update, settings, seed) for seed in range(SEEDS)]
-        first = first or statistics.fmean(losses)
-        yield {"update": name, "final_losses": losses, "above": statistics.fmean(losses) / first - 1}
+    """The settings at which lateness might cost least, each beside the same without lateness."""
+    for change in STUDY:
+        losses = train(replace(settings, **change))
+        yield {**change, "final_loss": statistics.fmean(losses[-FINAL_STEPS:])}
 
 
 def main(settings: Settings) -> None:
