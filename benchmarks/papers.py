@@ -13,6 +13,7 @@ from paper_tables.drawing import draw
 from paper_tables.efficiency import overlap_table
 from paper_tables.experiments import EXPERIMENTS, Plot, sections
 from paper_tables.memory import memory_table
+from paper_tables.pinned import pinned_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "papers.md"
@@ -35,6 +36,14 @@ weight, 2 for the gradient and 12 for the rest. Pagoda needs 10 for the rest, be
 of its fp32 master. Pagoda's figures are from a real plan of one rank, in whole pages, without buffers.
 """
 
+PINNED = """
+## Pinned memory
+
+GB of pinned RAM for all states and gradients. torch's allocator rounds each tensor up to a power of two. 10Cache has
+buffers for each size of tensor. Pagoda pins one arena of exactly its pages. A page is as large as possible, up to 4
+MiB, if the units' sizes waste at most 2%.
+"""
+
 OVERLAP = """
 ## Efficiency by bandwidth
 
@@ -54,8 +63,7 @@ sequences of 1,024), T5s have hidden 8,192 and sequences of 512. Assumptions:
   during backward. Matrices above 256 MiB are cut into at most 64 tiles.
 - Pages may use nine tenths of RAM and drives, and all of a GPU but 1 GiB and the activations (ZeRO-Infinity's
   formulas). Activation checkpoints that take more than half of a GPU are in RAM; their copies take no time.
-- Large models are planned with a part of their layers and of each tier. FLOPs and rates are those of [the papers'
-  experiments](papers/experiments.md).
+- Parts of large models, FLOPs and rates are as in [the papers' experiments](papers/experiments.md).
 """
 
 
@@ -84,7 +92,17 @@ Each case is planned as `pagoda plan` does it:
 
 def page() -> str:
     """The text of docs/papers.md."""
-    parts = [INTRODUCTION, MEMORY, *memory_table(), OVERLAP, *overlap_table(), LARGEST, *claim_table()]
+    parts = [
+        INTRODUCTION,
+        MEMORY,
+        *memory_table(),
+        PINNED,
+        *pinned_table(),
+        OVERLAP,
+        *overlap_table(),
+        LARGEST,
+        *claim_table(),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -429,7 +429,7 @@ class Engine:
             busy_s={name: busy for name, (busy, _) in counters.items()},
             bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
             peak_bytes=self.peak_bytes(),
-            accesses={found.value: count for found, count in meter.accesses.items()},
+            accesses=meter.accesses,
             replanned=replanned,
             staleness=dict(self.accesses.staleness),
             updates_kept=kept - self._speculations[0],

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape
+from pagoda.schedule.served import hit_rate
 from paper_tables.largest import gpt_shape, largest
 from paper_tables.runs import Run, Setup, fits, run
 
@@ -284,34 +285,39 @@ _TRAINED = (
 )
 
 
+TEN_CACHE_SHAPES = [_shape(name, layers, hidden, _PAIR_TOKENS, vocab) for name, layers, hidden, vocab, *_ in _TRAINED]
+
+
 def ten_cache() -> Experiment:
-    rows, hits = [], []
-    for index, (name, layers, hidden, vocab, ssd, before, after, low, high) in enumerate(_TRAINED):
-        shape = _shape(name, layers, hidden, _PAIR_TOKENS, vocab)
-        one = run(shape, Setup(machine="a100-40gx8", gpus=1, batch=16, ssd=ssd, ram_gib=128))
-        hits.append((float(index), 100 * one.hit_rate))
+    rows, hits, at_pace = [], [], []
+    for index, (name, *_, ssd, before, after, low, high) in enumerate(_TRAINED):
+        one = run(TEN_CACHE_SHAPES[index], Setup(machine="a100-40gx8", gpus=1, batch=16, ssd=ssd, ram_gib=128))
         before_s, after_s = before / _STEPS, after / _STEPS
+        own, slow = hit_rate(one.timeline.access_counts), hit_rate(one.at_pace(after_s).access_counts)
+        hits.append((float(index), 100 * own))
+        at_pace.append((float(index), 100 * slow))
         rows.append(
             (
                 name + (", NVMe" if ssd else ""),
                 f"{before_s:,.1f} -> {after_s:,.1f} s, hit rate {low:.0f}% -> {high:.0f}%",
-                f"{_result(one)}; hit rate {one.hit_rate:.0%}",
+                f"{_result(one)}; hit rate {own:.0%}, at its pace {slow:.0%}",
                 f"{after_s / one.step_s:,.1f}",
             )
         )
     text = f"""\
 arXiv 2511.14124: seconds of a step and hit rates, ZeRO-Infinity's and 10Cache's, from the plots of its repository (an
 epoch of MRPC, taken as {_STEPS} steps of 16 pairs). Its machine is not known. Assumed: one A100-40G, 128 GiB of RAM,
-one drive of 3.5 GB/s, {_PAIR_TOKENS} tokens a pair. So the ratio of seconds compares two machines. A *hit* here is an
-access to a unit's weights for which compute does not wait. **Pagoda's hit rate is lower**: with so few tokens a step,
-the link is busy longer than compute, and a plan keeps no weights on the GPU between steps unless their states live
-there too."""
+one drive of 3.5 GB/s, {_PAIR_TOKENS} tokens a pair. So the ratio of seconds compares two machines. A *hit* is an
+access to a unit whose current weights are on the GPU when compute asks for them. Without waiting for 10Cache's compute,
+the link is the limit, and half of the accesses are hits. *At its pace* (compute alone takes its seconds), only weights
+miss whose update is still running when the next step begins."""
     names = [one[0] for one in _TRAINED]
     rates = {
         "ZeRO-Infinity": [(float(i), one[-2]) for i, one in enumerate(_TRAINED)],
         "10Cache": [(float(i), one[-1]) for i, one in enumerate(_TRAINED)],
     }
-    plot = Plot("papers_10cache", "", "hit rate, %", {"Pagoda, simulated": hits}, rates, bars=True, categories=names)
+    ours = {"Pagoda, simulated": hits, "Pagoda, at its pace": at_pace}
+    plot = Plot("papers_10cache", "", "hit rate, %", ours, rates, bars=True, categories=names)
     return Experiment("10Cache: hit rates and steps", text, _table("model", rows), plot)
 
 

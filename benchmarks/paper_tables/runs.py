@@ -18,7 +18,7 @@ from pagoda.forecast.search import search
 from pagoda.models.papers import PaperShape
 from pagoda.plan.activations import NO_BLOCKS
 from pagoda.plan.planner import Plan
-from pagoda.simulate.timeline import COMPUTE, Timeline
+from pagoda.simulate.timeline import Timeline
 from paper_tables.common import UNIT_BYTES
 from paper_tables.largest import DRIVE_SHARE, HOST_SHARE, ROOMY, TILE_BYTES, Setting, budgets_of_part
 
@@ -52,6 +52,8 @@ class Run:
     shape: PaperShape
     setup: Setup
     mode: ActivationMode
+    problem: Problem
+    """Of a part of the layers."""
     name: str
     """Of the plan, as the search calls it."""
     plan: Plan
@@ -68,13 +70,10 @@ class Run:
         tokens = self.setup.batch * self.shape.seq_len
         return 2 * _FORWARDS * self.shape.nominal * tokens / self.step_s
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the accesses to units in a step at which compute does not wait for weights."""
-        spans = sorted((span for span in self.timeline.spans if span.lane == COMPUTE), key=lambda span: span.start_s)
-        ends = [0.0, *(span.end_s for span in spans)]
-        waits = sum(span.start_s - end > 1e-9 for end, span in zip(ends, spans, strict=False))
-        return 1 - waits / len(spans)
+    def at_pace(self, step_s: float) -> Timeline:
+        """The part's step, if compute were so slow that the whole model's compute alone took `step_s`."""
+        slower = step_s / self.step_s * self.timeline.step_s / self.problem.compute.step_s
+        return replace(self.problem, compute=self.problem.compute.scaled(slower)).simulated(self.plan)
 
 
 def run(shape: PaperShape, setup: Setup) -> Run:
@@ -110,7 +109,7 @@ def _simulated(problem: Problem, times: float, shape: PaperShape, setup: Setup, 
     of_all = _FORWARDS * sum(forward_flops(shape, tokens, shape.seq_len, setup.experts).values())
     # The embedding and the head are in every part, so time goes by FLOPs.
     rate = seconds * problem.hardware.matmul("bf16").reached_flop_per_s.value / best.step_s
-    return Run(shape, setup, mode, best.name, best.plan, best.timeline, of_all / rate, rate)
+    return Run(shape, setup, mode, problem, best.name, best.plan, best.timeline, of_all / rate, rate)
 
 
 def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Problem, float]:

@@ -19,8 +19,10 @@ from pagoda.runtime.executor import Damage, Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Fetcher, LeasedWeights
 from pagoda.runtime.meter import StepMeter
-from pagoda.runtime.stats import Found, Staleness
+from pagoda.runtime.stats import Staleness
+from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
+from pagoda.schedule.served import Served
 
 _ENDED_A_WAIT = "It ended a wait of Pagoda's, and left nothing half done."
 
@@ -171,9 +173,7 @@ class Accesses:
         self.end_read()
         if self._rank_group is not None:
             self._rank_group.collectives.begin_access(recorded)
-        if access != self._last:
-            self._last = access
-            self.meter.accesses[self._finds(unit)] += 1
+        found, start = self._scheduler.finds(unit.index, _has_arrived), time.perf_counter()
         self.tell(self._scheduler.access, access, recorded)
         try:
             if not self._scheduler.ready(unit.index):
@@ -184,6 +184,9 @@ class Accesses:
         except BaseException:
             self.tell(self._scheduler.release, unit.index)
             raise
+        if access != self._last:
+            self._last = access
+            self.meter.accessed(Served(self.plan.source(unit.index), found, time.perf_counter() - start))
         if recorded and self.plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:
@@ -269,17 +272,6 @@ class Accesses:
             return lease.ready.lane
         return "h2d" if self.plan.budgets.device is not None else "ssd_read"
 
-    def _finds(self, unit: LiveUnit) -> Found:
-        """Where an access finds the weights of a unit now."""
-        if self._leases.in_place(unit):
-            return Found.IN_PLACE
-        if self._scheduler.weights(unit.index).await_update:
-            return Found.LATE
-        lease = self._leases.of(unit)
-        if lease is None or lease.ready is None:
-            return Found.FAULT
-        return Found.ARRIVED if lease.ready.done else Found.LATE
-
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
             before = self.staleness.get(unit.spec.name, Staleness())
@@ -310,3 +302,9 @@ class Accesses:
             f"memory.{tier}, or lower memory.unit_limit.",
             tier=tier,
         )
+
+
+def _has_arrived(lease: Lease) -> bool:
+    """Whether the weights of a lease are in compute's memory."""
+    leased: LeasedWeights | None = lease.payload
+    return leased is not None and (leased.ready is None or leased.ready.done)

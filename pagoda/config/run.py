@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.config.memory import Memory
-from pagoda.config.settings import Settings, require, require_count
+from pagoda.config.settings import Settings, flag, require, require_count
 from pagoda.config.training import Training
+from pagoda.errors import ConfigError
 
 PlanMode = Literal["usual", "search"]
 """Whether a run takes the planner's first choice, or simulates several plans and takes the fastest."""
@@ -51,6 +52,9 @@ class Run(Training, Workload):
     pipeline_parallel: int = 1
     """Number of pipeline stages, each of which has equally many ranks and a part of the layers. The micro-batches of a
     step, --accumulation-steps, pass through the stages. `pagoda train` needs at least as many as stages."""
+    sequence_parallel: int = 1
+    """Number of consecutive ranks that divide each sequence, and exchange tokens for heads around attention. They get
+    the same batches. It must divide --seq-len and the number of attention heads."""
     ordered_sums: bool = False
     """Add each rank's gradient of a micro-batch by itself, in the order of ranks. Gradients then have the same bits on
     1, 2, 4, ... ranks that take the same micro-batches (--zero-stage 2 or 3). `pagoda plan` assumes that this takes no
@@ -92,12 +96,23 @@ class Run(Training, Workload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("replicas", "tensor_parallel", "pipeline_parallel", "expert_parallel"):
+        others = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+        for name in ("replicas", "sequence_parallel", *others):
             require_count(name, getattr(self, name), 1)
+        if self.sequence_parallel > 1:
+            self._check_sequences(others)
         for name in ("checkpoint_every", "keep_checkpoints"):
             require_count(name, getattr(self, name), 0)
         minutes = self.checkpoint_minutes
         require(0 <= minutes < math.inf, "checkpoint_minutes", minutes, "0 or more, and finite")
+
+    def _check_sequences(self, others: tuple[str, ...]) -> None:
+        """Raises ConfigError if ranks cannot divide the sequences. `others`: how else they may divide a pass."""
+        ranks = self.sequence_parallel
+        if self.seq_len % ranks:
+            raise ConfigError(f"--sequence-parallel {ranks} does not divide --seq-len {self.seq_len}")
+        if also := next((flag(name) for name in others if getattr(self, name) > 1), None):
+            raise ConfigError(f"--sequence-parallel does not work with {also}: leave out one of them")
 
     @property
     def saves_by_time(self) -> bool:

@@ -100,12 +100,17 @@ class PlanConfig(Run):
     @property
     def tokens(self) -> int:
         """Tokens of one forward pass on one GPU."""
-        return self.batch_size * self.seq_len
+        return self.batch_size * self._part
 
     @property
     def tile_tokens(self) -> int:
         """Tokens that a layer runs at a time."""
-        return tile_tokens(self.batch_tiles, self.batch_size, self.seq_len)
+        return tile_tokens(self.batch_tiles, self.batch_size, self._part)
+
+    @property
+    def _part(self) -> int:
+        """Tokens of a sequence on one GPU."""
+        return self.seq_len // self.sequence_parallel
 
     @property
     def piece_tokens(self) -> int:

@@ -55,8 +55,9 @@ class Machine:
             yield f"link to the GPU: {_rate(link.h2d_bytes_per_s)}."
         if ssd is not None:
             yield f"drives: read {_rate(ssd.read_bytes_per_s)}, write {_rate(ssd.write_bytes_per_s)}."
+        joined = self.ranks.nodes_per_domain
         for where, network in (
-            ("within a node", hardware.intra_node_bytes_per_s),
+            ("within a node" if joined == 1 else f"within {joined} nodes", hardware.intra_node_bytes_per_s),
             ("between nodes", hardware.inter_node_bytes_per_s),
         ):
             if network is not None and self.ranks.count > 1:
@@ -89,11 +90,13 @@ def find_machine_for(config: PlanConfig) -> Machine:
         ("--tensor-parallel", parts, count // stages),
         ("--expert-parallel", config.expert_parallel, data_parallel),
         ("--replicas", config.replicas, data_parallel),
+        ("--sequence-parallel", config.sequence_parallel, data_parallel),
     ):
         if among % groups:
             raise ConfigError(f"{flag} is {groups}, which does not divide the ranks, of which there are {among}")
     degrees = (config.zero_stage, config.expert_parallel, config.replicas, parts, stages)
-    return Machine(hardware, config.hardware == AUTO, Ranks(data_parallel, per_node, *degrees))
+    joined = hardware.nodes_joined(config.nodes)
+    return Machine(hardware, config.hardware == AUTO, Ranks(data_parallel, per_node, *degrees, nodes_per_domain=joined))
 
 
 def _hardware(name: str) -> Hardware:

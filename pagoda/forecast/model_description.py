@@ -103,11 +103,14 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         heads, divisions = shape.heads, OF_PAPERS
         params = root.numel
         hidden, ffn, vocab, row_with_mask = shape.hidden, shape.ffn * max(1, top_k), shape.vocab, 0
+        _check_division(config, heads)
     else:
         root, params, flops, built, layers = _tree_of_transformers(config, name, count_flops)
+        flops = {module: each / config.sequence_parallel for module, each in flops.items()}
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
         row_with_mask = 0 if window_of(built, config.seq_len) is None else config.seq_len
+        _check_division(config, built.num_attention_heads, built)
     elsewhere = (ranks - 1) * sum(module.numel for module in root.modules() if module.routed)
     return ModelDescription(
         name=name,
@@ -118,13 +121,29 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         hidden=hidden,
         ffn=ffn,
         vocab=vocab,
-        measurable=shape is None and not top_k and config.lora.rank is None,
+        measurable=shape is None and not top_k and config.lora.rank is None and config.sequence_parallel == 1,
         top_k=top_k,
         exchanged=exchanged_elements(root, config.tokens * top_k * hidden, ranks),
         row_with_mask=row_with_mask,
         heads=heads,
         divisions=divisions,
     )
+
+
+def _check_division(config: PlanConfig, heads: int, built: Any = None) -> None:
+    """Raises ConfigError if ranks cannot divide the sequences of a model. `built`: the configuration of one of
+    transformers."""
+    ranks, has = config.sequence_parallel, None
+    if heads % ranks:
+        has = f"{heads} attention heads"
+    elif getattr(built, "is_encoder_decoder", False):
+        has = "an encoder and a decoder"
+    elif built is not None and window_of(built, config.seq_len) is not None:
+        has = "layers that attend in a window"
+    elif getattr(built, "output_router_logits", False):
+        has = "experts whose load each rank would balance alone (set output_router_logits=false in config.json)"
+    if has and ranks > 1:
+        raise ConfigError(f"--sequence-parallel is {ranks}, and model {config.model!r} has {has}")
 
 
 def _check_experts(shape: PaperShape, ranks: int) -> None:

@@ -14,7 +14,7 @@ from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.model_description import ModelDescription
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, Policy, StepSizes, recomputes
-from pagoda.plan.exchanges import Exchange, of_gradients, of_sums, of_tokens
+from pagoda.plan.exchanges import Exchange, of_gradients, of_heads, of_sums, of_tokens
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -233,10 +233,12 @@ def work_of(
     tokens = {module: elements * config.itemsize for module, elements in described.exchanged.items()}
     gradients = {module: elements * config.itemsize for module, elements in described.stored_whole.items()}
     summed = config.tokens * described.hidden * config.itemsize
+    layers = [layer.name for layer in layers_of(described.root)]
     exchanges = (
         *of_tokens(tokens, machine.ranks),
         *of_sums(described.summed, summed, machine.ranks),
         *of_gradients(gradients, machine.ranks),
+        *of_heads(layers, 4 * summed, machine.ranks, config.sequence_parallel),
         *described.handed_on,
     )
     return Compute.from_flops(described.forward_flops, rate, recompute, described.frozen), exchanges

@@ -18,6 +18,7 @@ from pagoda.forecast.wear import wear
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.placement import MEANING
 from pagoda.plan.planner import Plan
+from pagoda.schedule.served import summary
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 
 
@@ -72,6 +73,7 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "share_of_peak": forecast.share_of_peak if fits else None,
         "binding_lane": timeline.binding_lane if timeline else None,
         "lanes": _lanes(forecast) if fits else {},
+        "accesses": timeline.access_counts if timeline else {},
         "ssd_bytes_written_per_step": forecast.ssd_bytes_written_per_step if fits else None,
         "steps_until_worn": forecast.steps_until_worn if fits and isfinite(forecast.steps_until_worn) else None,
         "reasons": [*forecast.notes, *forecast.resolved, *plan_reasons, *simulated],
@@ -145,6 +147,7 @@ def _figures(forecast: Forecast) -> RenderableType:
         "(6 FLOPs per parameter and token, 4 if it is frozen, and attention; recomputing not counted)",
     )
     table.add_row("binding lane", forecast.timeline.binding_lane)
+    table.add_row("weights", summary(forecast.timeline.access_counts))
     if written and (drive := forecast.machine.hardware.ssd) is not None:
         table.add_row("drive wear", wear(written, steps, drive.endurance_bytes))
     return table

@@ -4,7 +4,8 @@ Every function of torch that gets one arrives here. Those that use values are ca
 of a hidden tensor is hidden too, and is made again from the values for each function that uses it.
 """
 
-from functools import cache, partial
+from functools import cache, partial, partialmethod
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -89,6 +90,12 @@ class Hidden:
             if name in _MOVED and _moves_nothing(func, args, kwargs):
                 return first
         return _use(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Only tensors of classes that have such a method get here. Because of it, torch.compile does not trace what
+        uses hidden tensors, but runs it as it is."""
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         this: Any = self
@@ -232,8 +239,25 @@ def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @cache
 def hidden_class(kind: type) -> type:
-    """The class of hidden tensors whose own class is `kind`."""
-    return type(kind)(f"Hidden{kind.__name__}", (Hidden, kind), {"__module__": __name__, "__slots__": ()})
+    """The class of hidden tensors whose own class is `kind`.
+
+    Methods that only `kind` has, such as a DTensor's `full_tensor`, do not arrive in `__torch_function__` by
+    themselves. What arrives is not traced by torch.compile.
+    """
+    own = {name: method for base in reversed(kind.__mro__) for name, method in vars(base).items()}
+    added = {
+        name: partialmethod(_call_own, method)
+        for name, method in own.items()
+        if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(torch.Tensor, name)
+    }
+    untraced: Any = torch.compiler.disable  # its import takes seconds, so it is not used before a model is wrapped
+    arrives: Any = classmethod(untraced(vars(Hidden)["__torch_function__"].__func__))
+    attributes = {"__module__": __name__, "__slots__": (), "__torch_function__": arrives, **added}
+    return type(kind)(f"Hidden{kind.__name__}", (Hidden, kind), attributes)
+
+
+def _call_own(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    return Hidden.__torch_function__(method, (type(self),), (self, *args), kwargs)
 
 
 def hide(tensor: Tensor, name: str) -> Tensor:
@@ -242,6 +266,11 @@ def hide(tensor: Tensor, name: str) -> Tensor:
     if not isinstance(tensor, Hidden):  # as what a tensor class makes of one is
         tensor.__class__ = hidden_class(type(tensor))
     return tensor
+
+
+def hide_part(part: torch.Tensor, param: Any, name: str) -> None:
+    """Hide a rank's part of a DTensor, as DTensors' own methods find it: it is a view of the parameter."""
+    setattr(hide(part, name), _VIEW, _View(param, type(param).to_local, (param,), {}, 0))
 
 
 def name_of(tensor: object) -> str:

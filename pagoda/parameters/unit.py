@@ -7,7 +7,7 @@ from torch import nn
 
 from pagoda.errors import ConfigError, UsageError
 from pagoda.mesh.dtensors import DTensorForm
-from pagoda.parameters.hidden import as_plain, hidden_class, hide, name_of
+from pagoda.parameters.hidden import as_plain, hidden_class, hide, hide_part, name_of
 from pagoda.parameters.quantized import QuantizedForm, kept_class
 from pagoda.plan.units import UnitSpec
 
@@ -255,8 +255,10 @@ class LiveUnit:
         """From now on, hide the parameters outside forwards."""
         for slot, param in enumerate(self.params):
             self._kinds[slot] = type(param)
-            if isinstance(self.forms[slot], DTensorForm):
-                hide(self.placeholders[slot], self.name(slot))
+            form = self.forms[slot]
+            if isinstance(form, DTensorForm):
+                hide_part(self.placeholders[slot], param, self.name(slot))
+                form.show(param, self.placeholders[slot])
             hide(param, self.name(slot))
 
     def _check_unmoved(self, slot: int) -> None:

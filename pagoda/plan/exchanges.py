@@ -1,5 +1,6 @@
 """Exchanges: communication between ranks within compute, for which compute waits."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -7,9 +8,9 @@ from typing import Self
 
 from pagoda.plan.ranks import Ranks, ring_bytes
 
-TOKENS, SUM, GRADIENTS, SEND = "tokens", "sum", "gradients", "send"
+TOKENS, SUM, GRADIENTS, SEND, HEADS = "tokens", "sum", "gradients", "send", "heads"
 """Tokens to experts on other ranks and back; sums over tensor-parallel ranks; gradients that these gather; sends
-between pipeline stages."""
+between pipeline stages; heads of attention for tokens, between ranks that divide sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class Exchange:
     sent: int
     """Bytes that a rank sends each time."""
     leaving: int = 0
-    """How many of these bytes leave the node."""
+    """How many of these bytes leave the domain."""
     sharing: int = 1
-    """Number of ranks of a node that send this much over its network at the same time."""
+    """Number of ranks of a domain that send this much over the network at the same time."""
     forward: int = 1
     """How often it happens in each forward."""
     backward: int = 1
@@ -45,8 +46,8 @@ def of_tokens(sent: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     `sent`: module whose children are experts -> bytes that a rank sends.
     """
     group = ranks.expert_parallel
-    elsewhere = (group - min(group, ranks.per_node)) / max(1, group - 1)
-    sharing = min(ranks.per_node, ranks.data_parallel)
+    elsewhere = (group - min(group, ranks.per_domain)) / max(1, group - 1)
+    sharing = min(ranks.per_domain, ranks.data_parallel)
     return [Exchange(TOKENS, row, n, int(n * elsewhere), sharing, forward=2, backward=2) for row, n in sent.items()]
 
 
@@ -57,7 +58,13 @@ def of_sums(modules: Sequence[str], nbytes: int, ranks: Ranks) -> list[Exchange]
     """
     if ranks.tensor_parallel == 1:
         return []
-    return [_around_ring(SUM, module, 2 * nbytes, ranks) for module in modules]
+    return [_around_ring(SUM, module, 2 * nbytes, ranks, ranks.tensor_parallel) for module in modules]
+
+
+def of_heads(layers: Sequence[str], nbytes: int, ranks: Ranks, group: int) -> list[Exchange]:
+    """`group` ranks that divide sequences exchange tokens for heads before and after the attention of each layer.
+    `nbytes`: queries, keys, values and results of a rank's tokens."""
+    return [_around_ring(HEADS, layer, nbytes, ranks, group) for layer in layers] if group > 1 else []
 
 
 def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
@@ -67,16 +74,16 @@ def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     """
     if ranks.tensor_parallel == 1:
         return []
-    found = [_around_ring(GRADIENTS, module, n, ranks) for module, n in nbytes.items()]
+    found = [_around_ring(GRADIENTS, module, n, ranks, ranks.tensor_parallel) for module, n in nbytes.items()]
     return [replace(exchange, forward=0, repeated=False) for exchange in found]
 
 
-def _around_ring(kind: str, module: str, nbytes: int, ranks: Ranks) -> Exchange:
-    """`nbytes` go around a ring of tensor-parallel ranks, in each forward and in each backward."""
-    group, per_node = ranks.tensor_parallel, ranks.per_node
-    nodes = 1 if per_node % group == 0 else max(2, ceil(group / per_node))
-    leaving = nbytes * (nodes - 1) // nodes // min(group, per_node)
-    return Exchange(kind, module, ring_bytes(nbytes, group), leaving, min(per_node, ranks.count))
+def _around_ring(kind: str, module: str, nbytes: int, ranks: Ranks, group: int) -> Exchange:
+    """`nbytes` go around a ring of `group` consecutive ranks, in each forward and in each backward."""
+    joined = ranks.per_domain
+    domains = 1 if joined % group == 0 else max(2, ceil(group / joined))
+    leaving = nbytes * (domains - 1) // domains // min(group, joined)
+    return Exchange(kind, module, ring_bytes(nbytes, group), leaving, min(joined, ranks.count))
 
 
 def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
@@ -96,13 +103,12 @@ def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
 
 
 def _crossing(ranks: Ranks, border: int) -> int:
-    """Most ranks of a node whose counterpart in the next stage is on another node.
+    """Most ranks of a domain whose counterpart in the next stage is in another domain.
 
     Stage `border` is that next stage.
     """
-    nodes: dict[int, int] = {}
+    crossing: Counter[int] = Counter()
     for rank in range(border * ranks.count, (border + 1) * ranks.count):
-        node = rank // ranks.per_node
-        if (rank - ranks.count) // ranks.per_node != node:
-            nodes[node] = nodes.get(node, 0) + 1
-    return max(nodes.values(), default=0)
+        domain = rank // ranks.per_domain
+        crossing[domain] += (rank - ranks.count) // ranks.per_domain != domain
+    return max(crossing.values(), default=0)

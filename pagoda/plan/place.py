@@ -301,7 +301,7 @@ class _Placer:
         weights and moments live in RAM. (0, 0) if it has no second version: if most of its weights are frozen,
         these would take the room, and its update is short.
         """
-        if not unit.trainable_numel or (weight_in and 2 * unit.trainable_numel < unit.numel):
+        if not unit.trainable_numel or (weight_in and unit.is_mostly_frozen):
             return 0, 0
         layout = self.layout
         in_ram = [*[layout.weight] * weight_in, *(layout.states[1:] if moments_in else layout.small)]
@@ -391,9 +391,11 @@ class _Placer:
     def _at_home(self, whole_units: bool) -> frozenset[tuple[int, str]]:
         """(unit, state) pairs that live on the device: as many as fit the share of its memory that nothing else needs.
 
-        These are whole units: without a share, as many as let all others be leased at once. Or, if `whole_units` is
-        false, all weights of the units that the device updates, then their gradients, then the rest. The last unit is
-        never among them, so there is always something to lease.
+        These are whole units: without a share, as many as let all others be leased at once. If not all can be, they are
+        units of which a small part is trained, such as layers with adapters: each step ends their leases, so all of
+        their weights would be fetched again. Or, if `whole_units` is false, all weights of the units that the device
+        updates, then their gradients, then the rest. The last unit is never among them, so there is always something to
+        lease.
         """
         layout, share = self.layout, self.split.device_home_share
         if share == 0 or self.device is None:
@@ -403,6 +405,10 @@ class _Placer:
         if share is None:
             room = self.device - buffers - sum(map(layout.lease_of, layout.units))
             pages = {unit.index: self._most_at_home(unit, everything) - self._spared(unit) for unit in units}
+            if room < 0:
+                room = self.device - buffers - layout.lease_pages()
+                adapted = [unit for unit in units if self._spared(unit) and unit.is_mostly_frozen]
+                pages = {unit.index: self._most_at_home(unit, everything) for unit in adapted}
             return frozenset(product(first_that_fit(pages, room), everything))
         groups = [(units, everything)]
         if not whole_units:

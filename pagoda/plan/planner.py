@@ -19,7 +19,7 @@ from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
-from pagoda.plan.tiers import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD
+from pagoda.plan.tiers import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, RANKS, SSD
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within
 
@@ -137,6 +137,10 @@ class Plan:
             if (everywhere or self.placement.home(unit.index, WEIGHT) == SSD)
             and (self.placement.home(unit.index, WEIGHT) != DEVICE or self.layout.is_sliced(unit, WEIGHT))
         }
+
+    def source(self, unit: int) -> str:
+        """Where the weights of a unit come from: their home, or RANKS if each rank has a slice of them."""
+        return RANKS if self.layout.is_sliced(self.units[unit], WEIGHT) else self.placement.home(unit, WEIGHT)
 
     def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:
         """State -> pages, for the states of a unit in RAM or on the device."""

@@ -38,12 +38,16 @@ class Ranks:
     """Whether each rank's gradient of a micro-batch is added by itself, in the order of ranks. The sums are then those
     of one rank that takes the same micro-batches in turn. Otherwise ranks' gradients are added up first."""
 
+    nodes_per_domain: int = 1
+    """Number of consecutive nodes whose ranks send to each other as fast as within a node. Ranks on these nodes are a
+    domain, and the network is between domains."""
+
     def __post_init__(self) -> None:
         degrees = (self.expert_parallel, self.replicas, self.tensor_parallel, self.pipeline_parallel)
-        if min(self.data_parallel, self.per_node, *degrees) < 1:
+        if min(self.data_parallel, self.per_node, self.nodes_per_domain, *degrees) < 1:
             raise ConfigError(
-                "data_parallel, per_node, expert_parallel, replicas, tensor_parallel and pipeline_parallel must be at "
-                "least 1"
+                "data_parallel, per_node, nodes_per_domain, expert_parallel, replicas, tensor_parallel and "
+                "pipeline_parallel must be at least 1"
             )
         if self.stage not in (1, 2, 3):
             raise ConfigError(f"there is no ZeRO stage {self.stage}; the stages are 1, 2 and 3")
@@ -93,15 +97,20 @@ class Ranks:
         """Number of the part of the experts that a rank has, from 0."""
         return rank // self.tensor_parallel % self.expert_parallel
 
-    def members_per_node(self, group: int) -> int:
-        """Number of ranks on one node among `group` ranks that share an extent. Ranks that share experts are
+    @property
+    def per_domain(self) -> int:
+        """Number of ranks of a domain."""
+        return self.per_node * self.nodes_per_domain
+
+    def members_per_domain(self, group: int) -> int:
+        """Number of ranks in one domain among `group` ranks that share an extent. Ranks that share experts are
         `expert_parallel * tensor_parallel` apart, others `tensor_parallel`."""
-        return max(1, min(group, self.per_node * group * self.replicas // self.count))
+        return max(1, min(group, self.per_domain * group * self.replicas // self.count))
 
     @property
-    def copies_per_node(self) -> int:
-        """Number of ranks on one node among the ranks with the same slices, one per replica."""
-        return max(1, min(self.replicas, self.per_node * self.replicas // self.count))
+    def copies_per_domain(self) -> int:
+        """Number of ranks in one domain among the ranks with the same slices, one per replica."""
+        return max(1, min(self.replicas, self.per_domain * self.replicas // self.count))
 
 
 ALONE = Ranks(1, 1)

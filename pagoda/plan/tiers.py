@@ -1,6 +1,8 @@
 """Tiers, and the lanes between them."""
 
 DEVICE, HOST, SSD = "device", "host", "ssd"
+RANKS = "ranks"
+"""Where weights come from that ranks divide."""
 LANES = ("h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update")
 """All lanes except `compute`, the thread that runs the model."""
 COLLECTIVE = "collective"

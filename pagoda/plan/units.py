@@ -147,6 +147,11 @@ class UnitSpec:
     def name(self) -> str:
         return self.module or "(model)"
 
+    @property
+    def is_mostly_frozen(self) -> bool:
+        """Whether some of its parameters are trained, and most are not."""
+        return 0 < 2 * self.trainable_numel < self.numel
+
 
 def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpec, ...]:
     """Divide a module tree into units, top down.

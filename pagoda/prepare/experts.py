@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from itertools import accumulate, chain, pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,12 +157,26 @@ class QuantizedExperts(RoutedExperts):
 
     idle_get_zeros = False
 
-    def __init__(self, stack: nn.Module, experts: Sequence[Mapping[str, nn.Parameter]]) -> None:
-        """`experts`: for each expert of `stack`, its parameters: quantized, or its part [1, ...] of the stack's."""
+    def __init__(self, stack: nn.Module, experts: Sequence[Mapping[str, nn.Parameter]], dtype: torch.dtype) -> None:
+        """`experts`: for each expert of `stack`, its parameters: quantized, or its part [1, ...] of the stack's. They
+        compute in `dtype`."""
         super().__init__()
         self.num_experts = experts_of_stack(stack)
+        self._whole = {
+            name: nn.Parameter(torch.full((), torch.nan, dtype=dtype).expand(param.shape), requires_grad=False)
+            for name, param in stack.named_parameters()
+        }
+        """Stand for the parameters of the stack, whose shapes and dtype adapters read."""
         for number, params in enumerate(experts):
-            self.add_module(str(number), _quantized_expert(stack, params))
+            expert = some_experts(stack, params, computes=True)
+            states = {name: getattr(param, "quant_state", None) for name, param in params.items()}
+            expert.__dict__.update(states=states, num_experts=1)
+            self.add_module(str(number), expert)
+
+    def __getattr__(self, name: str) -> Any:
+        """For a parameter of the stack, return a tensor that stands for it."""
+        whole = self.__dict__.get("_whole", {}).get(name)
+        return super().__getattr__(name) if whole is None else whole
 
     def pieces(self) -> list[tuple[nn.Module, int]]:
         return [(expert, 1) for expert in self.children()]
@@ -219,11 +233,11 @@ def experts_of_stack(stack: nn.Module) -> int:
     return len(next(stack.parameters(recurse=False)))
 
 
-def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter], adapted: bool) -> nn.Module:
-    """A stack of the same class with `params`, the parameters of some of its experts. `adapted`: adapters change them
-    in each forward."""
+def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter], computes: bool) -> nn.Module:
+    """A stack of the same class with `params`, the parameters of some of its experts. `computes`: each forward computes
+    its weights from them, as they are quantized or adapters change them."""
     kind: Any = type(stack)
-    tile: nn.Module = object.__new__(_adapted_class(kind) if adapted else kind)
+    tile: nn.Module = object.__new__(_computing_class(kind) if computes else kind)
     nn.Module.__init__(tile)
     tile.__dict__.update({key: value for key, value in vars(stack).items() if key not in vars(tile)})
     for name, child in stack.named_children():
@@ -231,74 +245,53 @@ def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter], adapted: 
     for name, param in params.items():
         tile.register_parameter(name, param)
     tile.__dict__["num_experts"] = len(next(iter(params.values())))
-    tile.__dict__.update(added={}, computed=None)
+    tile.__dict__.update(added={}, states={}, computed=None)
     return tile.train(stack.training)
 
 
 @cache
-def _adapted_class(kind: type) -> Any:
-    """A class of stacks whose forward sees weights with what adapters add to them. Graphs do not keep these sums.
+def _computing_class(kind: type) -> Any:
+    """A class of stacks whose forward sees dequantized weights, with what adapters add to them. Graphs do not keep
+    these.
 
-    `added`: parameter -> (left, right, scale) of each adapter. It adds scale * left @ right, of shape [experts, ...].
-    `computed`: that of the whole stack (see `Announcing`).
+    `states`: parameter -> how bitsandbytes has packed it, if it has. `added`: parameter -> (left, right, scale) of each
+    adapter. It adds scale * left @ right, of shape [experts, ...]. `computed`: that of the whole layer (see
+    `Announcing`).
     """
 
     def forward(self: Any, *args: Any) -> Tensor:
         with ExitStack() as until_done:
-            for name, adapters in self.added.items():
-                sum_up = partial(_with_adapters, scales=[scale for _, _, scale in adapters])
-                terms = [self._parameters[name], *chain.from_iterable(factors for *factors, _ in adapters)]
-                weight = sum_up(*terms)
-                if self.computed is not None and adapters:
-                    until_done.enter_context(self.computed(weight, sum_up, terms))
+            for name, param in self._parameters.items():
+                adapters = self.added.get(name, ())
+                if not adapters and not is_quantized(param):
+                    continue
+                stored, terms = _stored(param, self.states.get(name))
+                compute = partial(_weight, stored, len(terms), [scale for _, _, scale in adapters])
+                terms += chain.from_iterable(factors for *factors, _ in adapters)
+                weight = compute(*terms)
+                if self.computed is not None:
+                    until_done.enter_context(self.computed(weight, compute, terms))
                 self.__dict__[name] = weight  # hides the parameter
                 until_done.callback(self.__dict__.pop, name)
             return kind.forward(self, *args)  # type: ignore[attr-defined, no-any-return]
 
-    return type(kind)(f"Adapted{kind.__name__}", (kind,), {"__module__": __name__, "forward": forward})
+    return type(kind)(f"Computing{kind.__name__}", (kind,), {"__module__": __name__, "forward": forward})
 
 
-def _with_adapters(weight: Tensor, *factors: Tensor, scales: Sequence[float]) -> Tensor:
-    """The sum of a weight and what adapters add to it, as peft computes it for one adapter."""
+def _weight(stored: Callable[..., Tensor], count: int, scales: Sequence[float], *terms: Tensor) -> Tensor:
+    """The sum of a weight, which `stored` computes from the first `count` terms, and what adapters add to it, as peft
+    computes it for one adapter."""
+    weight, factors = stored(*terms[:count]), terms[count:]
     for left, right, scale in zip(factors[::2], factors[1::2], scales, strict=True):
         with torch.autocast(weight.device.type, enabled=False):
             weight = torch.baddbmm(weight, left, right, alpha=scale)
     return weight
 
 
-def _quantized_expert(stack: nn.Module, params: Mapping[str, nn.Parameter]) -> nn.Module:
-    expert, kind = some_experts(stack, params, adapted=False), cast(Any, type(stack))
-    expert.__class__ = _quantized_class(kind)
-    states = {name: getattr(param, "quant_state", None) for name, param in params.items()}
-    expert.__dict__.update(states=states, num_experts=1)
-    return expert
-
-
-@cache
-def _quantized_class(kind: type) -> type:
-    """A class of stacks of one expert whose forward sees dequantized weights. Graphs do not keep these.
-
-    `states`: parameter -> how bitsandbytes has packed it, if it has. `computed`: that of the whole layer.
-    """
-
-    def forward(self: Any, *args: Any) -> Tensor:
-        with ExitStack() as until_done:
-            for name, param in self._parameters.items():
-                if not is_quantized(param):
-                    continue
-                function, terms = _dequantizing(param, self.states[name])
-                weight = function(*terms)
-                if self.computed is not None:
-                    until_done.enter_context(self.computed(weight, function, terms))
-                self.__dict__[name] = weight  # hides the parameter
-                until_done.callback(self.__dict__.pop, name)
-            return kind.forward(self, *args)  # type: ignore[attr-defined, no-any-return]
-
-    return type(kind)(f"Quantized{kind.__name__}", (kind,), {"__module__": __name__, "forward": forward})
-
-
-def _dequantizing(param: Any, state: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """The function that computes an expert's weights, and the tensors of a quantized parameter from which it does."""
+def _stored(param: Any, state: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The function that computes the values of a parameter, and the tensors from which it does."""
+    if not is_quantized(param):
+        return _same, [param]
     if state is not None:
         return partial(import_module("bitsandbytes").functional.dequantize_4bit, quant_state=state), [param.data]
     names, context = param.__tensor_flatten__()
@@ -312,15 +305,19 @@ def _dequantizing(param: Any, state: Any) -> tuple[Callable[..., Tensor], list[T
     return values, [getattr(param, name) for name in names]
 
 
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
 def adapts_experts(module: nn.Module, count: int) -> bool:
     """Whether a module is peft's adapter of a parameter that holds `count` experts (`target_parameters`)."""
     has_factors = adapts_parameter(module) and hasattr(module, "get_delta_factors")
     return has_factors and count > 1 and getattr(module, "num_experts", None) == count
 
 
-def adapting_tiles(adapter: Any) -> Any:
-    """peft's adapter of a parameter of experts, for experts in tiles. In place of the whole parameter, it changes the
-    tiles that run. It shares everything with `adapter`."""
+def adapting_pieces(adapter: Any) -> Any:
+    """peft's adapter of a parameter of experts, for experts that run in pieces. In place of the whole parameter, it
+    changes the pieces that run. It shares everything with `adapter`."""
     kind: Any = type(adapter)
     made: Any = object.__new__(_adapting_class(kind))
     made.__dict__ = adapter.__dict__
@@ -331,22 +328,22 @@ def adapting_tiles(adapter: Any) -> Any:
 def _adapting_class(kind: type) -> type:
     @contextmanager
     def _activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
-        tiles = [*self.get_base_layer().tiles.values()]
-        sizes = [experts_of_stack(tile) for tile in tiles]
-        for tile in tiles:
-            tile.added[self.parameter_name], tile.__dict__["computed"] = [], self.get_base_layer().computed
+        experts: RoutedExperts = self.get_base_layer()
+        pieces, sizes = zip(*experts.pieces(), strict=True)
+        for piece in pieces:
+            piece.added[self.parameter_name], piece.__dict__["computed"] = [], experts.computed
         for adapter in active_adapters:
             if adapter in self.lora_A:
                 left, right, scale = self.get_delta_factors(adapter)
-                for tile, *factors in zip(tiles, left.split(sizes), right.split(sizes), strict=True):
-                    tile.added[self.parameter_name].append((*factors, scale))
+                for piece, *factors in zip(pieces, left.split(sizes), right.split(sizes), strict=True):
+                    piece.added[self.parameter_name].append((*factors, scale))
         try:
             yield
         finally:
-            for tile in tiles:
-                del tile.added[self.parameter_name]
+            for piece in pieces:
+                del piece.added[self.parameter_name]
 
-    return type(kind)(f"Tiled{kind.__name__}", (kind,), {"__module__": __name__, "_activate_lora": _activate_lora})
+    return type(kind)(f"Pieced{kind.__name__}", (kind,), {"__module__": __name__, "_activate_lora": _activate_lora})
 
 
 def _by_expert(by_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from pagoda.prepare.experts import (
     RoutedExperts,
     SwitchExperts,
     SwitchRouter,
-    adapting_tiles,
+    adapting_pieces,
     adapts_experts,
     experts_of_stack,
     is_expert_stack,
@@ -136,7 +136,7 @@ class Tiling:
                 else:
                     kept.append(name)
                 if made is not None:
-                    self._replaced += [(self._parents[each], each, adapting_tiles(each)) for each in adapters]
+                    self._replaced += [(self._parents[each], each, adapting_pieces(each)) for each in adapters]
             if made is not None:
                 self._replaced.append((self._parents[module], module, made))
                 found += 1

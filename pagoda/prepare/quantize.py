@@ -15,7 +15,13 @@ from pagoda.checkpoint.waiting import source_of
 from pagoda.errors import ConfigError, needed
 from pagoda.models.lora import ALL_LINEAR
 from pagoda.parameters.quantized import ALIGN_BYTES
-from pagoda.prepare.experts import ExpertStack, QuantizedExperts, experts_of_stack, is_expert_stack
+from pagoda.prepare.experts import (
+    ExpertStack,
+    QuantizedExperts,
+    adapting_pieces,
+    experts_of_stack,
+    is_expert_stack,
+)
 
 _BIAS_DIM = 2
 """Dimensions of the biases of a stack of experts, one row for each expert."""
@@ -28,13 +34,13 @@ def package_of(bits: str) -> Any:
     return needed(PACKAGES[bits], f"--quantize {bits} needs {PACKAGES[bits]}: pip install 'pagoda-train[quantized]'")
 
 
-def quantize(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:
-    """Replace the linear layers of a transformers model, and its stacks of experts, by frozen ones that compute in
-    `dtype` on `device`. Their weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers
-    of torchao). Weights that wait are read layer by layer and expert by expert. Linear layers that bitsandbytes has in
-    4 bits in their files stay as they are.
+def quantize_layers(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:
+    """Replace the linear layers of a transformers model by frozen ones that compute in `dtype` on `device`. Their
+    weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that
+    wait are read layer by layer. Layers that bitsandbytes has in 4 bits in their files stay as they are.
 
-    Returns the number of weights that were quantized. Raises ConfigError if there are none.
+    peft's adapters of such layers are of other classes, so this comes before them. Returns the number of weights that
+    were quantized. Raises ConfigError if there are none.
     """
     package, make = package_of(bits), {"4bit": _in_4_bits, "8bit": _in_8_bits}[bits]
     layers = linear_layers(model)
@@ -48,11 +54,25 @@ def quantize(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.devi
             made = make(package, _values(module, dtype), device)
         made.bias = None if module.bias is None else module.bias.requires_grad_(False)
         model.set_submodule(name, made)
-    count: int = sum(module.weight.numel() for module in layers.values())
+    return sum(module.weight.numel() for module in layers.values())
+
+
+def quantize_experts(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:
+    """Replace the stacks of experts of a transformers model in the same way, expert by expert.
+
+    peft's adapters of experts read the shapes of stacks, so this comes after them. Returns the number of weights that
+    were quantized.
+    """
+    count, made = 0, set()
     for name, stack in [(name, module) for name, module in model.named_modules() if is_expert_stack(module)]:
         count += sum(param.numel() for param in stack.parameters() if param.dim() > _BIAS_DIM)
-        experts = [_expert(stack, number, bits, dtype, device) for number in range(experts_of_stack(stack))]
-        model.set_submodule(name, QuantizedExperts(stack, experts).train(stack.training))
+        parts = [_expert(stack, number, bits, dtype, device) for number in range(experts_of_stack(stack))]
+        experts = QuantizedExperts(stack, parts, dtype).train(stack.training)
+        model.set_submodule(name, experts)
+        made.add(experts)
+    for name, adapter in [*model.named_modules()]:
+        if hasattr(adapter, "get_base_layer") and adapter.get_base_layer() in made:
+            model.set_submodule(name, adapting_pieces(adapter))
     return count
 
 
@@ -85,16 +105,10 @@ def linear_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def targets_of(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets of adapters in a model that will be quantized: "all-linear" without experts, which peft cannot adapt
-    once they are quantized. Raises ConfigError if targets name experts."""
-    stacks = [module for module in model.modules() if is_expert_stack(module)]
-    held = {name for stack in stacks for name, _ in stack.named_parameters()}
-    if named := [target for target in targets if target.rpartition(".")[2] in held]:
-        raise ConfigError(
-            f"--lora.targets names {' '.join(named)}, but peft cannot adapt experts that --quantize has packed: name "
-            "other layers, such as q_proj v_proj, or leave out --quantize"
-        )
-    return tuple(linear_layers(model)) if stacks and targets == (ALL_LINEAR,) else targets
+    """The targets of adapters in a model that will be quantized: "all-linear" without experts, whose adapters may take
+    more than the experts in 4 bits."""
+    has_stacks = any(map(is_expert_stack, model.modules()))
+    return tuple(linear_layers(model)) if has_stacks and targets == (ALL_LINEAR,) else targets
 
 
 def pack_without_values(model: nn.Module, layers: Iterable[Any], bits: str) -> None:

@@ -92,7 +92,7 @@ def divide_sequences(model: nn.Module, ranks: int) -> SequenceRanks:
     world = launched()
     if ranks < 1 or world.size % ranks:
         raise ConfigError(f"divide_sequences: {ranks} ranks do not divide {world.size} ranks")
-    _check(model, ranks)
+    check_division(model, ranks)
     join(world)
     group = None
     for first in range(0, world.size, ranks) if world.size > 1 else ():
@@ -104,8 +104,10 @@ def divide_sequences(model: nn.Module, ranks: int) -> SequenceRanks:
     return sequences
 
 
-def _check(model: nn.Module, ranks: int) -> None:
+def check_division(model: nn.Module, ranks: int) -> None:
     """Raises ConfigError for a model whose sequences ranks cannot divide exactly."""
+    if ranks == 1:
+        return
     config: Any = getattr(model, "config", None)
     text: Any = None if config is None else config.get_text_config()
     heads, reason = getattr(text, "num_attention_heads", None), None

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from pagoda.errors import UsageError
-from pagoda.parameters.hidden import hidden_class, hide, name_of
+from pagoda.parameters.hidden import Hidden, hide, name_of
 from pagoda.plan.units import ALIGN_ELEMENTS
 
 Visit = Callable[[torch.Tensor, torch.Tensor | None, int], Any]
@@ -66,11 +66,12 @@ class EmbeddingTile(nn.Module):
         return found.where(mine[..., None], 0.0 if out is None else out)
 
 
-class CutParameter(hidden_class(torch.Tensor)):  # type: ignore[misc]
+class CutParameter(Hidden, torch.Tensor):  # type: ignore[misc]
     """Stands for a parameter that is cut into tiles: a hidden tensor of its shape, dtype and device. Freezing it
     freezes its parts. Gradients and hooks of the whole raise UsageError."""
 
     __slots__ = ()
+    parts: list[nn.Parameter]
 
     @classmethod
     def __torch_function__(

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from pagoda.plan.activations import ActivationBytes
+from pagoda.schedule.served import AccessCounts, Found, hit_rate
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,6 @@ class Staleness:
         """The same figures with one more step."""
         steps = self.steps + 1
         return Staleness(lag, max(self.max, lag), self.mean + (lag - self.mean) / steps, steps)
-
-
-class Found(StrEnum):
-    """Where an access found the weights of its unit."""
-
-    IN_PLACE = "in_place"
-    """At home, in compute's memory. Nothing is fetched."""
-    ARRIVED = "arrived"
-    """Fetched in time. Compute did not wait."""
-    LATE = "late"
-    """On their way. Compute waited for the rest of the fetch, or for the update before it."""
-    FAULT = "fault"
-    """Not there and not on their way. They were fetched on demand while compute waited."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +51,9 @@ class StepStats:
     """lane -> bytes."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """tier -> most bytes in use since `wrap()`."""
-    accesses: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(Found, 0))
-    """Number of accesses to units by where they found the weights: in place, arrived, late, or nowhere (a fault)."""
+    accesses: AccessCounts = field(default_factory=dict)
+    """Accesses to units by where their weights come from and what was found: see `schedule/served.py`. On a GPU, the
+    thread that asks is ahead of the GPU's compute, so some of the late weights arrive in time."""
     replanned: bool = False
     """True if this step changed the plan, because the model was used in another order than planned."""
     moved: str | None = None
@@ -85,11 +73,9 @@ class StepStats:
     @property
     def faults(self) -> int:
         """Number of accesses whose weights were fetched on demand."""
-        return self.accesses[Found.FAULT]
+        return int(sum(counts[Found.FAULT] for counts in self.accesses.values()))
 
     @property
-    def prefetch_hit_rate(self) -> float:
-        """Share of accesses to fetched weights that did not wait: arrived / (arrived + late + faults). 1.0 if there are
-        none."""
-        fetched = sum(self.accesses.values()) - self.accesses[Found.IN_PLACE]
-        return self.accesses[Found.ARRIVED] / fetched if fetched else 1.0
+    def hit_rate(self) -> float:
+        """Share of accesses that found the weights in compute's memory. 1.0 if there are none."""
+        return hit_rate(self.accesses)

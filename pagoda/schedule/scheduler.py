@@ -1,7 +1,7 @@
 """The scheduler: receives the events of a step and decides which operations to start. The package's docstring has an
 overview."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pagoda.plan.trace import Access, Trace
@@ -11,6 +11,7 @@ from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import GradientRecord, Lease, Weights
+from pagoda.schedule.served import Found
 from pagoda.schedule.turns import Turns
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
@@ -294,6 +295,15 @@ class Scheduler:
     def lease(self, unit: int) -> Lease | None:
         """A unit's lease that has not ended, which may not be filled yet. None if it has none."""
         return self.leases.of(unit)
+
+    def finds(self, unit: int, arrived: Callable[[Lease], bool]) -> Found:
+        """What compute finds if it accesses a unit now. `arrived`: whether the weights of a lease have arrived."""
+        lease = self.leases.of(unit)
+        if self.versions.of[unit].await_update:
+            return Found.LATE
+        if lease is None:
+            return Found.FAULT
+        return Found.HIT if arrived(lease) else Found.LATE
 
     def ready(self, unit: int) -> bool:
         """Whether compute can read the weights of a unit that it has accessed."""

@@ -200,12 +200,16 @@ class Hardware:
     inter_node_bytes_per_s: Figure | None = None
     """Bytes per second that each node sends, while it receives as many, in a collective over nodes. None for one
     node."""
+    nodes_per_domain: int = 1
+    """Number of nodes whose GPUs send to each other as fast as within one: the racks of an NVLink domain."""
 
     def __post_init__(self) -> None:
         if (self.device is None) != (self.link is None):
             raise ConfigError(f"hardware {self.name!r}: a device needs a link to host RAM, and a link a device")
         if self.gpus_per_node < 1 or (self.link and not 1 <= self.link.gpus <= self.gpus_per_node):
             raise ConfigError(f"hardware {self.name!r}: it needs at least one GPU or process, and one per link")
+        if self.nodes_per_domain < 1:
+            raise ConfigError(f"hardware {self.name!r}: nodes_per_domain must be at least 1")
         if self.gpus_per_node > 1 and self.intra_node_bytes_per_s is None:
             raise ConfigError(
                 f"hardware {self.name!r}: {self.gpus_per_node} GPUs or processes need intra_node_bytes_per_s, which "
@@ -234,6 +238,11 @@ class Hardware:
             raise ConfigError(f"{has}, not {count}: name another in --hardware; h100x8 has eight, h100 one")
         links = self.gpus_per_node // self.link.gpus
         return replace(self, gpus_per_node=count, link=replace(self.link, gpus=-(-count // links)))
+
+    def nodes_joined(self, nodes: int) -> int:
+        """How many of `nodes` nodes are in one domain, if all domains have equally many."""
+        domains = next(n for n in range(-(-nodes // self.nodes_per_domain), nodes + 1) if nodes % n == 0)
+        return nodes // domains
 
     def to_json(self) -> str:
         """The text that `from_json` reads."""

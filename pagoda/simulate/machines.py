@@ -195,12 +195,19 @@ _H200 = replace(
     memory_bytes=Figure(143_771.0 * (1 << 20), "nvidia-smi on an H200: 143,771 MiB; unverified"),
 )
 _H100_PCIE = _device("NVIDIA H100 PCIe 80GB", 80, 2_000 * _GB, 756.0, 51.0)
+_B200 = _device("NVIDIA B200 180GB", 180, 8_000 * _GB, 2_250.0, 80.0)
+_GB200 = _device("NVIDIA GB200 NVL72", 186, 8_000 * _GB, 2_500.0, 80.0)
 _RTX6000_ADA = _device("NVIDIA RTX 6000 Ada", 48, 960 * _GB, 364.2, 91.1)
+_RTX3090 = _device("NVIDIA GeForce RTX 3090", 24, 936 * _GB, 71.0, 35.6)
 _RTX4090 = _device("NVIDIA GeForce RTX 4090", 24, 1_008 * _GB, 165.2, 82.6)
+_RTX5090 = _device("NVIDIA GeForce RTX 5090", 32, 1_792 * _GB, 209.5, 104.8)
 
 _XEON_8168 = (48, 256 * _GB, "2 Xeon Platinum 8168, 6 channels of DDR4-2666 each, as in the DGX-2; unverified")
 _EPYC_7742 = (128, 409.6 * _GB, "2 EPYC 7742, 8 channels of DDR4-3200 each, as in the DGX A100")
 _XEON_8480 = (112, 614.4 * _GB, "2 Xeon Platinum 8480C, 8 channels of DDR5-4800 each, as in the DGX H100")
+
+_XEON_8570 = (112, 716.8 * _GB, "2 Xeon Platinum 8570, 8 channels of DDR5-5600 each, as in the DGX B200")
+_GRACE = (144, 1_024 * _GB, "2 Grace, 512 GB/s of LPDDR5X each; unverified")
 
 _A100_LINK = _link(
     (16.3 * 8 + 8.7) / 8 * _GB,
@@ -208,6 +215,7 @@ _A100_LINK = _link(
     "Elixir's calibration of an 8xA100 node, all GPUs at once: 16.3 n + 8.7 GB/s down and 15.8 n + 2.3 up for n GPUs",
 )
 _A100_NVLINK = _nvlink(600 * _GB, "NVIDIA A100 SXM4")
+_GEN4_LINK = _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")
 _GEN5_LINK = _link(55 * _GB, 55 * _GB, "assumed: 55 of the 64 GB/s of PCIe Gen5 x16")
 
 _A100_NODE = Hardware(
@@ -247,6 +255,20 @@ _V100_NODE = Hardware(
 )
 _A100_80G_NODE = _dgx("a100-80gx8", "A100 640GB", _EPYC_7742, _A100_80G, _A100_LINK, _A100_NVLINK, 200)
 _H200_NODE = replace(_H100_NODE, name="h200x8", device=_H200)
+_B200_NODE = _dgx("b200x8", "B200", _XEON_8570, _B200, _GEN5_LINK, _nvlink(1_800 * _GB, "NVIDIA B200"), 400)
+_GB200_NODE = Hardware(
+    name="gb200x4",
+    cpu=_cpu(Figure(960 * _GIB, "NVIDIA GB200 NVL72: 480 GB for each of 2 Grace"), *_GRACE),
+    gpus_per_node=4,
+    device=_GB200,
+    link=_link(
+        0.8 * 450 * _GB, 0.8 * 450 * _GB, "assumed: 0.8 of the 450 GB/s of NVLink-C2C, which two GPUs share", gpus=2
+    ),
+    ssd=_gen4_drives(4, "assumed"),
+    intra_node_bytes_per_s=_nvlink(1_800 * _GB, "NVIDIA GB200 NVL72"),
+    inter_node_bytes_per_s=_network(4 * 400, "4 x 400 Gb/s, one port a GPU; unverified"),
+    nodes_per_domain=18,
+)
 
 MACHINES: Mapping[str, Hardware] = MappingProxyType(
     {
@@ -271,15 +293,18 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             _A100_80G_NODE,
             _H100_NODE,
             _H200_NODE,
+            _B200_NODE,
+            _GB200_NODE,
             _one_of(_V100_NODE, "v100-32g"),
             _one_of(_A100_NODE, "a100-40g"),
             _one_of(_A100_80G_NODE, "a100-80g"),
             _one_of(_H100_NODE, "h100"),
             _one_of(_H200_NODE, "h200"),
-            _workstation("rtx4090", _RTX4090, _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")),
-            _workstation(
-                "rtx6000-ada", _RTX6000_ADA, _link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16")
-            ),
+            _one_of(_B200_NODE, "b200"),
+            _workstation("rtx3090", _RTX3090, _GEN4_LINK),
+            _workstation("rtx4090", _RTX4090, _GEN4_LINK),
+            _workstation("rtx5090", _RTX5090, _GEN5_LINK),
+            _workstation("rtx6000-ada", _RTX6000_ADA, _GEN4_LINK),
             _workstation("h100-pcie", _H100_PCIE, _GEN5_LINK),
         )
     }

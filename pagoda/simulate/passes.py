@@ -77,4 +77,8 @@ def with_more_passes(timeline: Timeline, marks: Sequence[Mark], more: int) -> Ti
         lane: seconds + times * waited(lane, 1, -1) + waited(lane, 1, 1 + rest)
         for lane, seconds in timeline.stall_s.items()
     }
-    return Timeline(timeline.step_s + later, tuple(spans), stall_s, held)
+    accesses = sorted(
+        (served._replace(at_s=served.at_s + shift) for served in timeline.accesses for shift in again(served.at_s)),
+        key=lambda served: served.at_s,
+    )
+    return Timeline(timeline.step_s + later, tuple(spans), stall_s, held, tuple(accesses))

@@ -115,32 +115,33 @@ class Rates:
     def ring_seconds(self, sent: int, group: int) -> float:
         """Seconds of an all-gather or a reduce-scatter over `group` ranks in which each sends `sent` bytes.
 
-        With S bytes and n ranks on m nodes, each rank sends S (n - 1) / n to its neighbour in a ring, which is the
+        With S bytes and n ranks in m domains, each rank sends S (n - 1) / n to its neighbour in a ring, which is the
         minimum (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
-        2005). Rings that follow the nodes cross each network once. There are as many rings as ranks on a node, each
-        starting at another rank. So a node sends S (m - 1) / m at the rate of all its adapters, while its ranks pass on
-        what arrives. The slower of the two sets the time, as in NCCL's rings. Latency is not counted.
+        2005). Rings that follow the domains cross each network once. There are as many rings as ranks in a domain,
+        each starting at another rank and using another adapter, as on rails. So a domain sends S (m - 1) / m at the
+        rate of all its adapters, while its ranks pass on what arrives. The slower of the two sets the time, as in
+        NCCL's rings. Latency is not counted.
         """
-        return self._ring_seconds(sent, group, self._shared_by.members_per_node(group)) if group > 1 else 0.0
+        return self._ring_seconds(sent, group, self._shared_by.members_per_domain(group)) if group > 1 else 0.0
 
     def merge_seconds(self, sent: int) -> float:
         """Seconds that ranks with the same slices, one per replica, take to gather what each of them sends."""
         ranks = self._shared_by
-        return self._ring_seconds(sent, ranks.replicas, ranks.copies_per_node)
+        return self._ring_seconds(sent, ranks.replicas, ranks.copies_per_domain)
 
     def _ring_seconds(self, sent: int, group: int, inside: int) -> float:
-        """`inside`: number of ranks of the group on one node."""
-        ranks, nodes = self._shared_by, group // inside
+        """`inside`: number of ranks of the group in one domain."""
+        ranks, domains = self._shared_by, group // inside
         whole = sent * group / (group - 1)
         seconds = [sent / self._inside()] if inside > 1 else []
-        if nodes > 1:
-            # Groups that are spread over nodes in the same way share the network.
-            groups = max(1, min(ranks.per_node, ranks.count) // inside)
-            seconds.append(whole * (nodes - 1) / nodes * groups / self._across())
+        if domains > 1:
+            # Groups that are spread over domains in the same way share the network.
+            groups = max(1, min(ranks.per_domain, ranks.count) // inside)
+            seconds.append(whole * (domains - 1) / domains * groups / self._across())
         return max(seconds)
 
     def exchange_seconds(self, exchange: Exchange) -> float:
-        """Seconds of an exchange while nothing else is sent. Bytes that leave a node share its network."""
+        """Seconds of an exchange while nothing else is sent. Bytes that leave a domain share its network."""
         inside = exchange.sent - exchange.leaving
         seconds = [inside / self._inside()] if inside else [0.0]
         if exchange.leaving:
@@ -151,7 +152,8 @@ class Rates:
         return _known(self._hardware.intra_node_bytes_per_s, self._hardware, "collectives inside a node")
 
     def _across(self) -> float:
-        return _known(self._hardware.inter_node_bytes_per_s, self._hardware, "collectives between nodes")
+        of_node = _known(self._hardware.inter_node_bytes_per_s, self._hardware, "collectives between nodes")
+        return of_node * self._shared_by.nodes_per_domain
 
     def update_seconds(self, unit: UnitSpec, parameters: int) -> float:
         """Seconds of the update of this many parameters of a unit while nothing else runs."""

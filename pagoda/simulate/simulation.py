@@ -20,7 +20,9 @@ from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
 from pagoda.schedule.operations import schedule_plan
+from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
+from pagoda.schedule.served import Served
 from pagoda.schedule.waits import lane_of_buffers
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
@@ -75,6 +77,7 @@ class _Step:
     end_s: float
     stall_s: Mapping[str, float]
     tasks: Sequence[Task]
+    accesses: Sequence[Served]
     last_pass_s: float
     """Seconds from the beginning of its last micro-batch."""
 
@@ -114,6 +117,8 @@ class Simulation:
         self._begins = frozenset(pass_begins(plan.trace))
         self.marks: list[Mark] = []
         """Where the micro-batches of the last step begin."""
+        self._accesses: list[Served] = []
+        """The accesses of this step."""
         self._used: list[int] = []
         """Units that compute uses now."""
 
@@ -127,7 +132,8 @@ class Simulation:
         shown = min(steps, key=lambda step: abs(step.seconds - step_s))
         start, end = shown.start_s, shown.end_s
         spans = tuple(task.span(since=start) for task in shown.tasks if task.end > start)
-        return Timeline(step_s, spans, stall_s, self._held_bytes(start, end))
+        accesses = tuple(served._replace(at_s=served.at_s - start) for served in shown.accesses)
+        return Timeline(step_s, spans, stall_s, self._held_bytes(start, end), accesses)
 
     def _until_steady(self) -> list[_Step]:
         """Simulate until steps are steady. Returns the last step."""
@@ -147,11 +153,11 @@ class Simulation:
 
     def _timed_step(self) -> _Step:
         start, self._stall_s = self._lanes.now, dict.fromkeys(self._stalling, 0.0)
-        self._lanes.ended, self.marks = [], []
+        self._lanes.ended, self.marks, self._accesses = [], [], []
         self.step()
         last_pass_s = self._lanes.now - self.marks[-1].start_s
         self.marks = [replace(mark, start_s=mark.start_s - start) for mark in self.marks]
-        return _Step(start, self._lanes.now, self._stall_s, self._lanes.ended, last_pass_s)
+        return _Step(start, self._lanes.now, self._stall_s, self._lanes.ended, self._accesses, last_pass_s)
 
     def step(self) -> None:
         """Simulate one more step, until compute has finished it."""
@@ -179,9 +185,11 @@ class Simulation:
         unit, scheduler, execution = access.unit, self._scheduler, self._execution
         self._release(keep=self._around[unit])
         self._used.append(unit)
+        found, start = scheduler.finds(unit, _has_arrived), self._lanes.now
         scheduler.access(access, recorded=False)
         execution.pump()
         self._wait(lambda: scheduler.ready(unit), lambda: execution.lane_waited_for(unit))
+        self._accesses.append(Served(self._plan.source(unit), found, self._lanes.now - start, start))
 
     def _compute(self, work: Work) -> None:
         computed = self._lanes.submit(work)
@@ -251,6 +259,11 @@ class Simulation:
                     account.append((seconds - start, in_use))
             held_bytes[tier] = tuple(account)
         return held_bytes
+
+
+def _has_arrived(lease: Lease) -> bool:
+    """Whether the weights of a lease are in compute's memory."""
+    return lease.filled or not lease.run.count
 
 
 class SimulatedActivations:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pagoda.plan.tiers import COLLECTIVE, LANES
+from pagoda.schedule.served import AccessCounts, Served, count_accesses
 
 COMPUTE = "compute"
 """The thread or stream that runs the model."""
@@ -45,6 +46,13 @@ class Timeline:
     """lane -> seconds that compute waited for it."""
     held_bytes: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     """tier -> (seconds, bytes in use from then on)."""
+    accesses: tuple[Served, ...] = ()
+    """The accesses of compute to units, in order."""
+
+    @cached_property
+    def access_counts(self) -> AccessCounts:
+        """How many accesses were hits, by where the weights come from."""
+        return count_accesses(self.accesses)
 
     @cached_property
     def busy_s(self) -> Mapping[str, float]:

@@ -31,8 +31,9 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     activations."""
     if config.chunked_loss is not None:
         return config.chunked_loss
-    tokens = config.batch_size * config.seq_len
-    at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
+    part = config.seq_len // config.sequence_parallel
+    tokens = config.batch_size * part
+    at_a_time = tile_tokens(config.batch_tiles, config.batch_size, part)
     itemsize = 2 if config.precision == "bf16" else 4
     sizes = widths(model.config.get_text_config())
     piece = piece_tokens(config.sequence_tiles, at_a_time)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
-    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel"}
+    {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel"}
     | {"checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "save_at_end", "steps", "out", "resume"}
     | {"checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
     | {"eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt", "sample_tokens", "log"}
@@ -187,11 +187,12 @@ class TrainConfig(Reading, Run):
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
         if self.pipeline_parallel > 1 and self.plan == "search":
             raise ConfigError("--plan search is for whole models: leave it out with --pipeline-parallel")
-        if self.pipeline_parallel > 1 and self.sample_every:
-            raise ConfigError(
-                "--sample-every needs a whole model: leave it out with --pipeline-parallel, and see what a checkpoint "
-                "writes with `pagoda generate`"
-            )
+        for name, whole in (("pipeline_parallel", "model"), ("sequence_parallel", "sequence")):
+            if getattr(self, name) > 1 and self.sample_every:
+                raise ConfigError(
+                    f"--sample-every needs a whole {whole}: leave it out with {flag(name)}, and see what a checkpoint "
+                    "writes with `pagoda generate`"
+                )
 
     @property
     def depends_on_data(self) -> bool:

@@ -25,7 +25,7 @@ from pagoda.plan.tiles import piece_tokens, tile_tokens
 from pagoda.train.config import TrainConfig
 from pagoda.train.inputs import rows_of
 from pagoda.train.progress import say
-from pagoda.train.ranks import from_first
+from pagoda.train.ranks import from_first, ranks_with_batches
 from pagoda.train.run_dir import LAST, RunDir, unused
 from pagoda.train.sources import STDLIB
 from pagoda.train.tokenizer import open_tokenizer
@@ -68,7 +68,7 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
             if was_restarted() and run_dir.config.exists():  # these processes continue what others began
                 return replace(run_dir.started_config(), out=run_dir.path), []
             run_dir.check_free()
-        chosen, reasons = _chosen(asked, mesh.ranks.data_parallel, console)
+        chosen, reasons = _chosen(asked, ranks_with_batches(asked, mesh), console)
         if chosen.staleness and chosen.saves_by_time:
             every = ceil(chosen.steps / _CHECKPOINTS)
             chosen = replace(chosen, checkpoint_every=every)
@@ -233,11 +233,11 @@ class _Estimate:
 
     def takes(self, asked: TrainConfig, batch: int) -> int:
         """Bytes for that many sequences."""
-        itemsize, tokens = 4 if asked.precision == "fp32" else 2, batch * asked.seq_len
-        tiles = tile_tokens(asked.batch_tiles, batch, asked.seq_len)
+        itemsize, part = 4 if asked.precision == "fp32" else 2, asked.seq_len // asked.sequence_parallel
+        tiles = tile_tokens(asked.batch_tiles, batch, part)
         estimate = estimate_activations(
             self.described,
-            tokens,
+            batch * part,
             itemsize,
             asked.activations,
             asked.chunked_loss,

@@ -40,8 +40,9 @@ class Evaluation(Entry):
 class Evaluator:
     """Measures the loss on rows, which are divided over the ranks of a run."""
 
-    def __init__(self, batches: Batches, mesh: Mesh) -> None:
-        self._batches, self._mesh = batches, mesh
+    def __init__(self, batches: Batches, mesh: Mesh, sequence_parallel: int = 1) -> None:
+        """`sequence_parallel`: number of ranks that divide each row. Each has a part of its loss."""
+        self._batches, self._mesh, self._divided = batches, mesh, sequence_parallel
         count = len(batches.rows)
         # All ranks must call the model equally often, so a rank with fewer rows has batches without any.
         calls = -(-count // (batches.batch_size * batches.ranks))
@@ -61,8 +62,8 @@ class Evaluator:
                 counted += count
         every = from_all(self._mesh, "an evaluation", (total, counted))
         found = every[-self._mesh.size :: self._mesh.ranks.tensor_parallel]
-        tokens = sum(count for _, count in found)
-        loss = math.fsum(part for part, _ in found) / tokens
+        counts = sum(count for _, count in found)
+        tokens, loss = counts // self._divided, math.fsum(part for part, _ in found) / counts
         about = self._batches.rows.tokens.about
         return Evaluation(
             step=step,

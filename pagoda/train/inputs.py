@@ -20,7 +20,7 @@ from pagoda.prepare.documents import SHORT_TOKENS, attend_by_document, mask_byte
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.progress import say
-from pagoda.train.ranks import from_all, from_first
+from pagoda.train.ranks import from_all, from_first, ranks_with_batches
 from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
@@ -93,8 +93,8 @@ def batches_of(
         seed=config.seed,
         continued=continued,
         positions=tokens.about.separates and not continued and takes_positions,
-        rank=mesh.batch_index,
-        ranks=mesh.ranks.data_parallel,
+        rank=mesh.batch_index // config.sequence_parallel,
+        ranks=ranks_with_batches(config, mesh),
     )
     if evaluated is None:
         return batches, None

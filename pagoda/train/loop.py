@@ -25,6 +25,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import init
 from pagoda.prepare.quantize import package_of
+from pagoda.prepare.sequence_parallel import check_division
 from pagoda.train.choice import choose_plan, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
@@ -88,6 +89,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     seed_all(config.seed)
     with init():
         built = build_model(config.model, seq_len=config.seq_len)
+    check_division(built, config.sequence_parallel)
     batches, evaluated = batches_of(config, tokens, tokenizer, built, mesh, console)
     parameters = sum(param.numel() for param in built.parameters()) if config.quantize else None
     built = ready(config, built, console, from_files=checkpoint is None)
@@ -113,11 +115,13 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     )
     try:
         console.print(plan_table(plan_of(model), parameters))
-        session = Session(config, batches, _passes(config, model, optimizer, mesh), mesh.pipeline_stage)
+        stage = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
+        session = Session(config, batches, _passes(config, model, optimizer, mesh), stage)
         if checkpoint is not None:
             session.restore(checkpoint)
             say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")
         evaluated = keep_apart(session, evaluated, mesh, console)
+        session.divide_sequences()
         if checkpoint is None:
             say(console, *example(batches.rows, tokenizer))
         step_s = predicted["step_s"] if predicted else None

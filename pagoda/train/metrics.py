@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pagoda.errors import StorageError
 from pagoda.memory.files import read_regular, storage_errors, sync_directory, write_durably
 from pagoda.memory.forms import Form, FormError, check
+from pagoda.schedule.served import AccessCounts
 
 if TYPE_CHECKING:
     from pagoda.runtime.stats import StepStats
@@ -62,11 +63,12 @@ class StepMetrics(Entry):
     """Bytes each lane moved."""
     peak_bytes: Mapping[str, int]
     """Most bytes in use so far, per tier."""
-    accesses: Mapping[str, int] = field(default_factory=dict)
-    """Number of accesses to units by where the weights were: in_place, arrived, late or fault."""
-    prefetch_hit_rate: float
-    """Share of accesses to fetched weights that did not wait: arrived / (arrived + late + fault)."""
-    faults: int
+    accesses: AccessCounts = field(default_factory=dict)
+    """By where the weights come from (a tier, or `ranks`): how many accesses were a `hit`, `late` or a `fault`, and the
+    seconds that compute waited in them (`late_s`, `fault_s`)."""
+    hit_rate: float = 1.0
+    """Share of accesses that found the weights in compute's memory."""
+    faults: int = 0
     """Accesses whose weights had to be fetched on demand."""
     activation_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that graphs kept in compute's memory at the peak of the step (kept), and offloaded at most so far (host,
@@ -88,7 +90,7 @@ class StepMetrics(Entry):
     def of(cls, stats: "StepStats", **own: Any) -> "StepMetrics":
         """The figures of an optimizer's last step that have the same names here, together with `own`, the loop's
         figures."""
-        said = {**asdict(stats), "faults": stats.faults, "prefetch_hit_rate": stats.prefetch_hit_rate, **own}
+        said = {**asdict(stats), "faults": stats.faults, "hit_rate": stats.hit_rate, **own}
         return cls(**{field.name: said[field.name] for field in fields(cls)})
 
 
@@ -196,6 +198,8 @@ STEP_FORM: dict[str, Form] = {
     "peak_bytes": {str: int},
 }
 """What readers need of the line of a step; see `memory.forms`."""
+ACCESSES_FORM: dict[str, Form] = {"accesses": {str: {str: number}}}
+"""The additional form of the line of a step that counts accesses by source. Older lines do not."""
 EVALUATION_FORM: dict[str, Form] = {
     "step": int,
     "loss": number_or_null,

@@ -15,7 +15,7 @@ from pagoda.models.hub import is_hub_name
 from pagoda.models.lora import add_adapters
 from pagoda.optim.rule import DTYPES
 from pagoda.prepare.deferred_logits import chunked_loss
-from pagoda.prepare.quantize import quantize, targets_of
+from pagoda.prepare.quantize import quantize_experts, quantize_layers, targets_of
 from pagoda.train.choice import chunks_loss
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
@@ -34,13 +34,17 @@ def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files
     if chunks_loss(config, model):
         chunked_loss(model)
         say(console, "Loss: in chunks, so that logits are never whole")
-    lora = config.lora
+    lora, quantized = config.lora, 0
+    form = DTYPES[config.precision], compute_device(config.memory)
     if config.quantize is not None:
         lora = replace(lora, targets=targets_of(model, lora.targets))
-        count = quantize(model, config.quantize, DTYPES[config.precision], compute_device(config.memory))
-        say(console, f"Quantized: {count:,} parameters in {config.quantize.removesuffix('bit')} bits")
+        quantized = quantize_layers(model, config.quantize, *form)
     if lora.rank is not None:
         model = add_adapters(model, lora)
+    if config.quantize is not None:
+        quantized += quantize_experts(model, config.quantize, *form)
+        say(console, f"Quantized: {quantized:,} parameters in {config.quantize.removesuffix('bit')} bits")
+    if lora.rank is not None:
         trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
         say(console, f"Adapters: rank {lora.rank}, {trained:,} parameters train, and the model's own are frozen")
     return model

@@ -9,6 +9,7 @@ from torch import nn
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.models.build import model_directory
 from pagoda.optimizer import PagedOptimizer
+from pagoda.prepare.sequence_parallel import SequenceRanks
 from pagoda.train.config import TrainConfig
 
 Batch = dict[str, torch.Tensor]
@@ -34,6 +35,8 @@ class Passes:
         self.model, self.optimizer = model, optimizer
         self.device = next(model.parameters()).device
         self._name = config.model
+        self.sequences: SequenceRanks | None = None
+        """The ranks that divide each sequence, if any do."""
         self._ran = False
         """Whether the model has run in training mode."""
         # Switch Transformers have no such setting in their config.json.
@@ -45,7 +48,7 @@ class Passes:
         total = torch.zeros((), device=self.device)
         figures: list[torch.Tensor] = []
         for batch, divisor in micro_batches:
-            output = self.call(self.model, **self.moved(batch), **self._asked)
+            output = self._whole(self.moved(batch), **self._asked)
             self.optimizer.scale(output.loss / divisor).backward()  # type: ignore[no-untyped-call]
             total += output.loss.detach().float() / divisor
             figures += _balance_of(output)
@@ -64,7 +67,17 @@ class Passes:
 
     def output(self, batch: Batch, read: Callable[[Any], T], **asked: bool) -> T | None:
         """What `read` returns for the model's output. None if another stage has the output."""
-        return read(self.call(self.model, **batch, **asked))
+        return read(self._whole(batch, **asked))
+
+    def _whole(self, batch: Batch, **asked: bool) -> Any:
+        """The model's output for a batch. If ranks divide sequences, it is that for this rank's part, and the mean of
+        their losses is that of the batch."""
+        if self.sequences is None:
+            return self.call(self.model, **batch, **asked)
+        part = self.sequences.part(batch)
+        output = self.call(self.model, **part.inputs, **asked)
+        output.loss = part.loss(output.logits)
+        return output
 
     def moved(self, batch: Batch) -> Batch:
         """The batch on the device."""

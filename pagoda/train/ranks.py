@@ -7,9 +7,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pagoda.errors import PagodaError
+from pagoda.errors import ConfigError, PagodaError
 from pagoda.memory.files import storage_errors
 from pagoda.mesh.mesh import Mesh
+from pagoda.schedule.served import add_counts
+from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
 from pagoda.train.run_dir import RunDir
 
@@ -40,6 +42,18 @@ def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
     return found
 
 
+def ranks_with_batches(config: TrainConfig, mesh: Mesh) -> int:
+    """Number of ranks, or of groups of ranks that divide sequences, that have batches of their own. Raises ConfigError
+    if ranks are left over."""
+    ranks, divided = mesh.ranks.data_parallel, config.sequence_parallel
+    if ranks % divided:
+        raise ConfigError(
+            f"--sequence-parallel is {divided}, which does not divide the {ranks} ranks: start torchrun with "
+            f"--nproc-per-node {divided}, or a multiple of it"
+        )
+    return ranks // divided
+
+
 def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
     """The metrics of all ranks together, and the signal that any of them has received, which stops all ranks.
 
@@ -62,8 +76,8 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
         stall_s={lane: max(metrics.stall_s[lane] for metrics in by_rank) for lane in first.stall_s},
         bytes_moved={lane: sum(metrics.bytes_moved[lane] for metrics in by_rank) for lane in first.bytes_moved},
         peak_bytes={tier: max(metrics.peak_bytes[tier] for metrics in by_rank) for tier in first.peak_bytes},
-        accesses={found: sum(metrics.accesses[found] for metrics in by_rank) for found in first.accesses},
-        prefetch_hit_rate=min(metrics.prefetch_hit_rate for metrics in by_rank),
+        accesses=add_counts(metrics.accesses for metrics in by_rank),
+        hit_rate=min(metrics.hit_rate for metrics in by_rank),
         faults=sum(metrics.faults for metrics in by_rank),
     )
     return together, next((signal for _, signal in said if signal is not None), None)

@@ -14,10 +14,20 @@ from pagoda.forecast.wear import wear
 from pagoda.memory.files import read_regular
 from pagoda.memory.forms import Form, FormError, check
 from pagoda.memory.sizes import format_bytes
+from pagoda.schedule.served import AccessCounts, Found, add_counts, hit_rate
 from pagoda.simulate.hardware import Figure
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
-from pagoda.train.metrics import EVALUATION_FORM, SAMPLE_FORM, STEP_FORM, has_form, number, read_metrics, seconds
+from pagoda.train.metrics import (
+    ACCESSES_FORM,
+    EVALUATION_FORM,
+    SAMPLE_FORM,
+    STEP_FORM,
+    has_form,
+    number,
+    read_metrics,
+    seconds,
+)
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
@@ -268,8 +278,25 @@ def _speed(steps: Sequence[_Record], plan: _Record | None) -> str:
         _drawing("Tokens per second", {"tokens/s": _points(steps, "tokens_per_s")})
         + "<p>Share of the steps' time that compute waited for a lane or for data, and bytes a step moved:</p>"
         + table(("lane", "waited", "bytes a step"), rows)
+        + _accesses(add_counts(step["accesses"] for step in steps if has_form(step, ACCESSES_FORM)), total)
         + worn
     )
+
+
+def _accesses(counts: AccessCounts, total_s: float) -> str:
+    """What compute found when it used weights, in steps that took `total_s` seconds."""
+    rows = [
+        (
+            source,
+            f"{hit_rate({source: figures}):.1%}",
+            *(f"{figures[found]:,.0f}" for found in Found),
+            *(f"{figures[f'{found}_s'] / total_s:.1%}" for found in (Found.LATE, Found.FAULT)),
+        )
+        for source, figures in sorted(counts.items())
+    ]
+    head = ("weights from", "hit rate", "there (hits)", "on their way (late)", "on demand (faults)")
+    said = "<p>Accesses of compute to the weights of units, by where the weights come from:</p>"
+    return said + table((*head, "waited, late", "waited, faults"), rows) if rows else ""
 
 
 def _memory(plan: _Record, steps: Sequence[_Record]) -> str:

@@ -13,7 +13,7 @@ from pagoda.errors import CheckpointError, ConfigError, StorageError
 from pagoda.mesh.mesh import Mesh
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
-from pagoda.train.ranks import from_all, from_first
+from pagoda.train.ranks import from_all, from_first, ranks_with_batches
 from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, locked, names_of, unused
 
 CONFIG = "config"
@@ -143,7 +143,7 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
 def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh) -> Iterator[str]:
     """A line for the console if a step has another number of sequences than before, because the number of ranks
     changed. Raises ConfigError if other settings changed it."""
-    before, each = extra.get(SAMPLES_PER_STEP), config.batch_size * mesh.ranks.data_parallel
+    before, each = extra.get(SAMPLES_PER_STEP), config.batch_size * ranks_with_batches(config, mesh)
     now = each * config.accumulation_steps
     same = all(getattr(config, name) == extra[CONFIG][name] for name in ("batch_size", "accumulation_steps"))
     if before == now or (same and before is None):

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from pagoda.checkpoint.directory import read_manifest
 from pagoda.checkpoint.model_config import model_record
 from pagoda.errors import CheckpointError
+from pagoda.prepare.sequence_parallel import divide_sequences
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches
 from pagoda.train.metrics import DATA, StepMetrics
@@ -24,7 +25,7 @@ class Session:
     """A wrapped model with its optimizer, learning rate and batches."""
 
     def __init__(self, config: TrainConfig, batches: Batches, passes: Passes, stage: int = 0) -> None:
-        """`stage`: of a pipeline."""
+        """`stage`: of a pipeline, or the part of each sequence."""
         self.config = config
         self.batches = batches
         self.model, self.optimizer = passes.model, passes.optimizer
@@ -33,6 +34,11 @@ class Session:
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
         # on it. Ranks with other batches or layers drop other elements.
         seed_all(config.seed + stage * batches.ranks + batches.rank)
+
+    def divide_sequences(self) -> None:
+        """Let ranks divide each sequence from now on, if the configuration says so."""
+        if self.config.sequence_parallel > 1:
+            self._passes.sequences = divide_sequences(self.model, self.config.sequence_parallel)
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Load `checkpoint`. Raises CheckpointError if it belongs to another model or text."""

@@ -19,6 +19,7 @@ from pagoda.forecast.wear import endurance_of
 from pagoda.memory.files import write_durably
 from pagoda.mesh.mesh import Mesh
 from pagoda.plan.planner import Plan
+from pagoda.schedule.served import AccessCounts, add_counts, summary
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
 from pagoda.train.generate import Sample, continued, prompt_ids
@@ -51,6 +52,8 @@ class TrainResult:
     final_loss: float
     tokens_per_s: float
     """Over all steps of this call, without checkpoints."""
+    accesses: AccessCounts
+    """Over all steps of this call: what compute found when it used weights."""
     checkpoint: Path | None
     """The last checkpoint that was saved."""
     stopped_by: int | None
@@ -79,7 +82,7 @@ class Steps:
         self._predicted = predicted
         self._mesh = mesh
         self._console = console
-        self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
+        self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh, session.config.sequence_parallel)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.everyone.rank else session.config.log, run_dir.path, self._warn)
@@ -99,6 +102,7 @@ class Steps:
         self._done = done
         self._saving.check_room(config.steps - done)
         losses: list[float] = []
+        accesses: AccessCounts = {}
         seconds, step = 0.0, done
         stopped_by: int | None = None
         files: MetricsFiles | None = None
@@ -127,6 +131,7 @@ class Steps:
                     self._over = step == config.steps or stopped_by is not None
                     losses.append(metrics.loss)
                     seconds += metrics.step_s
+                    accesses = add_counts((accesses, metrics.accesses))
                     if files is None:  # after the first step has succeeded
                         files = opened.enter_context(closing(self._new_files(done, first)))
                     files.write(together=metrics, own=mine)
@@ -150,6 +155,7 @@ class Steps:
             first_loss=losses[0],
             final_loss=losses[-1],
             tokens_per_s=len(losses) * self._session.batches.tokens_per_step / seconds,
+            accesses=accesses,
             checkpoint=self._saving.saved,
             stopped_by=stopped_by,
             best_step=best_step(self._losses),
@@ -298,7 +304,8 @@ class Steps:
     def _show_end(self, result: TrainResult) -> None:
         lines = [
             f"Steps {result.first_step} to {result.last_step}: loss {result.first_loss:.4f} ->"
-            f" {result.final_loss:.4f}, {result.tokens_per_s:,.0f} tokens/s. Metrics: {self._run_dir.metrics}"
+            f" {result.final_loss:.4f}, {result.tokens_per_s:,.0f} tokens/s. Metrics: {self._run_dir.metrics}",
+            f"Weights: {summary(result.accesses)}.",
         ]
         if self._config.trace is not None and result.last_step >= result.first_step + self._config.trace_step - 1:
             lines.append(f"Trace: {self._config.trace}")

@@ -30,7 +30,7 @@ from pagoda.checkpoint.lazy import constant
 from pagoda.checkpoint.pretrained import SINGLE
 from pagoda.checkpoint.waiting import is_waiting
 from pagoda.errors import CheckpointError, ConfigError
-from pagoda.prepare.quantize import quantize
+from pagoda.prepare.quantize import quantize_layers
 
 from .hf_models import build, train, wrapped
 
@@ -200,7 +200,7 @@ def test_weights_in_4_bits_are_kept_as_they_are_under_adapters(name: str, tmp_pa
     dequantize_4bit = pytest.importorskip("bitsandbytes.functional").dequantize_4bit
     bitsandbytes(name, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)(tmp_path)
     model = pagoda.load(tmp_path)
-    quantize(model, "4bit", torch.bfloat16, torch.device("cpu"))
+    quantize_layers(model, "4bit", torch.bfloat16, torch.device("cpu"))
     expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     kept = {name: param for name, param in model.named_parameters() if type(param).__name__ == "Params4bit"}
     assert kept

@@ -15,7 +15,7 @@ from pagoda.plan.placement import MEANING
 from tests.forecast.machines import SMALL
 
 KEYS = {
-    "fits", "params", "bytes", "step_s", "tokens_per_s", "tflops_per_gpu", "binding_lane", "lanes",
+    "fits", "params", "bytes", "step_s", "tokens_per_s", "tflops_per_gpu", "binding_lane", "lanes", "accesses",
     "ssd_bytes_written_per_step", "advice",
 }  # fmt: skip
 
@@ -90,6 +90,14 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         (("--model", "lama-8b", "--hardware", "rtx4090"), "Did you mean 'llama-8b'?"),
         (("--hardware", "h100"), "--max-model"),
         (("--model", "gpt2", "--hardware", "h100x8", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
+        (
+            ("--model", "gpt2", "--hardware", "rtx4090", "--sequence-parallel", "3"),
+            "--sequence-parallel 3 does not divide",
+        ),
+        (
+            ("--model", "mixtral-15m", "--hardware", "h100x8", "--sequence-parallel", "2"),
+            "experts whose load each rank",
+        ),
         (("--model", "gpt2", "--hardware", "rtx4090", "--search-degrees", "tensor"), "there is only one rank"),
         (
             ("--model", "gpt2", "--hardware", "v100-32gx8", "--replicas", "3", "--search-degrees", "pipeline"),

@@ -111,8 +111,9 @@ def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", PACKAGES)
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "experts.gate_up_proj", "experts.down_proj")])
 def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and_take_what_is_planned(
-    bits: Literal["4bit", "8bit"], work: Workspace
+    bits: Literal["4bit", "8bit"], targets: tuple[str, ...], work: Workspace
 ) -> None:
     pytest.importorskip(PACKAGES[bits])
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
@@ -120,19 +121,25 @@ def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(work.root / "moe")
     usual: dict[str, Any] = {"model": work.root / "moe", "quantize": bits, "memory__host": "64MiB"}
-    kept = work.train("kept", "--lora.rank", "4", **usual)
-    assert curve(work.train("streamed", "--lora.rank", "4", **usual, memory__device="cpu:400KiB")) == curve(kept)
-    work.train("cut", "--lora.rank", "4", **usual, steps=2)
+    flags = ("--lora.rank", "4", "--lora.targets", *targets)
+    kept = work.train("kept", *flags, **usual)
+    assert curve(work.train("streamed", *flags, **usual, memory__device="cpu:400KiB")) == curve(kept)
+    work.train("cut", *flags, **usual, steps=2)
     assert main(["train", "--resume", "--out", str(work.root / "cut"), "--steps", "4"]) == 0
     assert curve(work.metrics("cut")) == curve(kept)
 
     units = json.loads((work.root / "kept" / "plan.json").read_text())["units"]
     asked = PlanConfig(
-        model=str(work.root / "moe"), seq_len=16, precision="fp32", lora=LoraConfig(rank=4), quantize=bits
+        model=str(work.root / "moe"),
+        seq_len=16,
+        precision="fp32",
+        lora=LoraConfig(rank=4, targets=targets),
+        quantize=bits,
     )
     planned = describe_model(asked).root
     assert planned.numel == sum(unit["parameters"] for unit in units)
-    assert len([*planned.experts()]) == sum(".experts." in unit["name"] for unit in units) == 2 * 8
+    of_experts = sum(bool(re.search(r"\.experts(\.base_layer)*\.\d+$", unit["name"])) for unit in units)
+    assert len([*planned.experts()]) == of_experts == 2 * 8
 
 
 @pytest.mark.parametrize(

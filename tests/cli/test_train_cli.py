@@ -39,7 +39,7 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
         assert set(line["stall_s"]) - {"data"} == set(line["bytes_moved"]) == LANES
         assert line["grad_norm"] > 0
         assert line["step_s"] > 0
-        assert 0 <= line["prefetch_hit_rate"] <= 1
+        assert 0 <= line["hit_rate"] <= 1
     assert metrics[-1]["bytes_moved"]["ssd_read"] > 0
     assert metrics[-1]["peak_bytes"]["host"] <= 1 << 20
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.2

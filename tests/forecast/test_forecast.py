@@ -62,6 +62,18 @@ def test_a_model_that_fits_has_every_figure() -> None:
     assert sum(one.plan.bytes["host"].values()) <= 0.8 * GIB
 
 
+def test_ranks_that_divide_sequences_have_a_part_of_the_tokens_and_of_the_work() -> None:
+    machine = find_machine_for(PlanConfig(model="gpt-4x256", hardware="h100x8", gpus_per_node=4))
+    whole, part = made(machine, seq_len=512), made(machine, seq_len=512, sequence_parallel=4)
+    assert part.tokens_per_step * 4 == whole.tokens_per_step
+    assert part.described.step_flops * 4 == pytest.approx(whole.described.step_flops)
+    assert part.activations.saved * 4 == whole.activations.saved
+    heads = [exchange for exchange in part.plan.exchanges if exchange.kind == "heads"]
+    assert len(heads) == 4
+    hidden = 512 // 4 * 256 * part.config.itemsize
+    assert {exchange.sent for exchange in heads} == {4 * hidden * 3 // 4}
+
+
 def test_what_lies_on_ssd_is_written_every_step_and_wears_the_drive() -> None:
     one = made(host="150MiB")
     moments = sum(one.plan.bytes["ssd"].get(state, 0) for state in ("weight_low", "exp_avg", "exp_avg_sq"))

@@ -21,6 +21,7 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.tiers import DEVICE, SSD
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.simulate.hardware import Link
+from pagoda.simulate.simulation import simulate
 
 from .strategies import FAST, GPU, LARGE, STATES, figure, unit
 from .test_planner import tower
@@ -163,3 +164,31 @@ def test_by_default_the_device_is_home_to_what_the_leases_of_all_others_leave(mo
     states = (*(state.name for state in plan.layout.states), GRAD)
     of_a_unit = plan.page_bytes * max(sum(plan.layout.pages(unit, state) for state in states) for unit in plan.units)
     assert 0 <= unused < of_a_unit or len(plan.placement.resident) == len(plan.units) - 1
+
+
+@pytest.mark.parametrize("trained", ["nothing but the last", "adapters", "all"])
+def test_layers_with_adapters_live_on_a_device_that_cannot_lease_all_and_are_not_fetched_in_each_step(
+    trained: str,
+) -> None:
+    def layer(index: int) -> ModuleSpec:
+        weight = ParamSpec(f"layers.{index}.weight", (256, 256), trainable=trained == "all" or index == 11)
+        adapter = ParamSpec(
+            f"layers.{index}.adapter", (256,), trainable=trained != "nothing but the last" or index == 11
+        )
+        return ModuleSpec(f"layers.{index}", (weight, adapter))
+
+    root = ModuleSpec("", (), tuple(map(layer, range(12))))
+    options = Options(page_bytes=4096, unit_limit=160 << 10)
+    plan, leased = (
+        make_plan(root, STATES["bf16"], Budgets(LARGE, 256 * 4096), replace(options, split=split))
+        for split in (None, Split())
+    )
+    assert sum(leased.leased_pages().values()) > 256 > leased.peak_bytes[DEVICE] / 4096 - 1
+    if trained != "adapters":
+        assert plan.placement == leased.placement
+        return
+    fetched, before = (
+        simulate(each, GPU, [1e-3] * (len(each.trace.accesses) - 1)).bytes_moved["h2d"] for each in (plan, leased)
+    )
+    assert len(plan.placement.resident) >= 4
+    assert fetched < 0.9 * before

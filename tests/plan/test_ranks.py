@@ -235,6 +235,16 @@ def test_rings_and_exchanges_cross_each_network_once_and_ranks_of_a_node_share_i
     assert seconds(GIB, shared(4, expert_parallel=4)) == pytest.approx(GIB / 1e11)
 
 
+def test_ranks_of_one_domain_send_as_within_a_node_and_share_the_adapters_of_all_its_nodes() -> None:
+    def ring(ranks: int, joined: int) -> float:
+        return Rates(NODE, shared(ranks, nodes_per_domain=joined)).ring_seconds(ring_bytes(16 * GIB, ranks), ranks)
+
+    assert ring(16, joined=4) == pytest.approx(15 * GIB / 1e11)
+    assert ring(16, joined=2) == pytest.approx(16 * GIB / 2 / 2e10)
+    (tokens,) = of_tokens({"experts": GIB}, shared(16, expert_parallel=16, nodes_per_domain=4))
+    assert tokens.leaving == 0
+
+
 # --- experts ----------------------------------------------------------------------------------------------
 
 MOE = replace(PAPER_SHAPES["t5-moe-1.2t"], layers=2, decoder_layers=2, experts=16, hidden=256, ffn=1024, heads=4)

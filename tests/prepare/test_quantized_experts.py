@@ -1,5 +1,6 @@
 """Frozen experts in 4 and 8 bits, each fetched alone: the bits of the same experts in memory."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import pagoda
-from pagoda.errors import ConfigError
-from pagoda.prepare.quantize import PACKAGES, quantize, targets_of
+from pagoda.plan.units import UnitSpec
+from pagoda.prepare.quantize import PACKAGES, quantize_experts, quantize_layers, targets_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -29,17 +30,26 @@ CONFIGS = {
     "gpt-oss": GptOssConfig(intermediate_size=64, num_local_experts=EXPERTS, **SIZES),
 }
 TARGETS = ("q_proj", "v_proj")
+OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 IDS = torch.randint(128, (3, 2, 24), generator=torch.Generator().manual_seed(2))
 
 
-def quantized(bits: str, name: str = "qwen3") -> nn.Module:
-    """A model with adapters over quantized experts."""
+def quantized(bits: str, name: str = "qwen3", *, experts: bool = True) -> Any:
+    """A model of quantized layers, and of quantized `experts`, with adapters of both whose initial values change
+    outputs."""
     pytest.importorskip(PACKAGES[bits])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
-    quantize(model, bits, torch.float32, torch.device("cpu"))
+    quantize_layers(model, bits, torch.float32, torch.device("cpu"))
     torch.manual_seed(1)
-    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(TARGETS))).train()
+    lora = peft.LoraConfig(r=4, target_modules=[*TARGETS], target_parameters=[*OF_EXPERTS])
+    adapted = peft.get_peft_model(model, lora).train()
+    with torch.no_grad():
+        for key, param in adapted.named_parameters():
+            if "lora_B" in key:
+                param.normal_(std=0.02)
+    if experts:
+        quantize_experts(adapted, bits, torch.float32, torch.device("cpu"))
     return adapted
 
 
@@ -52,6 +62,11 @@ def trained(model: nn.Module, optimizer: Any) -> tuple[list[float], dict[str, to
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, {name: value.clone() for name, value in model.state_dict().items() if "lora" in name}
+
+
+def units_of_experts(model: nn.Module) -> list[UnitSpec]:
+    """Those of experts, without adapters."""
+    return [unit for unit in pagoda.plan_of(model).units if re.search(r"\.experts(\.base_layer)*\.\d+$", unit.module)]
 
 
 def wrapped(model: nn.Module, **memory: Any) -> tuple[nn.Module, Any]:
@@ -76,9 +91,7 @@ def test_experts_streamed_from_ram_and_ssd_have_the_bits_of_those_in_memory(
     optimizer.close()
     for memory in ({"host": "64MiB"}, {"host": "900KiB", "ssd": f"{tmp_path}:64MiB"}):
         model, optimizer = wrapped(quantized(bits, name), device="cpu:500KiB", **memory)
-        plan = pagoda.plan_of(model)
-        experts = {unit.index for unit in plan.units if ".experts." in unit.module}
-        assert len(experts) == 2 * EXPERTS
+        assert len(units_of_experts(model)) == 2 * EXPERTS
         others, same = trained(model, optimizer)
         assert others == losses
         assert all(torch.equal(same[key], adapters[key]) for key in adapters)
@@ -99,17 +112,37 @@ def test_an_expert_takes_4_or_8_bits_and_none_of_its_weights_stays_in_a_graph(bi
     model(input_ids=few[0], labels=few[0]).loss.backward()
     optimizer.step()
     weights = 3 * 64 * 64
-    sizes = {unit.numel * 4 for unit in pagoda.plan_of(model).units if ".experts." in unit.module}
-    assert max(sizes) <= weights * (0.5 if bits == "4bit" else 1.2)
+    assert max(unit.numel * 4 for unit in units_of_experts(model)) <= weights * (0.5 if bits == "4bit" else 1.2)
     least = 2 * 2 * weights * 4  # two layers of at least two experts in fp32
     assert optimizer.stats.activation_bytes.kept < least
     optimizer.close()
 
 
-def test_adapters_of_quantized_experts_are_refused_by_name_and_all_linear_means_the_other_layers() -> None:
+def test_adapters_add_to_quantized_experts_what_peft_adds_to_the_same_experts_dequantized() -> None:
+    packed, plain = quantized("4bit"), quantized("4bit", experts=False)
+    dequantize = pytest.importorskip("bitsandbytes.functional").dequantize_4bit
+    for ours, theirs in zip(packed.get_base_model().model.layers, plain.get_base_model().model.layers, strict=True):
+        stack = theirs.mlp.experts.get_base_layer()
+        for number, (expert, _) in enumerate(ours.mlp.experts.get_base_layer().pieces()):
+            for name, param in expert.named_parameters():
+                stack.get_parameter(name).data[number] = dequantize(param.data, expert.states[name])[0]
+    results = []
+    for model in (packed, plain):
+        loss = model(input_ids=IDS[0], labels=IDS[0]).loss
+        loss.backward()
+        grads = {name: param.grad for name, param in model.named_parameters() if ".experts." in name and "lora" in name}
+        with model.disable_adapter(), torch.no_grad():
+            results.append((loss, model(input_ids=IDS[0], labels=IDS[0]).loss, grads))
+    (loss, without, grads), (expected, expected_without, expected_grads) = results
+    assert torch.equal(loss, expected)
+    assert torch.equal(without, expected_without)
+    assert not torch.equal(loss, without)
+    assert len(grads) == 8
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_all_linear_means_the_layers_outside_experts() -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"])
-    with pytest.raises(ConfigError, match=r"experts\.down_proj, but peft cannot adapt experts that --quantize"):
-        targets_of(model, ("q_proj", "experts.down_proj"))
-    assert targets_of(model, TARGETS) == TARGETS
+    assert targets_of(model, (*TARGETS, *OF_EXPERTS)) == (*TARGETS, *OF_EXPERTS)
     every = targets_of(model, ("all-linear",))
     assert {name.rpartition(".")[2] for name in every} == {"q_proj", "k_proj", "v_proj", "o_proj"}

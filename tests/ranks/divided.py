@@ -347,6 +347,57 @@ def change_divided(out: Path, name: str, rule: str) -> dict[str, Any]:
     return {"before": before, "full": full, "shown": shown, "doubled": doubled, "after": after}
 
 
+READS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "full_tensor": lambda p: p.full_tensor(),
+    "to_local": lambda p: p.to_local(),
+    "redistribute": lambda p: p.redistribute(placements=[Replicate()]).to_local(),
+    "norm": lambda p: p.norm().full_tensor(),
+    "own part": lambda p: p._local_tensor * 1,
+}
+
+
+def read_divided(_out: Path, lr: float = 0.125) -> list[str]:
+    """Divided parameters as their class's own methods give them, and penalties in the loss of what these give; the
+    names of those that differ from the same without pages."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        return parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    plain, model = net(), net()
+    memory = pagoda.Memory(device="cpu:64KiB", host="64MiB")
+    model, optimizer = pagoda.wrap(model, pagoda.SGD(lr=lr), memory=memory, precision="fp32")
+    names = [name for name, param in plain.named_parameters() if isinstance(param, DTensor)]
+
+    def differing(read: Callable[[Any], torch.Tensor]) -> bool:
+        mine, theirs = (([read(module.get_parameter(name)) for name in names]) for module in (model, plain))
+        return not all(map(torch.equal, mine, theirs))
+
+    wrong = [f"{kind} before a step" for kind, read in READS.items() if differing(read)]
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    for kind, read in READS.items():
+        if kind == "own part":
+            continue  # autograd does not see it, with pages or without
+        for module in (model, plain):
+            penalty = sum(read(module.get_parameter(name)).square().sum() for name in names)
+            (module(x).square().mean() + 0.01 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.copy_(param - lr * param.grad)
+                param.grad = None
+        wrong += [f"{read} after a step with {kind}" for read in READS if differing(READS[read])]
+    with torch.no_grad():
+        for module in (model, plain):
+            module.get_parameter(names[-1]).to_local().mul_(0.5)
+    wrong += ["a write to a part"] if differing(READS["full_tensor"]) else []
+    optimizer.close()
+    return wrong
+
+
 def drawn(out: Path, tensor: int) -> dict[str, Any]:
     """The weights of a model that was built on meta and divided there, with another seed on every rank."""
     model, optimizer, _ = wrapped(out, "mixer", tensor, on_meta=True)

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from torch import nn
@@ -622,7 +623,8 @@ def meet(out: Path) -> list[int]:
 
 
 def ask_services(out: Path) -> dict[str, Any]:
-    """The first rank asks the others for a slice of which one refuses a version, and then for one that both have."""
+    """The first rank asks the others for slices: one refuses a version, the other fails at another, both have the
+    third."""
     world = launched()
     join(world)
     transport = Transport(world)
@@ -630,16 +632,19 @@ def ask_services(out: Path) -> dict[str, Any]:
     def answer(unit: int, version: int) -> Iterator[torch.Tensor]:
         if version == 7 and transport.rank == 1:
             raise RankError("this one has no such version")
+        if version == 6 and transport.rank == 2:
+            raise ZeroDivisionError("a fault")
         yield torch.full((1000,), float(100 * transport.rank + 10 * unit + version))
 
-    service = Service(transport, answer)
-    error, found = "", [torch.zeros(1000) for _ in range(2)]
+    service = Service(transport, answer, lambda _: None)
+    errors, found = [], [torch.zeros(1000) for _ in range(2)]
     if transport.rank == 0:
-        error = refusal(lambda: service.ask(3, 7, [(rank, [torch.zeros(1000)]) for rank in (1, 2)]))
+        targets = [(rank, [torch.zeros(1000)]) for rank in (1, 2)]
+        errors = [refusal(lambda: service.ask(3, 7, targets)), refusal(lambda: service.ask(3, 6, targets))]
         service.ask(4, 8, [(rank, [found[rank - 1]]) for rank in (1, 2)])
     transport.announce([0])
     service.close()
-    return {"error": error, "found": [values.unique().tolist() for values in found]}
+    return {"errors": errors, "found": [values.unique().tolist() for values in found]}
 
 
 def say_what_is_common(out: Path) -> list[str]:
@@ -686,6 +691,23 @@ class Halves(nn.Module):
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         x = self.first(x)
         return (self.second(x) if both else x).sum()
+
+
+def metrics_in_steps(out: Path, stage: int) -> Any:
+    """The weights after steps in which only the first rank uses the second layer, and ranks add up their losses
+    between forward and backward and in an evaluation."""
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    mesh = pagoda.open_mesh(stage=stage)
+    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, mesh=mesh, precision="fp32")
+    rank = place()[0]
+    for _ in range(3):
+        loss = model(torch.ones(2, 8) + rank, both=rank == 0)
+        dist.all_reduce(loss.detach().clone())
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            dist.all_reduce(model(torch.ones(2, 8), both=rank == 0))
+    return joined(model.state_dict())
 
 
 def change_between_steps(out: Path, how: str) -> Any:

@@ -78,7 +78,10 @@ def test_a_refusal_of_one_rank_leaves_nothing_of_the_others_for_the_next_questio
     ranks: RankServer, tmp_path: Path
 ) -> None:
     first = ranks.run("ask_services", 3, tmp_path)[0]
-    assert first["error"] == "RankError: this one has no such version"
+    assert first["errors"] == [
+        "RankError: this one has no such version",
+        "RankError: ZeroDivisionError on rank 2: a fault",
+    ]
     assert first["found"] == [[148.0], [248.0]]
 
 

@@ -161,6 +161,11 @@ def test_divided_parameters_are_read_changed_and_loaded_as_wholes(rule: str, ran
         assert_equal(result["after"], before)
 
 
+def test_methods_of_divided_parameters_read_their_values(ranks: RankServer, tmp_path: Path) -> None:
+    """A DTensor's own methods reach its rank's part without a function of torch."""
+    assert ranks.run("read_divided", 2, tmp_path) == [[], []]
+
+
 def test_weights_drawn_on_meta_do_not_depend_on_how_tensors_are_divided(ranks: RankServer, tmp_path: Path) -> None:
     alone = ranks.run("drawn", 1, tmp_path / "alone", tensor=1)[0]
     for result in ranks.run("drawn", 2, tmp_path / "divided", tensor=2):

@@ -63,6 +63,24 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
         assert two["step"] == step + 1
 
 
+def test_ranks_that_divide_sequences_train_as_one_rank_does(
+    ranks: RankServer, config: TrainConfig, tmp_path: Path
+) -> None:
+    """Only sums have another order. One rank goes on from their checkpoint."""
+    config = replace(config, eval_share=0.2, out=tmp_path / "one")
+    divided = replace(config, sequence_parallel=2, steps=STEPS - 2, out=tmp_path / "two")
+    assert started(ranks, 1, tmp_path / "a", config) == [0]
+    assert started(ranks, 2, tmp_path / "b", divided) == [0, 0]
+    resumed = replace(divided, sequence_parallel=1, steps=STEPS, resume=True)
+    assert started(ranks, 1, tmp_path / "c", resumed) == [0]
+    for kind in ("metrics", "evals"):
+        one, two = (read_metrics(getattr(RunDir(each.out), kind)) for each in (config, resumed))
+        assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
+    assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
+    own = [read_metrics(divided.out / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
+    assert own[0][0]["loss"] != own[1][0]["loss"]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_train_as_one_rank_does(
     ranks: RankServer, config: TrainConfig, tmp_path: Path, optimizer: str

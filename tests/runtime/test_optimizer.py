@@ -188,7 +188,7 @@ def test_stats_describe_the_step(wrap: Wrap, tmp_path: Path) -> None:
         assert stats.grad_norm > 0
         assert stats.step_s > 0
         assert stats.faults >= 0
-        assert 0 <= stats.prefetch_hit_rate <= 1
+        assert 0 <= stats.hit_rate <= 1
         for figures in (stats.stall_s, stats.busy_s, stats.bytes_moved):
             assert set(figures) == set(LANES)
             assert all(figure >= 0 for figure in figures.values())

@@ -355,3 +355,15 @@ def test_an_array_of_weights_cannot_be_written_to(wrap_net: Callable[..., Any]) 
     model, _ = wrap_net()
     with pytest.raises(ValueError, match="read-only"):
         model.layers[1].weight.detach().numpy()[0] = 1.0
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_function_reads_weights_as_it_is(backend: str, wrap_net: Callable[..., Any]) -> None:
+    model, optimizer = wrap_net()
+    plain = Net()
+    penalty = torch.compile(PENALTIES["of-several-units"], backend=backend)
+    for net in (model, plain):
+        (net(batch(0)) + penalty(net)).backward()
+    optimizer.step()
+    step_plain(plain)
+    assert_same_weights(model, plain)

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
+from pagoda.schedule.served import Found, hit_rate
 from pagoda.simulate.hardware import DeviceSpeeds, Hardware, Link
 from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
 from pagoda.simulate.simulation import Simulation, simulate
@@ -232,6 +234,29 @@ def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_byt
     busy = timeline.busy_s.get(COMPUTE, 0.0)
     assert busy + sum(timeline.stall_s.values()) == pytest.approx(timeline.step_s)
     assert busy >= sum(ticks) * (1 - 1e-6) - 1e-9
+    # Compute waits for weights only where it does not find them.
+    assert len(timeline.accesses) == len(ticks)
+    assert all(served.waited_s == 0 for served in timeline.accesses if served.found is Found.HIT)
+    assert sum(served.waited_s for served in timeline.accesses) <= sum(timeline.stall_s.values()) + 1e-9
+    homes = {plan.source(unit.index) for unit in plan.units}
+    assert timeline.access_counts.keys() <= homes
+
+
+def test_weights_that_lanes_cannot_bring_in_time_are_late_and_all_but_the_first_are_there_if_compute_is_slow() -> None:
+    options = Options(page_bytes=4096, unit_limit=1 << 20, split=Split())
+    plan = make_plan(tower(8, 256), STATES["bf16"], Budgets(LARGE, 4 << 20), options)
+    ticks = len(plan.trace.accesses) - 1
+    assert len(plan.leased_pages()) == len(plan.units) == ticks / 2, "backward finds the weights of forward"
+
+    def counts(compute_s: float) -> Mapping[str, float]:
+        counted = simulate(plan, GPU, [compute_s] * ticks).access_counts
+        assert counted.keys() == {HOST}
+        return counted[HOST]
+
+    quick, slow = counts(0.0), counts(1.0)
+    assert (quick["hit"], quick["late"] + quick["fault"]) == (ticks / 2, ticks / 2)
+    assert quick["late_s"] + quick["fault_s"] > 0
+    assert (slow["hit"], slow["late"], slow["fault"]) == (ticks - 1, 1, 0)
 
 
 def test_two_directions_of_an_ssd_share_what_it_moves_in_both() -> None:
@@ -290,16 +315,18 @@ def test_updates_run_during_backward_only_when_passes_are_announced_and_nothing_
     assert bool(during) is during_backward
 
 
-def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
+@pytest.mark.parametrize("trained", [7, 2, 1])
+def test_a_device_with_room_for_all_weights_fetches_the_trained_ones_once_a_step_and_keeps_the_others(
+    trained: int,
+) -> None:
     pages = {0: 5, **dict.fromkeys(range(1, 7), 2)}  # an embedding and six layers
-    root = ModuleSpec(
-        "", (), tuple(ModuleSpec(f"m{i}", (ParamSpec(f"m{i}.w", (n * 2048,)),)) for i, n in pages.items())
-    )
+    params = [ParamSpec(f"m{i}.w", (n * 2048,), trainable=i >= 7 - trained) for i, n in pages.items()]
+    root = ModuleSpec("", (), tuple(ModuleSpec(f"m{i}", (param,)) for i, param in enumerate(params)))
     options = Options(page_bytes=4096, unit_limit=4096, split=Split())
     plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), options)
     assert plan.leased_pages() == pages
     fetched = [span.name for span in step_of(plan, GPU).spans if span.name.startswith("fetch")]
-    assert sorted(fetched) == sorted(f"fetch {unit.name}" for unit in plan.units)
+    assert sorted(fetched) == sorted(f"fetch {unit.name}" for unit in plan.units if unit.trainable_numel)
 
 
 # --- asynchronous updates ------------------------------------------------------------------------------------
@@ -433,6 +460,8 @@ def test_a_step_of_many_micro_batches_is_one_of_few_in_which_some_come_again(pas
     assert few.pass_s == pytest.approx(all_of_them.pass_s, rel=0.02)
     assert sum(few.stall_s.values()) == pytest.approx(few.step_s - few.busy_s[COMPUTE])
     assert few.bytes_moved.keys() == all_of_them.bytes_moved.keys()
+    assert len(few.accesses) == len(all_of_them.accesses)
+    assert hit_rate(few.access_counts) == pytest.approx(hit_rate(all_of_them.access_counts), abs=0.02)
     for lane, nbytes in all_of_them.bytes_moved.items():
         assert few.bytes_moved[lane] == pytest.approx(nbytes, rel=0.02)
         assert few.busy_s[lane] == pytest.approx(all_of_them.busy_s[lane], rel=0.02)

@@ -16,12 +16,12 @@ from pagoda.train.metrics import STEP_FORM, MetricsFile, StepMetrics, read_metri
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "aux_loss", "step_s", "tokens_per_s", "stall_s",
-    "bytes_moved", "peak_bytes", "accesses", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale",
+    "bytes_moved", "peak_bytes", "accesses", "hit_rate", "faults", "activation_bytes", "loss_scale",
     "skipped", "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip
 METRICS = StepMetrics(
     step=1, loss=2.5, grad_norm=None, lr=3e-4, step_s=0.5, tokens_per_s=1024.0, stall_s={"h2d": 0.1},
-    bytes_moved={"h2d": 4096}, peak_bytes={"host": 8192}, prefetch_hit_rate=1.0, faults=0,
+    bytes_moved={"h2d": 4096}, peak_bytes={"host": 8192}, hit_rate=1.0, faults=0,
 )  # fmt: skip
 
 

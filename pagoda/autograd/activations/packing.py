@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -420,9 +420,11 @@ def _of_checkpoint(hooks: Any) -> bool:
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))
-
-
 def _plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of its storage alone."""
-    return tensor.layout is torch.strided and type(tensor) in _PLAIN
+    return tensor.layout is torch.strided and type(tensor) in _plain_classes()
+
+
+@cache
+def _plain_classes() -> tuple[type, ...]:
+    return torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter)

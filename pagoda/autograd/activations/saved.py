@@ -167,7 +167,10 @@ def unchanged(tensor: torch.Tensor, block: str | None = None) -> Check:
     tensor's memory. `block`: the recomputed block whose input the tensor is."""
     version, shape = tensor._version, tuple(tensor.shape)
     counter = tensor.detach()  # shares the tensor's version counter, and then not its storage
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if tensor.layout is torch.strided:
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    elif tensor.is_sparse or tensor.is_sparse_csr:
+        counter.data = torch.empty(shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
 
     def check() -> None:
         if counter._version == version:
