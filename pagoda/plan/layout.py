@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
-        """The states other than the weight that live in RAM or on SSD: the low half of the master, and the moments."""
+        """The states other than the weight that live in RAM or on SSD: what else stores the master, and the moments."""
         return tuple(state for state in self.states[1:] if state not in self.small)
 
     @cached_property

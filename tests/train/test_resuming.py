@@ -173,7 +173,7 @@ def test_with_asynchronous_updates_when_the_run_saves_cannot_change(config: Trai
 
 
 def test_the_last_evaluation_of_an_asynchronous_run_is_of_the_weights_that_it_saves(tmp_path: Path) -> None:
-    config = replace(config_in(tmp_path), update="async", max_staleness=2, eval_share=0.2, eval_every=4)
+    config = replace(config_in(tmp_path), update="async", max_staleness=2, predict=True, eval_share=0.2, eval_every=4)
     trained(config)
     evals = RunDir(config.out).evals
     *before, last = read_metrics(evals)
