@@ -83,6 +83,13 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             )
         return
     examples = " and ".join(f"{name!r} in {of}" for (_, of), name in names.items())
+    if any(of.itemsize == 1 for of in dtypes):
+        raise ConfigError(
+            f"The model has {examples}. Layers that store plain weights in 8 bits, as diffusers' "
+            "enable_layerwise_casting does, cast them in place, which is impossible in pages. Leave that out and "
+            "quantize the frozen layers with torchao, which takes as many bytes: quantize_(model, "
+            "Float8WeightOnlyConfig())."
+        )
     if {of for trained, of in names if trained} == {torch.float32} and len(names) == 2:
         warnings.warn(
             f"The model has {examples}. wrap computes with all of them in {dtype}, which precision sets. Trained "

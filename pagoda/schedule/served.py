@@ -39,12 +39,17 @@ _FIGURES = (*(found.value for found in Found), "late_s", "fault_s")
 def count_accesses(accesses: Iterable[Served]) -> AccessCounts:
     """The counts of some accesses."""
     counts: dict[str, dict[str, float]] = {}
-    for source, found, waited_s, _ in accesses:
-        figures = counts.setdefault(source, dict.fromkeys(_FIGURES, 0))
-        figures[found] += 1
-        if found is not Found.HIT:
-            figures[f"{found}_s"] += waited_s
+    for access in accesses:
+        count_access(counts, access)
     return counts
+
+
+def count_access(counts: dict[str, dict[str, float]], access: Served) -> None:
+    """Add one access to counts."""
+    figures = counts.setdefault(access.source, dict.fromkeys(_FIGURES, 0))
+    figures[access.found] += 1
+    if access.found is not Found.HIT:
+        figures[f"{access.found}_s"] += access.waited_s
 
 
 def add_counts(several: Iterable[AccessCounts]) -> AccessCounts:

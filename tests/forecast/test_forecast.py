@@ -63,7 +63,7 @@ def test_a_model_that_fits_has_every_figure() -> None:
 
 
 def test_ranks_that_divide_sequences_have_a_part_of_the_tokens_and_of_the_work() -> None:
-    machine = replace(HERE_NOT, hardware=SMALL.with_gpus(4), ranks=Ranks(4, 4))
+    machine = find_machine_for(PlanConfig(model="gpt-4x256", hardware="h100x8", gpus_per_node=4))
     whole, part = made(machine, seq_len=512), made(machine, seq_len=512, sequence_parallel=4)
     assert part.tokens_per_step * 4 == whole.tokens_per_step
     assert part.described.step_flops * 4 == pytest.approx(whole.described.step_flops)

@@ -127,11 +127,13 @@ class InMemory(reference.InMemory):
 def made(name: str, adapters: bool) -> Any:
     torch.manual_seed(0)
     model = MODELS[name][0]()
-    if adapters:
-        model.requires_grad_(False)
-        model.add_adapter(
-            peft.LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights="gaussian")
-        )
+    return with_adapters(model) if adapters else model
+
+
+def with_adapters(model: Any) -> Any:
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.requires_grad_(False)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=targets, init_lora_weights="gaussian"))
     return model
 
 
@@ -175,6 +177,41 @@ def test_it_trains_in_pages_with_the_bits_of_plain_pytorch(
         else:
             model.save_pretrained(tmp_path)
             assert_same_weights(type(plain).from_pretrained(tmp_path), plain)
+
+
+def in_4_bits(linear: torch.nn.Linear) -> torch.nn.Module:
+    bitsandbytes = pytest.importorskip("bitsandbytes.nn")
+    made = bitsandbytes.Linear4bit(linear.in_features, linear.out_features, compute_dtype=torch.float32, device="meta")
+    made.weight = bitsandbytes.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4").to("cpu")
+    made.weight.module, made.quant_state, made.bias = made, made.weight.quant_state, linear.bias
+    return made
+
+
+def in_fp8(linear: torch.nn.Linear) -> torch.nn.Module:
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(linear, torchao.Float8WeightOnlyConfig())
+    return linear
+
+
+@pytest.mark.parametrize("packed", [in_4_bits, in_fp8])
+@pytest.mark.parametrize("name", ["Flux", "SD3"])
+def test_adapters_over_a_base_in_4_or_8_bits_train_with_the_bits_of_plain_pytorch(
+    name: str, packed: Callable[[torch.nn.Linear], torch.nn.Module]
+) -> None:
+    def model() -> Any:
+        base = made(name, adapters=False)
+        for layer, linear in [*base.named_modules()]:
+            if type(linear) is torch.nn.Linear and "transformer_blocks" in layer and "norm" not in layer:
+                base.set_submodule(layer, packed(linear))
+        return with_adapters(base)
+
+    plain = model()
+    expected = trained(name, plain, InMemory((p for p in plain.parameters() if p.requires_grad), RULE))
+    paged, optimizer = in_pages(model, RULE, "recompute")
+    with optimizer:
+        found = trained(name, paged, optimizer)
+        assert found[0] == expected[0]
+        assert all(map(torch.equal, found[1], expected[1]))
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])

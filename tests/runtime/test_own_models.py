@@ -253,6 +253,9 @@ def test_a_model_that_mixes_dtypes_is_refused_by_name(wrap: Wrap) -> None:
             optimizer.step()
     with pytest.raises(pagoda.ConfigError, match="mixes dtypes"):
         wrap(nn.Sequential(Routed().requires_grad_(False), nn.Linear(4, 4)))
+    stored = nn.Linear(4, 4).requires_grad_(False).to(torch.float8_e4m3fn)
+    with pytest.raises(pagoda.ConfigError, match=r"'0\.weight' in torch\.float8_e4m3fn.*torchao.*Float8WeightOnly"):
+        wrap(nn.Sequential(stored, nn.Linear(4, 4)))
 
 
 def test_adapters_in_fp32_over_frozen_weights_in_bf16_train_and_are_told_of_their_dtype(wrap: Wrap) -> None:
