@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
@@ -82,6 +83,7 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
     Raises ConfigError for an unusable `config.json`, and if transformers is not installed.
     """
     if not (directory / "config.json").is_file():
+        _refuse_gguf(directory)
         raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
     config = _read_configuration(directory)
     if model_class is None:
@@ -194,9 +196,11 @@ def _refuse_gguf(path: Path) -> None:
         f't.AutoModelForCausalLM.{read}, dtype="bfloat16", **q).save_pretrained({out}); '
         f"t.AutoTokenizer.{read}).save_pretrained({out})"
     )
+    python = shlex.quote(sys.executable)
     raise ConfigError(
-        f"{file} is a GGUF file, whose weights cannot be read in pieces. Convert it once (pip install gguf accelerate; "
-        f"the whole model must fit in RAM): python -c {shlex.quote(program)}, and give --model {shlex.quote(converted)}"
+        f"{file} is a GGUF file, whose weights cannot be read in pieces. Convert it once ({python} -m pip install gguf "
+        f"accelerate; the whole model must fit in RAM): {python} -c {shlex.quote(program)}, and name the model "
+        f"{shlex.quote(converted)}"
     )
 
 

@@ -1,11 +1,13 @@
 """Models by their name on the Hugging Face Hub. Nothing is downloaded here."""
 
+import sys
 from pathlib import Path
 
 import huggingface_hub
 import huggingface_hub.constants
 import pytest
 
+import pagoda
 from pagoda.cli.main import main
 from pagoda.errors import ConfigError
 from pagoda.models.build import build_model, model_directory, planned_name
@@ -89,9 +91,11 @@ def test_a_published_model_is_planned_by_its_name_on_the_hub(cache: Path, capsys
 def test_a_gguf_file_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
     file = tmp_path / "model-q8_0.gguf"
     file.write_bytes(b"GGUF")
+    command = rf'{sys.executable} -c .*gguf_file="model-q8_0.gguf".*name the model model-q8_0-converted'
     for given in (file, tmp_path):
-        with pytest.raises(ConfigError, match=r'gguf_file="model-q8_0.gguf".*--model model-q8_0-converted'):
-            model_directory(str(given))
+        for read in (model_directory, pagoda.load):
+            with pytest.raises(ConfigError, match=command):
+                read(str(given))
 
 
 def test_generate_takes_a_name_on_the_hub(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
