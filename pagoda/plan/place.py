@@ -407,8 +407,7 @@ class _Placer:
             pages = {unit.index: self._most_at_home(unit, everything) - self._spared(unit) for unit in units}
             if room < 0:
                 room = self.device - buffers - layout.lease_pages()
-                adapted = [unit for unit in units if self._spared(unit) and unit.is_mostly_frozen]
-                pages = {unit.index: self._most_at_home(unit, everything) for unit in adapted}
+                pages = {unit.index: self._most_at_home(unit, everything) for unit in units if unit.is_mostly_frozen}
             return frozenset(product(first_that_fit(pages, room), everything))
         groups = [(units, everything)]
         if not whole_units:

@@ -38,6 +38,11 @@ SLOW_CASES: dict[str, Case] = {
         {"rule": "muon", "precision": "fp32"},
         {"stage": 1, "kind": "updated-on-device"},
     ),
+    "a small part of each layer is trained, and lives on the device": (
+        2,
+        {"frozen": "matrices", "layers": 12},
+        {"kind": "small-device"},
+    ),
     "a class of torch, stage 1": (2, {"rule": "adagrad"}, {"stage": 1}),
     "muon, frozen, on ssd": (2, {"rule": "muon", "frozen": True}, {"kind": "ssd"}),
     "t5, 8-bit moments": (2, {"model": "t5", "moments": "8bit"}, {}),
@@ -92,6 +97,8 @@ def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, once: Any
         assert ("weight" in on_ssd) == (kind in ("ssd", "arena-ssd"))
         if kind == "both-on-device":
             assert {"weight", "grad", "update_ring"} <= {line for line, n in result["lines"]["device"].items() if n}
+        elif kind == "small-device":
+            assert min(result["lines"]["device"].get(line, 0) for line in ("weight", "exp_avg", "leases")) > 0
         elif recipe.items() >= HELD.items():
             assert_held(result, placement["stage"], count)
 
