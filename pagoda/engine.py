@@ -51,7 +51,6 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.schedule.operations import schedule_plan
-from pagoda.schedule.served import count_accesses
 from pagoda.simulate.timeline import Timeline
 from pagoda.threads import Threads, end_dropped, give_back
 
@@ -427,7 +426,7 @@ class Engine:
             busy_s={name: busy for name, (busy, _) in counters.items()},
             bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
             peak_bytes=self.peak_bytes(),
-            accesses=count_accesses(meter.accesses),
+            accesses=meter.accesses,
             replanned=replanned,
             staleness=dict(self.accesses.staleness),
             updates_kept=kept - self._speculations[0],

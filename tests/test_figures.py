@@ -102,8 +102,9 @@ def in_readme() -> Iterator[str]:
     yield f"{largest('deepspeed-nvme-all')} on NVMe"
     yield f"{system('deepspeed-cpu')} in RAM, {system('deepspeed-nvme-all')} on NVMe"
     yield f"{largest('fsdp2-offload')}, no SSD | {system('fsdp2-offload')} |"
-    (large, in_large), (small, in_small) = beyond_memory("llama-8b"), beyond_memory("llama-1b")
-    yield f"`llama-1b` in fp32 ({small}) trains in a process of {in_small}."
+    (large, in_large), (small, _) = beyond_memory("llama-8b"), beyond_memory("llama-1b")
+    limit = next(one["limit"] for one in results("beyond_memory") if one["model"] == "llama-1b")
+    yield f"`llama-1b` in fp32 ({small}) trains in a process limited to {limit >> 30} GiB."
     yield f"`llama-8b`, 8-bit moments ({large}): {in_large}, in an early version."
     wrong = errors("predict_bf16")
     yield f"took {median(wrong):.1%} more or less time than planned in the median, and {max(wrong):.0%} at worst"
@@ -182,7 +183,7 @@ def in_other_pages() -> Iterator[tuple[str, str]]:
     eager, layers, model = (compiled[f"Pagoda, {what}"] for what in ("eager", "layers", "model"))
     yield (
         "integrations.md",
-        f"takes {eager} times as long as in plain PyTorch without compiling, {layers} with compiled",
+        f"takes {eager} times as long as plain PyTorch's, {layers} with compiled",
     )
     yield "integrations.md", f"and {model} with a compiled model (plain PyTorch: {compiled['plain, layers']} and"
     ram, ssd = results("resident")["figures"]

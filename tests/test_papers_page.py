@@ -8,8 +8,9 @@ import papers
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.schedule.served import hit_rate
 from paper_tables.efficiency import efficiency, simulated_efficiency
-from paper_tables.experiments import sections, ten_cache
+from paper_tables.experiments import TEN_CACHE_SHAPES, sections, ten_cache
 from paper_tables.memory import pagoda_bytes, zero_bytes
+from paper_tables.pinned import layout_of, sizes_of, wasted_by_pages, wasted_by_powers_of_two
 from paper_tables.runs import Setup, fits, run
 
 
@@ -28,6 +29,15 @@ def test_a_ranks_plan_holds_zeros_formula_with_two_bytes_less(ranks: int, stage:
     assert pagoda_bytes("zero-7.5b", ranks, stage) == pytest.approx(
         zero_bytes(params, ranks, stage, other=10), rel=0.025
     )
+
+
+def test_pages_waste_little_pinned_memory_and_powers_of_two_much_more() -> None:
+    for shape in TEN_CACHE_SHAPES[::2]:
+        layout = layout_of(shape)
+        sizes = sizes_of(layout)
+        assert sum(sizes) == shape.params * 14
+        assert 0 < wasted_by_pages(layout) < 0.02 * sum(sizes) < wasted_by_powers_of_two(sizes)
+    assert wasted_by_powers_of_two([1, 4, 5, 1000]) == 3 + 24
 
 
 @pytest.mark.parametrize(("bandwidth", "batch"), [(1e9, 4), (3e9, 16), (70e9, 1)])

@@ -186,7 +186,7 @@ class Accesses:
             raise
         if access != self._last:
             self._last = access
-            self.meter.accesses.append(Served(self.plan.source(unit.index), found, time.perf_counter() - start))
+            self.meter.accessed(Served(self.plan.source(unit.index), found, time.perf_counter() - start))
         if recorded and self.plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.timeline_recorder import TimelineRecorder
-from pagoda.schedule.served import Served
+from pagoda.schedule.served import Served, count_access
 from pagoda.schedule.waits import InFlight
 
 
@@ -24,8 +24,12 @@ class StepMeter:
         """Start a step."""
         self.started = time.perf_counter()
         self.stall_s = dict.fromkeys(self._lanes, 0.0)
-        self.accesses: list[Served] = []
-        """Accesses to weights. Only compute adds to them."""
+        self.accesses: dict[str, dict[str, float]] = {}
+        """What accesses to weights found: see `schedule/served.py`. Only compute adds to them."""
+
+    def accessed(self, access: Served) -> None:
+        """Compute can read the weights that it has accessed."""
+        count_access(self.accesses, access)
 
     def stalled(self, lane: str, seconds: float) -> None:
         """Compute waited for `lane`."""

@@ -53,6 +53,16 @@ class ChangesWhatItSavedUnseen(Part):
         return x + torch.tanh(z)
 
 
+class SavesSparseTensors(Part):
+    """As peft's adapters with few trained elements."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        every = torch.arange(WIDTH)
+        few = torch.sparse_coo_tensor(torch.stack([every, every.flip(0)]), self.scale, (WIDTH, WIDTH))
+        dense = nn.functional.linear(x, self.linear.weight + few)
+        return x + torch.tanh(dense) + (few.coalesce().to_sparse_csr() @ x.t()).t()
+
+
 class AddsToAList(Part):
     def forward(self, x: torch.Tensor, penalties: list[torch.Tensor]) -> torch.Tensor:
         y = torch.tanh(self.linear(x))
@@ -109,7 +119,9 @@ def test_a_saved_tensor_that_the_block_changes_is_refused_as_in_torch(policy: st
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
-@pytest.mark.parametrize("kind", [ChangesItsInput, ChangesItsInputUnseen, ChangesWhatItSavedUnseen, AddsToAList])
+@pytest.mark.parametrize(
+    "kind", [ChangesItsInput, ChangesItsInputUnseen, ChangesWhatItSavedUnseen, SavesSparseTensors, AddsToAList]
+)
 def test_what_torch_allows_has_the_bits_of_keeping_everything(kind: Any, policy: str, tmp_path: Path) -> None:
     expected = trained(build(kind), "keep", tmp_path, twice=True)
     found = trained(build(kind), policy, tmp_path, twice=True)
