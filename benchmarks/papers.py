@@ -39,9 +39,8 @@ of its fp32 master. Pagoda's figures are from a real plan of one rank, in whole 
 PINNED = """
 ## Pinned memory
 
-GB of pinned RAM for all states and gradients. torch's allocator rounds each tensor up to a power of two. 10Cache has
-buffers for each size of tensor. Pagoda pins one arena of exactly its pages. A page is as large as possible, up to 4
-MiB, if the units' sizes waste at most 2%.
+GB of pinned RAM for all states and gradients. torch's allocator rounds each tensor up to a power of two. Pagoda pins
+one arena of exactly its pages. A page is as large as possible, up to 4 MiB, if the units' sizes waste at most 2%.
 """
 
 OVERLAP = """

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -216,7 +216,8 @@ class Recipe:
     clip: float | None = 0.5
     accumulation: int = 1
     announced: bool = False
-    frozen: bool = False
+    frozen: bool | Literal["matrices"] = False
+    """Whether every third parameter is frozen; or all but vectors, as with adapters."""
     precision: str = "bf16"
     """As `precision_of` takes it."""
     moments: Moments = "fp32"
@@ -237,7 +238,8 @@ class Recipe:
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.frozen:
-            for param in [*model.parameters()][2::3]:
+            params = [*model.parameters()]
+            for param in params[2::3] if self.frozen is True else [p for p in params if p.dim() > 1]:
                 param.requires_grad_(False)
         return model.train()
 

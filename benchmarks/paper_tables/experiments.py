@@ -309,7 +309,7 @@ arXiv 2511.14124: seconds of a step and hit rates, ZeRO-Infinity's and 10Cache's
 epoch of MRPC, taken as {_STEPS} steps of 16 pairs). Its machine is not known. Assumed: one A100-40G, 128 GiB of RAM,
 one drive of 3.5 GB/s, {_PAIR_TOKENS} tokens a pair. So the ratio of seconds compares two machines. A *hit* is an
 access to a unit whose current weights are on the GPU when compute asks for them. Without waiting for 10Cache's compute,
-the link is the limit, and half of the accesses are hits. *At its pace* (compute alone takes its seconds), only weights
+transfers are the limit, and 52 to 61% of accesses are hits. *At its pace* (compute alone takes its seconds), only weights
 miss whose update is still running when the next step begins."""
     names = [one[0] for one in _TRAINED]
     rates = {

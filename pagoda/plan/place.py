@@ -392,8 +392,8 @@ class _Placer:
         """(unit, state) pairs that live on the device: as many as fit the share of its memory that nothing else needs.
 
         These are whole units: without a share, as many as let all others be leased at once. If not all can be, they are
-        units of which a small part is trained, such as layers with adapters: each step ends their leases, so all of
-        their weights would be fetched again. Or, if `whole_units` is false, all weights of the units that the device
+        mostly frozen units, such as layers with adapters: each step ends their leases, so all of their weights would be
+        fetched again. Or, if `whole_units` is false, all weights of the units that the device
         updates, then their gradients, then the rest. The last unit is never among them, so there is always something to
         lease.
         """
@@ -407,8 +407,7 @@ class _Placer:
             pages = {unit.index: self._most_at_home(unit, everything) - self._spared(unit) for unit in units}
             if room < 0:
                 room = self.device - buffers - layout.lease_pages()
-                adapted = [unit for unit in units if self._spared(unit) and unit.is_mostly_frozen]
-                pages = {unit.index: self._most_at_home(unit, everything) for unit in adapted}
+                pages = {unit.index: self._most_at_home(unit, everything) for unit in units if unit.is_mostly_frozen}
             return frozenset(product(first_that_fit(pages, room), everything))
         groups = [(units, everything)]
         if not whole_units:

@@ -111,6 +111,7 @@ def in_pages(
     """Wrap a model with budgets of a kind: everything in RAM ("ram"); moments on SSD ("moments-ssd"); everything on SSD
     with the least RAM possible ("ssd"), and `room` bytes more; any of them with a small memory for compute ("arena");
     or with one in which homes are chosen again after two steps ("adapting");
+    or with too little for all weights ("small-device");
     or all states, or half of them, updated on the device ("updated-on-device", "half-on-device"), living there
     ("home-on-device"), or both ("both-on-device")."""
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB", "ssd_checkpoints": kept}
@@ -123,6 +124,8 @@ def in_pages(
         sizes["host"] = PAGE
     if "arena" in kind:
         sizes["device"] = f"cpu:{PAGE}"
+    if kind == "small-device":
+        sizes["device"] = "cpu:512KiB"
     if "adapting" in kind:
         sizes |= {"device": "cpu:4MiB", "adapt_after": 2}
     if isinstance(rule, TensorRule):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import each_once
-from torch import nn
 from zoo import PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, batch, loss_of, train
 
 import pagoda
@@ -276,18 +275,8 @@ def test_a_plan_by_itself_never_moves_them_to_the_device() -> None:
         pagoda.wrap(recipe.build(), recipe.rule, memory=small)
 
 
-class OnlyNorms(Recipe):
-    """Trains the weights of norms only, as small a part of a layer as adapters are."""
-
-    def build(self) -> nn.Module:
-        model = super().build()
-        for param in model.parameters():
-            param.requires_grad_(param.dim() == 1)
-        return model
-
-
 def test_layers_of_which_a_small_part_is_trained_live_on_a_device_that_cannot_lease_all() -> None:
-    recipe = OnlyNorms("llama", layers=12)
+    recipe = Recipe("llama", frozen="matrices", layers=12)
     layout = layout_of(recipe)
     device = (layout.lease_pages() + layout.total_pages(WEIGHT)) // 2 * PAGE
     outcome = train(recipe, replace(memory(recipe, 0.0), device=f"cpu:{device}", split=None))

@@ -16,8 +16,14 @@ from pagoda.runtime.lanes import Handle
 from .conftest import Wrap
 
 
-def steps(wrap: Wrap, ssd: Path | None, change: Callable[[Any], None] = lambda engine: None) -> list[Any]:
-    """The stats of four steps of a model whose weights are on SSD, or in RAM; `change` prepares its engine."""
+def steps(
+    wrap: Wrap,
+    ssd: Path | None,
+    change: Callable[[Any], None] = lambda engine: None,
+    between: Callable[[Any], object] = lambda model: None,
+) -> list[Any]:
+    """The stats of four steps of a model whose weights are on SSD, or in RAM. `change` prepares its engine, and
+    `between` comes before each step."""
     sizes: dict[str, Any] = {"page_size": "4KiB", "unit_limit": "8KiB"}
     sizes |= {"host": "64MiB"} if ssd is None else {"host": "160KiB", "ssd": f"{ssd}:64MiB"}
     memory = pagoda.Memory(**sizes)
@@ -25,6 +31,7 @@ def steps(wrap: Wrap, ssd: Path | None, change: Callable[[Any], None] = lambda e
     change(model._pagoda_engine)
     stats = []
     for _ in range(4):
+        between(model)
         model(torch.randn(4, 64, dtype=torch.bfloat16)).square().sum().backward()
         optimizer.step()
         stats.append(optimizer.stats)
@@ -46,6 +53,20 @@ def test_weights_are_in_place_where_compute_reads_them_or_arrive_in_time(wrap: W
         assert stats.accesses["ssd"]["hit"] > 0
         assert all(counts["late"] == 0 for counts in stats.accesses.values())
         assert stats.hit_rate == 1.0 - stats.faults / accesses_of(stats)
+
+
+@pytest.mark.usefixtures("lanes_keep_up")
+def test_weights_that_nothing_has_fetched_are_a_fault_and_compute_waits_for_all_of_the_fetch(
+    wrap: Wrap, tmp_path: Path
+) -> None:
+    @torch.no_grad()
+    def out_of_order(model: Any) -> None:
+        for index in (9, 3):
+            model[index](torch.randn(4, 64, dtype=torch.bfloat16))
+
+    for stats in steps(wrap, tmp_path, between=out_of_order)[2:]:
+        assert stats.faults == stats.accesses["ssd"]["fault"] > 0
+        assert stats.accesses["ssd"]["fault_s"] > 0
 
 
 def test_weights_that_are_still_on_their_way_are_late_and_no_hit(wrap: Wrap, tmp_path: Path) -> None:
