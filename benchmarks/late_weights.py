@@ -1,17 +1,20 @@
 """What late weights alone cost: plain PyTorch whose gradients are those of the weights some steps ago.
 
 Asynchronous updates of Pagoda change nothing else, so their loss is to be held against this one. Same model, batches,
-schedule and clipping as benchmarks/async_update.py, all in memory; every weight is exactly `--late` steps old.
+schedule and clipping as benchmarks/async_update.py, all in memory; every weight is exactly `--late` steps old. With
+`--study`, a small model of bytes is trained at each of `STUDY`.
 
     python benchmarks/late_weights.py [--late 2] [--beta1 0.9] [--warmup 20] [--batch-size 1] [--out FILE.json]
-    python benchmarks/late_weights.py --study --seq-len 128 [--out FILE.json]
+    python benchmarks/late_weights.py --study [--out FILE.json]
 """
 
+import json
 import statistics
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -29,12 +32,13 @@ STUDY: list[dict[str, Any]] = [
     {"late": 0},
     {"late": 1},
     {"late": 1, "predict": 1.0},
-    {"late": 1, "sync": 40},
-    {"late": 1, "sync": 40, "predict": 1.0},
-    {"batch_size": 4, "late": 0},
-    {"batch_size": 4, "late": 1},
+    {"late": 1, "predict": 1.0, "sync": 40},
+    {"late": 2},
+    {"late": 2, "predict": 2.0},
 ]
-"""Changes of the settings: without lateness, one step late, after steps without lateness, and predicted."""
+"""Changes of `SMALL`. The first is what the others are compared with."""
+SEEDS, STUDIED_STEPS = 3, 40
+"""The study's losses are means over so many last steps, and over seeds."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,14 @@ class Settings:
     out: Path | None = None
 
 
+SMALL = Settings(steps=200, seq_len=64, lr=1e-3, warmup=40, batch_size=4, precision="fp32")
+SIZES = {
+    "vocab_size": 256, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "model_type": "llama",
+}  # fmt: skip
+"""The study's model."""
+
+
 def train(settings: Settings) -> list[float]:
     """The loss of every step."""
     torch.manual_seed(settings.seed)
@@ -76,7 +88,7 @@ def train(settings: Settings) -> list[float]:
     config = OptimConfig(lr=settings.lr, warmup_steps=settings.warmup)
     optimizer = torch.optim.AdamW(masters, config.lr, (settings.beta1, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_factor(step, settings.steps))
-    batches = batches_of_text(settings.seq_len, settings.batch_size)
+    batches = batches_of_text(settings.seq_len, settings.batch_size, settings.seed)
     newer: deque[list[torch.Tensor]] = deque()
     losses = []
     for step in range(settings.steps):
@@ -90,9 +102,10 @@ def train(settings: Settings) -> list[float]:
         before = [master.detach().clone() for master in masters] if settings.predict else masters
         optimizer.step()
         schedule.step()
+        ahead = settings.predict if step >= settings.sync else 0.0
         newer.append(
             [
-                (new.detach() + settings.predict * (new.detach() - old)).to(dtype, copy=True)
+                (new.detach() + ahead * (new.detach() - old)).to(dtype, copy=True)
                 for new, old in zip(masters, before, strict=True)
             ]
         )
@@ -102,23 +115,29 @@ def train(settings: Settings) -> list[float]:
     return losses
 
 
-def study(settings: Settings) -> Iterator[dict[str, Any]]:
-    """The settings at which lateness might cost least, each beside the same without lateness."""
-    for change in STUDY:
-        losses = train(replace(settings, **change))
-        yield {**change, "final_loss": statistics.fmean(losses[-FINAL_STEPS:])}
+def study() -> Iterator[dict[str, Any]]:
+    """The losses of each of `STUDY`, and by how much their mean is above that of the first."""
+    first = 0.0
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SIZES))
+        for change in STUDY:
+            runs = [replace(SMALL, model=folder, seed=seed, **change) for seed in range(SEEDS)]
+            losses = [statistics.fmean(train(run)[-STUDIED_STEPS:]) for run in runs]
+            first = first or statistics.fmean(losses)
+            yield {**change, "losses": losses, "above": statistics.fmean(losses) / first - 1}
 
 
 def main(settings: Settings) -> None:
     """Train, and print the mean of the last losses."""
     begin()
+    used = asdict(SMALL if settings.study else settings)
     report: dict[str, Any] = {
         **machine(),
-        "settings": {key: value for key, value in asdict(settings).items() if key not in ("out", "study")},
+        "settings": {key: value for key, value in used.items() if key not in ("out", "study")},
     }
     if settings.study:
         report["study"] = []
-        for row in study(settings):
+        for row in study():
             print(row, flush=True)
             report["study"].append(row)
             write(settings.out, report)

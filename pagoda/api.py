@@ -122,9 +122,9 @@ def wrap(
         update: "sync", or "async", which changes the algorithm: weights lag behind gradients by one step, or with
             `Updates("async", max_staleness=N)` by at most N steps. The lag depends only on the number of the step, so
             equal runs give equal bits. Each gradient is still applied as its own step and clipped by its own norm.
-            `optimizer.drain()` applies all updates. `state_dict`, `gathered`, checkpoints and `close` drain first. A
-            forward between steps reads the weights of the next step. `Updates(speculate=...)` allows updates during
-            backward before the norm is known.
+            `state_dict` and `gathered` read states with every update. A forward between steps reads the weights of the
+            next step. Neither changes a bit. After a checkpoint and `optimizer.drain()`, the next step reads every
+            update. `Updates(speculate=...)` allows updates during backward before the norm is known.
         activations: What happens to activations between forward and backward: see `Activations`.
         tiles: Which operators run in pieces: see `Tiles`.
         mesh: With several ranks, what they divide: `pagoda.open_mesh`, or a torch mesh with dimensions replicate, shard

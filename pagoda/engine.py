@@ -246,10 +246,11 @@ class Engine:
         """Count waits from now. Bytes that lanes have moved since the last step still count."""
         self._meter.reset()
 
-    def drain(self) -> None:
-        """Wait until every state is in its home, as the last `step()` left it."""
+    def drain(self, show: bool = True) -> None:
+        """Wait until every state is in its home, as the last `step()` left it. `show`: later steps see all updates,
+        also asynchronous ones."""
         self.accesses.check_open()
-        self.accesses.drain()
+        self.accesses.drain(show)
         self.damage.check()
 
     def check_between_steps(self) -> None:
@@ -272,9 +273,10 @@ class Engine:
                 )
 
     def settle(self) -> None:
-        """Like `drain`, before states are read or overwritten. Raises UsageError if states belong to two steps."""
+        """Like `drain`, before states are read. What later steps read stays the same. Raises UsageError if states
+        belong to two steps."""
         self.check_between_steps()
-        self.drain()
+        self.drain(show=False)
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -310,7 +312,8 @@ class Engine:
         if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
         self.active_forwards.check_not_resident("A change of weights or other states")
         with self.accesses.turn.lock:
-            self.settle()
+            self.check_between_steps()
+            self.drain()
             self.accesses.agree("changing weights or other states")
             self.accesses.wait_until_idle()
             self.saver.settle()

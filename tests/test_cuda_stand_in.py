@@ -36,15 +36,15 @@ def gpu_tests(chosen: str, timeout: float = 300) -> str:
 
 
 def test_placements_on_a_gpu_give_the_same_bits_without_a_race_and_a_step_waits_for_no_copy() -> None:
-    placements = "(users and llama and checkpoint and test_placement or during or resident) and (ssd or home)"
+    placements = (
+        "users and llama and checkpoint and test_placement and ssd or during and home or users and resident and home"
+    )
     others = (
         "second_placement and poison and drive or sees or one_without_a_race and 3 or refused or "
-        "first_did_not and both or peak_memory or waits_for_no_copy"
+        "first_did_not and both or peak_memory or waits_for_no_copy and (ssd or both)"
     )
-    rules = (
-        "share_buffers or asynchronous and home and 2 or gradients and home or muon and not fp32 or adafactor and both"
-    )
-    assert "passed" in gpu_tests(f"{placements} or {others} or {rules} or share_buffers")
+    rules = "share_buffers or asynchronous and home and 2 or bf16 and gradients and home or adafactor and both"
+    assert "passed" in gpu_tests(f"{placements} or {others} or {rules}")
 
 
 BENCHMARK = """

@@ -95,10 +95,11 @@ AXES = {
 
 DAILY = AXES | {
     "rule": tuple(rule for rule in RULES if rule != "adamw-bf16"),
-    "place": tuple(place for place in PLACES if place != ARENA),
+    "place": tuple(place for place in PLACES if place not in (ARENA, UPDATED)),
+    "model": tuple(name for name in MODELS if name not in ("gpt2", "qwen3")),
 }
-"""For pairs. What is left out is much like another value: moments in 8 bits are kept in another form too, and the other
-arenas do all that a plain one does."""
+"""For pairs. What is left out is much like another value: moments in 8 bits are kept in another form too, the other
+arenas do all that a plain one does, BOTH updates on the device from RAM, and Llama stands for what is built alike."""
 
 
 def features_of(case: Case) -> set[Feature]:

@@ -233,14 +233,16 @@ class Accesses:
         if self._rank_group is not None:
             self._rank_group.collectives.agree_to_change(what)
 
-    def drain(self) -> None:
-        """Wait until every requested update has ended and every guess has been undone."""
+    def drain(self, show: bool = True) -> None:
+        """Wait until every requested update has ended and every guess has been undone. `show`: later steps see all
+        updates, also asynchronous ones."""
         scheduler = self._scheduler
-        if not self.closed and any(scheduler.weights(unit.index).lag for unit in self.plan.units):
+        weights = [scheduler.weights(unit.index) for unit in self.plan.units]
+        if not self.closed and any(of.lag if show else of.open or of.closed for of in weights):
             self.agree("applying all asynchronous updates")
         with self.turn:
             self._executor.poll()
-            self.tell(scheduler.drain, True)
+            self.tell(scheduler.drain, True, show)
             try:
                 self.wait(lambda: scheduler.drained, "update")
             finally:

@@ -187,12 +187,13 @@ class ParameterState(NamedTuple):
             )
         values = values.detach().cpu()
         with self.engine.overwriting():
-            if LOW in self.spans() and values.dtype is self.engine.store.dtype(WEIGHT):
+            in_their_dtype = values.dtype is self.engine.store.dtype(WEIGHT)
+            if LOW in self.spans() and in_their_dtype:
                 low = self.read(LOW)
                 low.masked_fill_(self.read(WEIGHT).view(torch.int16) != values.view(torch.int16), 0)
                 self.write(WEIGHT, values)
                 self.write(LOW, low)
-            elif MASTER in self.spans():
+            elif MASTER in self.spans() and in_their_dtype:
                 master, old = self.read(MASTER), self.read(WEIGHT)
                 self.write_master(torch.where(old == values, master, values.float()).reshape(-1))
             else:

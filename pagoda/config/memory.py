@@ -37,8 +37,7 @@ class Split:
     leases and the update ring need does not count. By itself, this makes the GPU home to whole units. With
     `device_update_share`, if RAM holds the rest, the GPU is home to weights first, then to gradients, then to moments
     of the parameters that it updates. None: it is home to whole units as far as all weights of the others can still be
-    leased at once. If not all can, it is home to units of which a small part is trained, such as layers with
-    adapters."""
+    leased at once. If not all can, it is home to mostly frozen units, such as layers with adapters."""
 
     def __post_init__(self) -> None:
         for name in ("device_update_share", "device_home_share"):

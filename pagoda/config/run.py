@@ -110,7 +110,7 @@ class Run(Training, Workload):
         """Raises ConfigError if ranks cannot divide the sequences. `others`: how else they may divide a pass."""
         ranks = self.sequence_parallel
         if self.seq_len % ranks:
-            raise ConfigError(f"--sequence-parallel {ranks} does not divide --seq-len {self.seq_len}")
+            raise ConfigError(f"--sequence-parallel {ranks} does not divide --seq-len {self.seq_len}: give a multiple")
         if also := next((flag(name) for name in others if getattr(self, name) > 1), None):
             raise ConfigError(f"--sequence-parallel does not work with {also}: leave out one of them")
 

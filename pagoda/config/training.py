@@ -98,7 +98,7 @@ class Updates(Settings):
     update: UpdateMode = "sync"
     """sync: forward reads weights with all earlier updates. async: forward and backward do not wait for updates, so
     weights lack those of the last steps. This is for state on an SSD that is slower than compute. It changes the
-    algorithm. A checkpoint waits for all updates, and so changes later bits, too."""
+    algorithm. After a checkpoint, the next step reads all updates, and later ones lag again: it changes bits, too."""
     max_staleness: int = 1
     """With async: the most steps whose gradients the weights lack. With N, a unit is updated after every N-th step, and
     the update may take one step of time. 0 gives the bits of sync."""
@@ -107,8 +107,9 @@ class Updates(Settings):
     predict: bool = False
     """With async: forward and backward read weights as they will probably be when the gradient is applied: as many
     steps further on as they lag on average, (max_staleness + 1) / 2, if each step changes them as the last one did.
-    `state_dict`, `gathered`, checkpoints and exports have the true weights. The fp32 master is then stored whole: 4
-    bytes for each parameter in place of 2, or in fp32 in place of none. For element-wise optimizers with momentum."""
+    Evaluations read them too. `state_dict`, `gathered` and exports have the true weights. The fp32 master is then
+    stored whole: 4 bytes for each parameter in place of 2, or in fp32 in place of none. For element-wise optimizers
+    with momentum."""
     speculate: bool | None = None
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
     that was wrong. The bits are the same. Old and new states need room until that is known. By default this applies

@@ -15,6 +15,7 @@ from pagoda.optim.rule import TensorRule
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 from pagoda.prepare.documents import window_of
+from pagoda.prepare.sequence_parallel import exchanged_width, reason_against
 
 _DESCRIBED = 2
 """Number of layers that are built to describe a built-in shape."""
@@ -50,6 +51,8 @@ class ModelDescription:
     row_with_mask: int = 0
     """Tokens of a row that has an attention mask of tokens times tokens, because layers attend in a window. 0 without
     a mask."""
+    exchanged_width: int = 0
+    """Elements a token that ranks exchange in a layer, if they divide sequences."""
     heads: int = 1
     """Most equal parts into which attention can be divided."""
     divisions: Mapping[str, Division] = field(default_factory=dict)
@@ -103,14 +106,21 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         heads, divisions = shape.heads, OF_PAPERS
         params = root.numel
         hidden, ffn, vocab, row_with_mask = shape.hidden, shape.ffn * max(1, top_k), shape.vocab, 0
-        _check_division(config, heads)
+        text: Any = SimpleNamespace(
+            num_attention_heads=heads, hidden_size=hidden, is_encoder_decoder=shape.decoder_layers > 0
+        )
     else:
         root, params, flops, built, layers = _tree_of_transformers(config, name, count_flops)
         flops = {module: each / config.sequence_parallel for module, each in flops.items()}
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
         row_with_mask = 0 if window_of(built, config.seq_len) is None else config.seq_len
-        _check_division(config, built.num_attention_heads, built)
+        text = built
+    width = 0
+    if (divided := config.sequence_parallel) > 1:
+        if (reason := reason_against(text, divided)) is not None:
+            raise ConfigError(f"--sequence-parallel is {divided}, which does not work with {name!r}: {reason}")
+        width = exchanged_width(text, divided)
     elsewhere = (ranks - 1) * sum(module.numel for module in root.modules() if module.routed)
     return ModelDescription(
         name=name,
@@ -125,25 +135,10 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         top_k=top_k,
         exchanged=exchanged_elements(root, config.tokens * top_k * hidden, ranks),
         row_with_mask=row_with_mask,
+        exchanged_width=width,
         heads=heads,
         divisions=divisions,
     )
-
-
-def _check_division(config: PlanConfig, heads: int, built: Any = None) -> None:
-    """Raises ConfigError if ranks cannot divide the sequences of a model. `built`: the configuration of one of
-    transformers."""
-    ranks, has = config.sequence_parallel, None
-    if heads % ranks:
-        has = f"{heads} attention heads"
-    elif getattr(built, "is_encoder_decoder", False):
-        has = "an encoder and a decoder"
-    elif built is not None and window_of(built, config.seq_len) is not None:
-        has = "layers that attend in a window"
-    elif getattr(built, "output_router_logits", False):
-        has = "experts whose load each rank would balance alone (set output_router_logits=false in config.json)"
-    if has and ranks > 1:
-        raise ConfigError(f"--sequence-parallel is {ranks}, and model {config.model!r} has {has}")
 
 
 def _check_experts(shape: PaperShape, ranks: int) -> None:

@@ -233,12 +233,13 @@ def work_of(
     tokens = {module: elements * config.itemsize for module, elements in described.exchanged.items()}
     gradients = {module: elements * config.itemsize for module, elements in described.stored_whole.items()}
     summed = config.tokens * described.hidden * config.itemsize
+    attended = config.tokens * described.exchanged_width * config.itemsize
     layers = [layer.name for layer in layers_of(described.root)]
     exchanges = (
         *of_tokens(tokens, machine.ranks),
         *of_sums(described.summed, summed, machine.ranks),
         *of_gradients(gradients, machine.ranks),
-        *of_heads(layers, 4 * summed, machine.ranks, config.sequence_parallel),
+        *of_heads(layers, attended, machine.ranks, config.sequence_parallel),
         *described.handed_on,
     )
     return Compute.from_flops(described.forward_flops, rate, recompute, described.frozen), exchanges

@@ -33,8 +33,8 @@ class LoraConfig:
     """Share of an adapter's inputs that are dropped."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Names of the modules that get adapters, as peft matches them, such as q_proj v_proj, and of parameters of
-    experts, such as experts.down_proj; all-linear: every linear layer except the output layer, and what is like them
-    in experts."""
+    experts, such as experts.down_proj; all-linear: every linear layer except the output layer, and, without
+    --quantize, what is like them in experts."""
 
     def __post_init__(self) -> None:
         if self.rank is None:

@@ -33,7 +33,7 @@ _SIZES = ((3, 5, 7, 11, 13, 17), (5, 7, 11, 13, 17, 19))
 _STEPS = 8
 """RAdam, for one, is another optimizer from its sixth step on."""
 _PLAIN = (bool, int, float, str, type(None))
-_TAKEN = {"weight", "weight_low", "weight_back", "grad", "grad_queue", "buffers"}
+_TAKEN = {"weight", "weight_low", "master", "weight_back", "grad", "grad_queue", "buffers"}
 """Names that Pagoda uses for states of its own."""
 
 

@@ -269,7 +269,7 @@ def hide(tensor: Tensor, name: str) -> Tensor:
 
 
 def hide_part(part: torch.Tensor, param: Any, name: str) -> None:
-    """Hide a rank's part of a DTensor, as DTensors' own methods find it: it is a view of the parameter."""
+    """Hide a rank's part of a DTensor, which its methods read. The part counts as a view of the parameter."""
     setattr(hide(part, name), _VIEW, _View(param, type(param).to_local, (param,), {}, 0))
 
 

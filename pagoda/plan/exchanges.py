@@ -58,13 +58,17 @@ def of_sums(modules: Sequence[str], nbytes: int, ranks: Ranks) -> list[Exchange]
     """
     if ranks.tensor_parallel == 1:
         return []
-    return [_around_ring(SUM, module, 2 * nbytes, ranks, ranks.tensor_parallel) for module in modules]
+    return [_around_ring(SUM, module, 2 * nbytes, ranks) for module in modules]
 
 
 def of_heads(layers: Sequence[str], nbytes: int, ranks: Ranks, group: int) -> list[Exchange]:
     """`group` ranks that divide sequences exchange tokens for heads before and after the attention of each layer.
-    `nbytes`: queries, keys, values and results of a rank's tokens."""
-    return [_around_ring(HEADS, layer, nbytes, ranks, group) for layer in layers] if group > 1 else []
+    `nbytes`: queries, keys, values and results of a rank's tokens, of which each rank gets an equal part."""
+    if group == 1:
+        return []
+    inside = min(group, ranks.per_domain)
+    sent, leaving = ring_bytes(nbytes, group), nbytes * (group - inside) // group
+    return [Exchange(HEADS, layer, sent, leaving, min(ranks.per_domain, ranks.count)) for layer in layers]
 
 
 def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
@@ -74,13 +78,13 @@ def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     """
     if ranks.tensor_parallel == 1:
         return []
-    found = [_around_ring(GRADIENTS, module, n, ranks, ranks.tensor_parallel) for module, n in nbytes.items()]
+    found = [_around_ring(GRADIENTS, module, n, ranks) for module, n in nbytes.items()]
     return [replace(exchange, forward=0, repeated=False) for exchange in found]
 
 
-def _around_ring(kind: str, module: str, nbytes: int, ranks: Ranks, group: int) -> Exchange:
-    """`nbytes` go around a ring of `group` consecutive ranks, in each forward and in each backward."""
-    joined = ranks.per_domain
+def _around_ring(kind: str, module: str, nbytes: int, ranks: Ranks) -> Exchange:
+    """`nbytes` go around a ring of tensor-parallel ranks, in each forward and in each backward."""
+    group, joined = ranks.tensor_parallel, ranks.per_domain
     domains = 1 if joined % group == 0 else max(2, ceil(group / joined))
     leaving = nbytes * (domains - 1) // domains // min(group, joined)
     return Exchange(kind, module, ring_bytes(nbytes, group), leaving, min(joined, ranks.count))

@@ -1,5 +1,6 @@
 """Layout: the number of elements and pages of every state of every unit, on one rank."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,7 +99,7 @@ class Layout:
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
-        """The states other than the weight that live in RAM or on SSD: the low half of the master, and the moments."""
+        """The states other than the weight that live in RAM or on SSD: what else stores the master, and the moments."""
         return tuple(state for state in self.states[1:] if state not in self.small)
 
     @cached_property
@@ -218,9 +219,11 @@ class Layout:
 
     def dtype(self, state: str) -> torch.dtype:
         """Dtype of an extent. Both extents of weights have the same."""
-        if state == GRAD:
-            return self.gradient_dtype
-        return next((s.dtype for s in self.states if s.name == state), self.weight.dtype)
+        return self._dtypes.get(state, self.weight.dtype)
+
+    @cached_property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {**{state.name: state.dtype for state in self.states}, GRAD: self.gradient_dtype}
 
     def itemsize(self, state: str) -> int:
         """Bytes per element."""
@@ -275,7 +278,7 @@ class Layout:
 
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
-        key = unit.index, state
+        key = self._alike[unit.index], state
         if key not in self._known_pages:
             self._known_pages[key] = pages_for(self.elements(unit, state) * self.itemsize(state), self.page_bytes)
         return self._known_pages[key]
@@ -284,6 +287,23 @@ class Layout:
     def _known_pages(self) -> dict[tuple[int, str], int]:
         """Pages of extents that were asked for before. A planner asks for each about a dozen times."""
         return {}
+
+    @cached_property
+    def _alike(self) -> list[int]:
+        """For each unit, the first one whose extents are as long: with most rules, one with as many elements. A model
+        may have thousands of experts, and few sizes."""
+        if self.weight.whole is not None or self._packed:
+            return [unit.index for unit in self.units]
+        firsts: dict[tuple[int, int, bool], int] = {}
+        return [
+            firsts.setdefault((unit.numel, unit.trainable_numel, unit.index in self.expert_units), unit.index)
+            for unit in self.units
+        ]
+
+    @cached_property
+    def _counts(self) -> Counter[int]:
+        """How many units are like each of those that are the first of their size."""
+        return Counter(self._alike)
 
     def of_all_ranks(self) -> list["Layout"]:
         """This layout on every rank if ranks hold different numbers of elements, otherwise only itself."""
@@ -297,7 +317,13 @@ class Layout:
     def with_block_limit(self, block_limit: int) -> "Layout":
         """The same extents, streamed in other blocks."""
         changed = replace(self, block_limit=block_limit)
-        changed.__dict__["_known_pages"] = self._known_pages
+        changed.__dict__.update(_known_pages=self._known_pages, _alike=self._alike, _counts=self._counts)
+        return changed
+
+    def with_page_bytes(self, page_bytes: int) -> "Layout":
+        """The same extents in other pages."""
+        changed = replace(self, page_bytes=page_bytes)
+        changed.__dict__.update(_alike=self._alike, _counts=self._counts)
         return changed
 
     def trained_elements(self, unit: UnitSpec) -> int:
@@ -417,4 +443,9 @@ class Layout:
         return 1 + max(len(around) for around in enclosing(self.units).values()), max(leases), sum(leases)
 
     def total_pages(self, state: str) -> int:
-        return sum(self.pages(unit, state) for unit in self.units)
+        return sum(count * self.pages(self.units[first], state) for first, count in self._counts.items())
+
+    def total_bytes(self, state: str) -> int:
+        """Bytes of a state without padding to pages."""
+        elements = sum(count * self.elements(self.units[first], state) for first, count in self._counts.items())
+        return elements * self.itemsize(state)

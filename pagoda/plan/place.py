@@ -392,8 +392,8 @@ class _Placer:
         """(unit, state) pairs that live on the device: as many as fit the share of its memory that nothing else needs.
 
         These are whole units: without a share, as many as let all others be leased at once. If not all can be, they are
-        units of which a small part is trained, such as layers with adapters: each step ends their leases, so all of
-        their weights would be fetched again. Or, if `whole_units` is false, all weights of the units that the device
+        mostly frozen units, such as layers with adapters: each step ends their leases, so all of their weights would be
+        fetched again. Or, if `whole_units` is false, all weights of the units that the device
         updates, then their gradients, then the rest. The last unit is never among them, so there is always something to
         lease.
         """

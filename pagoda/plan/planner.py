@@ -281,20 +281,20 @@ def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: in
 def _paged(layout: Layout, asked: int | None) -> Layout:
     """The layout with the requested page size, or with the largest one that wastes little."""
     if asked is not None:
-        return replace(layout, page_bytes=asked)
+        return layout.with_page_bytes(asked)
     page = PAGE_BYTES
     states = [state.name for state in layout.states]
     # Otherwise gradients are as large as weights, and need not be looked at.
     if layout.ranks.data_parallel > 1 or layout.gradient is not None:
         states.append(GRAD)
-    least = replace(layout, page_bytes=_MIN_PAGE_BYTES)  # slices may be whole pages
-    exact = sum(least.elements(unit, state) * layout.itemsize(state) for unit in layout.units for state in states)
+    least = layout.with_page_bytes(_MIN_PAGE_BYTES)  # slices may be whole pages
+    exact = sum(map(least.total_bytes, states))
     while page > _MIN_PAGE_BYTES:
-        paged = replace(layout, page_bytes=page)
+        paged = layout.with_page_bytes(page)
         if sum(map(paged.total_pages, states)) * page <= exact * (1 + MAX_WASTE):
             return paged
         page //= 2
-    return replace(layout, page_bytes=page)
+    return layout.with_page_bytes(page)
 
 
 def _next_limit(units: tuple[UnitSpec, ...], limit: int, itemsize: int) -> int | None:

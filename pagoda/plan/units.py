@@ -163,12 +163,11 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
     units: list[UnitSpec] = []
 
     def visit(module: ModuleSpec) -> None:
-        params = list(module.walk())
-        if not params:
-            return
-        if not module.is_split and sum(p.numel for p in params) * itemsize <= limit_bytes:
-            units.append(_lay_out(len(units), module.name, params))
-            return
+        if not module.is_split:
+            params = list(module.walk())
+            if params and sum(p.numel for p in params) * itemsize <= limit_bytes:
+                units.append(_lay_out(len(units), module.name, params))
+                return
         if module.params:
             units.append(_lay_out(len(units), module.name, list(module.params)))
         for child in module.children:

@@ -109,20 +109,36 @@ def check_division(model: nn.Module, ranks: int) -> None:
     if ranks == 1:
         return
     config: Any = getattr(model, "config", None)
-    text: Any = None if config is None else config.get_text_config()
-    heads, reason = getattr(text, "num_attention_heads", None), None
-    if heads is None or config.is_encoder_decoder:
-        reason = "it is not a causal language model of transformers"
-    elif heads % ranks:
-        reason = f"it has {heads} attention heads"
-    elif (window := window_of(text, 1 << 62)) is not None:
-        reason = f"layers attend in a window of {window} tokens"
-    elif mixing := next((name for name, part in model.named_modules() if isinstance(part, nn.Conv1d)), None):
+    reason = reason_against(None if config is None else config.get_text_config(), ranks)
+    mixing = next((name for name, part in model.named_modules() if isinstance(part, nn.Conv1d)), None)
+    if reason is None and mixing is not None:
         reason = f"{mixing!r} mixes tokens of neighbours"
-    elif getattr(text, "output_router_logits", False):
-        reason = "each rank would balance its experts for its own tokens (set output_router_logits=False)"
     if reason is not None:
         raise ConfigError(f"{ranks} ranks cannot divide the sequences of {type(model).__name__}: {reason}.")
+
+
+def reason_against(text: Any, ranks: int) -> str | None:
+    """Why ranks cannot divide the sequences of a model with this text configuration of transformers. None if they
+    can, as far as the configuration says."""
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None or text.is_encoder_decoder:
+        return "it is not a causal language model of transformers"
+    if heads % ranks:
+        return f"{ranks} does not divide its {heads} attention heads"
+    if (window := window_of(text, 1 << 62)) is not None:
+        return f"layers attend in a window of {window} tokens"
+    if getattr(text, "output_router_logits", False):
+        return "each rank would balance its experts for its own tokens (set output_router_logits=False)"
+    return None
+
+
+def exchanged_width(text: Any, ranks: int) -> int:
+    """Elements a token of the queries, keys, values and results that ranks exchange in a layer, by the model's text
+    configuration. If the heads of keys cannot be divided, they are repeated for each head of queries."""
+    heads: int = text.num_attention_heads
+    of_keys: int = getattr(text, "num_key_value_heads", None) or heads
+    width: int = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * width * (heads + (heads if of_keys % ranks else of_keys))
 
 
 def _attend(

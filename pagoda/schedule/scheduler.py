@@ -144,11 +144,13 @@ class Scheduler:
         self.steps += 1
         self._pump()
 
-    def drain(self, draining: bool) -> None:
+    def drain(self, draining: bool, show: bool = True) -> None:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
-        Compute waits until `drained`."""
-        if draining:
+        Compute waits until `drained`. `show`: later steps see all updates, also asynchronous ones."""
+        if draining and show:
             self.turns.drain()
+        elif draining:
+            self.turns.settle()
         self.updates.drain(draining)
         self._pump()
 

@@ -52,14 +52,15 @@ def count_access(counts: dict[str, dict[str, float]], access: Served) -> None:
         figures[f"{access.found}_s"] += access.waited_s
 
 
-def add_counts(several: Iterable[AccessCounts]) -> AccessCounts:
-    """The sums of several counts."""
+def add_counts(several: Iterable[AccessCounts], ranks: int = 1) -> AccessCounts:
+    """The sums of several counts. If they are those of `ranks` ranks, which wait at the same time, seconds are the mean
+    over the ranks."""
     sums: dict[str, dict[str, float]] = {}
     for counts in several:
         for source, figures in counts.items():
             of_source = sums.setdefault(source, dict.fromkeys(_FIGURES, 0))
             for name, figure in figures.items():
-                of_source[name] += figure
+                of_source[name] += figure / ranks if name.endswith("_s") else figure
     return sums
 
 
@@ -78,9 +79,8 @@ def summary(counts: AccessCounts) -> str:
         for found, name in ((Found.LATE, "late"), (Found.FAULT, "on demand"))
         if (number := _total(counts, found))
     ]
-    return f"there at {hit_rate(counts):.0%} of {_total(counts, *Found):,.0f} accesses{sources}" + "; ".join(
-        ["", *waited]
-    )
+    there = f"there at {hit_rate(counts):.0%} of {_total(counts, *Found):,.0f} accesses{sources}"
+    return "; ".join([there, *waited])
 
 
 def _total(counts: AccessCounts, *names: str) -> float:

@@ -2,8 +2,10 @@
 
 With a bound of N steps, a unit is updated after every N-th step with the gradients of these N steps. PUBLISH shows the
 new weights to accesses one step later. Units take turns, so each step updates about 1 / N of them. The version that a
-step reads does not depend on when updates end, so ranks agree on it without a message. A drain applies every gradient.
-It also shows the result, unless a step has begun.
+step reads does not depend on when updates end, so ranks agree on it without a message.
+
+Two things apply every gradient early. `settle` does so only in the states, so that they can be read from outside, and
+changes nothing that steps read. A drain also shows the result, unless a step has begun, and turns begin anew.
 """
 
 from collections.abc import Callable
@@ -39,7 +41,7 @@ class Turns:
         self._turn += 1
         most = self._plan.max_staleness
         for unit in range(len(self._versions.of)) if most is not None else ():
-            if most:
+            if most and (self._turn == 1 or (self._turn - 1 + unit) % most == 0):
                 self._show(unit)
             if not most or (self._turn + unit) % most == 0:
                 self._close(unit)
@@ -55,6 +57,15 @@ class Turns:
                 show(unit)
                 self._close(unit)
                 show(unit)
+
+    def settle(self) -> None:
+        """Start updates with all gradients. What steps read stays the same."""
+        for unit, weights in enumerate(self._versions.of):
+            if weights.closed is not None:
+                self._publish(unit)
+            if weights.open:
+                self._close(unit)
+                self._publish(unit)
 
     def restored(self) -> None:
         """Every state has been replaced."""

@@ -201,7 +201,7 @@ class Hardware:
     """Bytes per second that each node sends, while it receives as many, in a collective over nodes. None for one
     node."""
     nodes_per_domain: int = 1
-    """Number of nodes whose GPUs send to each other as fast as within one: the racks of an NVLink domain."""
+    """Number of nodes whose GPUs send to each other as fast as within one, as in a rack that NVLink joins."""
 
     def __post_init__(self) -> None:
         if (self.device is None) != (self.link is None):
@@ -240,7 +240,8 @@ class Hardware:
         return replace(self, gpus_per_node=count, link=replace(self.link, gpus=-(-count // links)))
 
     def nodes_joined(self, nodes: int) -> int:
-        """How many of `nodes` nodes are in one domain, if all domains have equally many."""
+        """How many of `nodes` nodes are in one domain, if all domains have equally many. 1 for a prime number of nodes
+        that one domain does not hold."""
         domains = next(n for n in range(-(-nodes // self.nodes_per_domain), nodes + 1) if nodes % n == 0)
         return nodes // domains
 

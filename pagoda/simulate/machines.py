@@ -258,7 +258,7 @@ _H200_NODE = replace(_H100_NODE, name="h200x8", device=_H200)
 _B200_NODE = _dgx("b200x8", "B200", _XEON_8570, _B200, _GEN5_LINK, _nvlink(1_800 * _GB, "NVIDIA B200"), 400)
 _GB200_NODE = Hardware(
     name="gb200x4",
-    cpu=_cpu(Figure(960 * _GIB, "NVIDIA GB200 NVL72: 480 GB for each of 2 Grace"), *_GRACE),
+    cpu=_cpu(Figure(960 * _GIB, "NVIDIA GB200 NVL72: 480 GB for each of 2 Grace CPUs"), *_GRACE),
     gpus_per_node=4,
     device=_GB200,
     link=_link(

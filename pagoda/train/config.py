@@ -211,10 +211,15 @@ class TrainConfig(Reading, Run):
 
     @property
     def cadence(self) -> dict[str, float]:
-        """The settings that say how often the run saves, in steps or minutes. 0: never."""
+        """The settings that say when the run saves: after so many steps or minutes (0: never), and after evaluations
+        that were the best so far."""
+        best = self.evaluates and self.keep_best
         return {
             "checkpoint_every": self.checkpoint_every,
             "checkpoint_minutes": self.checkpoint_minutes * self.saves_by_time,
+            "keep_best": best,
+            "eval_every": self.evaluates_every * best,
+            "eval_rows": self.eval_rows * best,
         }
 
     def settings(self) -> dict[str, Any]:

@@ -115,8 +115,8 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     )
     try:
         console.print(plan_table(plan_of(model), parameters))
-        stage = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
-        session = Session(config, batches, _passes(config, model, optimizer, mesh), stage)
+        part = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
+        session = Session(config, batches, _passes(config, model, optimizer, mesh), part)
         if checkpoint is not None:
             session.restore(checkpoint)
             say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.memory.files import storage_errors
 from pagoda.mesh.mesh import Mesh
-from pagoda.schedule.served import add_counts
+from pagoda.schedule.served import add_counts, hit_rate
 from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
 from pagoda.train.run_dir import RunDir
@@ -57,8 +57,8 @@ def ranks_with_batches(config: TrainConfig, mesh: Mesh) -> int:
 def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
     """The metrics of all ranks together, and the signal that any of them has received, which stops all ranks.
 
-    They are the mean of losses (of the last stage of a pipeline), the maximum of seconds, stalls and peaks, the sum of
-    bytes and counts, and the minimum of rates.
+    They are the mean of losses (of the last stage of a pipeline), the maximum of seconds, stalls and peaks, and the sum
+    of bytes and counts. Seconds of accesses are the mean over ranks.
     """
     said = from_all(mesh, "the metrics of a step", (mine, stopped_by))
     by_rank = [metrics for metrics, _ in said]
@@ -66,6 +66,7 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
         return mine, stopped_by
     first, losses = by_rank[0], [metrics.loss for metrics in by_rank[-mesh.size :]]
     aux_losses = [metrics.aux_loss for metrics in by_rank if metrics.aux_loss is not None]
+    accesses = add_counts((metrics.accesses for metrics in by_rank), ranks=len(by_rank))
     slowest = max(metrics.step_s for metrics in by_rank)
     together = replace(
         first,
@@ -76,8 +77,8 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
         stall_s={lane: max(metrics.stall_s[lane] for metrics in by_rank) for lane in first.stall_s},
         bytes_moved={lane: sum(metrics.bytes_moved[lane] for metrics in by_rank) for lane in first.bytes_moved},
         peak_bytes={tier: max(metrics.peak_bytes[tier] for metrics in by_rank) for tier in first.peak_bytes},
-        accesses=add_counts(metrics.accesses for metrics in by_rank),
-        hit_rate=min(metrics.hit_rate for metrics in by_rank),
+        accesses=accesses,
+        hit_rate=hit_rate(accesses),
         faults=sum(metrics.faults for metrics in by_rank),
     )
     return together, next((signal for _, signal in said if signal is not None), None)

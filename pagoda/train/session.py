@@ -24,8 +24,9 @@ _VERSION = "transformers_version"
 class Session:
     """A wrapped model with its optimizer, learning rate and batches."""
 
-    def __init__(self, config: TrainConfig, batches: Batches, passes: Passes, stage: int = 0) -> None:
-        """`stage`: of a pipeline, or the part of each sequence."""
+    def __init__(self, config: TrainConfig, batches: Batches, passes: Passes, part: int = 0) -> None:
+        """`part`: which part of a batch's work this rank has, as a stage of a pipeline or with a part of each sequence.
+        Ranks with other parts draw other random numbers."""
         self.config = config
         self.batches = batches
         self.model, self.optimizer = passes.model, passes.optimizer
@@ -33,7 +34,7 @@ class Session:
         self._scheduler = LambdaLR(self.optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
         # on it. Ranks with other batches or layers drop other elements.
-        seed_all(config.seed + stage * batches.ranks + batches.rank)
+        seed_all(config.seed + part * batches.ranks + batches.rank)
 
     def divide_sequences(self) -> None:
         """Let ranks divide each sequence from now on, if the configuration says so."""

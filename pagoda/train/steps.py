@@ -205,7 +205,7 @@ class Steps:
         config, step = self._config, metrics.step
         improved = False
         if self._over:
-            self._session.optimizer.drain()  # what is evaluated now is what the run ends with
+            self._session.optimizer.drain()  # so that the last evaluation reads all updates
         if self._evaluator is not None and not interrupted and (self._over or step % config.evaluates_every == 0):
             self._record_evaluation(step, files)
             improved = config.keep_best and best_step(self._losses) == step

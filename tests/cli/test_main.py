@@ -1,6 +1,6 @@
 """The `pagoda` command: flags become settings, mistakes become messages and exit codes."""
 
-import os
+import io
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.__main__ import main as program
 from pagoda.cli.main import main, parse
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
@@ -77,14 +78,15 @@ def test_help_works_as_a_module_and_imports_neither_torch_nor_transformers(capsy
     assert "train" in capsys.readouterr().out
 
 
-def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "caf\u00e9"
     directory.mkdir()
-    command = [sys.executable, "-m", "pagoda", "inspect", str(directory)]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "caf\\xe9" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["pagoda", "inspect", str(directory)])
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    assert program() == 0
+    sys.stdout.flush()
+    assert b"caf\\xe9" in shown.getvalue()
 
 
 def test_who_does_not_read_help_to_its_end_sees_no_traceback() -> None:

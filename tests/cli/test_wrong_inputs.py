@@ -54,7 +54,7 @@ WRONG = {
     "export none out": r"none is not a checkpoint: .*Name a directory",
     "report none": "no run in none: .*Name the directory of a run",
     "inspect none": "none is not a directory: name the one of a run",
-    "plan --model llama-8b --hardware rtx9090": r"Did you mean 'rtx4090'\? Named machines",
+    "plan --model llama-8b --hardware rtx9090": r"Did you mean 'rtx\d090'\? Named machines",
     "plan --model gpt2 --hardware h100 --tile-limit 1": "--tile-limit is '1'; it must be at least 4096 bytes",
     "plan --model llama-8b --memory.host -5GiB": "write for example '20GiB'",
 }

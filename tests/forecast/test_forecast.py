@@ -272,6 +272,7 @@ def test_several_nodes_share_out_the_state_and_gather_it() -> None:
     assert as_json(two, ())["lanes"]["collective"]["busy_s"] > as_json(one, ())["lanes"]["collective"]["busy_s"]
 
 
+@pytest.mark.slow  # 37,000 experts; test_describe.py has a few
 def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40gx8", "seq_len": 512, "batch_size": 4}
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)

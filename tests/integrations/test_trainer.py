@@ -152,7 +152,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(paged: Make,
 
 
 @pytest.mark.parametrize(
-    "name", ["trainer_state.json", "scheduler.pt", "rng_state.pth", f"{STATE}/weight.safetensors", seals.SEAL]
+    "name",
+    [
+        "trainer_state.json",
+        f"{STATE}/weight.safetensors",
+        seals.SEAL,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("scheduler.pt", "rng_state.pth")),
+    ],
 )
 def test_a_run_resumes_from_the_last_checkpoint_that_is_not_damaged(name: str, paged: Make, tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}

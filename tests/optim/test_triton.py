@@ -114,7 +114,7 @@ def test_square_sums_have_the_bits_of_the_cpu(precision: Precision, n: int) -> N
 
 ADAFACTORS = [
     (adafactor.DEFAULTS, (130, 3), "bf16", torch.bfloat16),
-    (adafactor.AVERAGED, (3, 5, 4, 2), "fp16", torch.float32),
+    (adafactor.AVERAGED, (2, 2, 4, 2), "fp16", torch.float32),
     pytest.param(adafactor.OTHERS, (2, 3, 1100), "fp32", torch.bfloat16, marks=pytest.mark.slow),
     pytest.param(adafactor.DEFAULTS, (2500,), "bf16", torch.float32, marks=pytest.mark.slow),
 ]

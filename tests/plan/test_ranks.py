@@ -11,7 +11,7 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers
-from pagoda.plan.exchanges import of_tokens
+from pagoda.plan.exchanges import of_heads, of_tokens
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.options import Options
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
@@ -243,6 +243,13 @@ def test_ranks_of_one_domain_send_as_within_a_node_and_share_the_adapters_of_all
     assert ring(16, joined=2) == pytest.approx(16 * GIB / 2 / 2e10)
     (tokens,) = of_tokens({"experts": GIB}, shared(16, expert_parallel=16, nodes_per_domain=4))
     assert tokens.leaving == 0
+
+
+def test_ranks_that_divide_sequences_send_each_other_equal_parts() -> None:
+    (one,) = of_heads(["layer"], 16 * GIB, shared(16), 16)
+    assert (one.sent, one.leaving, one.sharing) == (15 * GIB, 12 * GIB, PER_NODE)
+    (inside,) = of_heads(["layer"], 16 * GIB, shared(16), PER_NODE)
+    assert (inside.sent, inside.leaving) == (16 * GIB * (PER_NODE - 1) // PER_NODE, 0)
 
 
 # --- experts ----------------------------------------------------------------------------------------------

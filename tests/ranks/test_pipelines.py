@@ -107,7 +107,7 @@ def test_several_ranks_of_a_stage_divide_its_state(
     count: int, schedule: str, divided: dict[str, Any], experts: int, ranks: RankServer, once: Any, tmp_path: Path
 ) -> None:
     groups = count // 2 // divided.get("tensor_parallel", 1)
-    shared = {"precision": "fp32", "clip_grad_norm": CLIP, "experts": experts}
+    shared = {"precision": "fp32", "clip_grad_norm": CLIP, "experts": experts, "steps": 2}
     settings = {"schedule": schedule, "divided": {"pipeline_parallel": 2, **divided}, **shared}
     kind = "ssd" if divided.get("stage", 3) == 3 else "arena"
     by_torch = divided == {}

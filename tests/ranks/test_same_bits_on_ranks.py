@@ -22,14 +22,15 @@ Case = tuple[int, dict[str, Any], dict[str, Any]]
 HELD = {"model": "llama", "precision": "bf16", "clip": 0.5}
 """The tests check what ranks of each stage hold in these cases."""
 CASES: dict[str, Case] = {
-    **{f"2 ranks, stage {stage}": (2, HELD, {"stage": stage}) for stage in (1, 2, 3)},
+    **{f"2 ranks, stage {stage}": (2, HELD, {"stage": stage}) for stage in (1, 3)},
     "muon, stage 1, on ssd": (2, {"rule": "muon", "clip": None, "announced": True}, {"stage": 1, "kind": "ssd"}),
     "at home on the device, stage 3": (2, {"precision": "bf16", "clip": 0.5}, {"stage": 3, "kind": "both-on-device"}),
     "adafactor, half of it on the device": (2, {"rule": "adafactor"}, {"kind": "half-on-device"}),
-    "stage 3, on ssd, 1 late": (2, {"steps": 7, "late": 1}, {"kind": "ssd"}),
+    "stage 3, on ssd, 1 late": (2, {"steps": 5, "late": 1}, {"kind": "ssd"}),
 }
 """test_matrix_on_ranks shows that ranks have the same bits in every placement, at every stage."""
 SLOW_CASES: dict[str, Case] = {
+    "2 ranks, stage 2": (2, HELD, {"stage": 2}),
     "other experts on each of four ranks": (4, {"model": "mixtral", "precision": "fp32", "steps": 3}, {}),
     "frozen and checkpointed, on ssd": (2, {"frozen": True, "checkpointing": True}, {"kind": "ssd"}),
     "muon, stage 1, four ranks, on the device": (
@@ -80,7 +81,7 @@ def assert_held(result: dict[str, Any], stage: int, count: int) -> None:
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=SLOW) for name in SLOW_CASES)])
 def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, once: Any, tmp_path: Path) -> None:
     count, recipe, placement = (CASES | SLOW_CASES)[name]
-    recipe = {"model": "llama", **recipe}
+    recipe = {"model": "llama", "steps": 3, **recipe}
     expected = alone(once, count, recipe)
     results = ranks.run("train", count, tmp_path, recipe=recipe, **placement)
     for step, losses in enumerate(expected["losses"]):
@@ -98,12 +99,12 @@ def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, once: Any
             assert {"weight", "grad", "update_ring"} <= {line for line, n in result["lines"]["device"].items() if n}
         elif kind == "small-device":
             assert min(result["lines"]["device"].get(line, 0) for line in ("weight", "exp_avg", "leases")) > 0
-        elif recipe == HELD:
+        elif recipe.items() >= HELD.items():
             assert_held(result, placement["stage"], count)
 
 
 ORDERED: dict[str, tuple[int, dict[str, Any]]] = {
-    "2 ranks, stage 2, a mixture on ssd": (2, {"recipe": {"model": "mixtral"}, "stage": 2, "kind": "ssd"}),
+    "2 ranks, stage 2, a mixture on ssd": (2, {"recipe": {"model": "mixtral", "layers": 1}, "stage": 2, "kind": "ssd"}),
     "4 ranks, updates during backward": (4, {"recipe": {"clip": None, "announced": True}}),
     "4 ranks, a device of its own": (4, {"recipe": {"clip": 0.5}, "kind": "both-on-device"}),
 }

@@ -50,7 +50,8 @@ def world_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("world_of_eight")
 @pytest.mark.parametrize(
-    ("ranks", "message"), [(3, "3 ranks do not divide 8 ranks"), (8, "8 ranks cannot .* it has 4 attention heads")]
+    ("ranks", "message"),
+    [(3, "3 ranks do not divide 8 ranks"), (8, "8 ranks cannot .* 8 does not divide its 4 attention heads")],
 )
 def test_what_ranks_cannot_divide_is_refused(ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -14,10 +14,10 @@ FACTORS = {"x": 30.0, ".": 1e-3, "o": 1e9}
 """By what a step's losses are multiplied: its gradients are then clipped, are not, or overflow in fp16."""
 CASES: tuple[tuple[int, str, dict[str, Any]], ...] = (
     (2, "..x.xx.", {"stage": 3, "kind": "ssd"}),
-    (2, "..x.xx.", {"stage": 2, "kind": "moments-ssd"}),
     (2, "..x.", {"stage": 1, "kind": "arena"}),
 )
 SLOW_CASES: tuple[tuple[int, str, dict[str, Any]], ...] = (
+    (2, "..x.xx.", {"stage": 2, "kind": "moments-ssd"}),
     (4, ".x..", {"stage": 3, "kind": "ssd"}),
     (2, "..x.", {"stage": 3, "kind": "arena-ssd"}),
     (2, "..x.", {"stage": 1, "kind": "ssd"}),
@@ -122,7 +122,7 @@ def test_a_rank_that_has_no_batch_lets_others_guess(kind: str, ranks: RankServer
 def test_an_overflow_on_ranks_undoes_what_was_guessed(
     count: int, stage: int, kind: str, clip: float | None, ranks: RankServer, tmp_path: Path
 ) -> None:
-    pattern, recipe = ".o..o.", {"model": "llama", "precision": "fp16", "clip": clip}
+    pattern, recipe = ".o..", {"model": "llama", "precision": "fp16", "clip": clip}
     settings = {"recipe": recipe, "factors": factors(pattern), "stage": stage}
     expected = ranks.run("train", count, tmp_path / "expected", guesses=False, **settings)
     results = ranks.run("train", count, tmp_path / "found", guesses=True, kind=kind, **settings)

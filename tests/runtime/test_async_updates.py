@@ -299,6 +299,34 @@ def test_evaluations_read_the_weights_of_the_next_step_and_change_no_bit(
     outcomes[0].assert_same_bits(outcomes[1])
 
 
+@each_once(placement=[HOST_WEIGHTS, ALL_ON_SSD, BOTH], bound=[1, 2, 3], predict=[False, True])
+def test_states_are_read_with_every_step_and_that_changes_no_bit(
+    placement: str, bound: int, predict: bool, tmp_path: Path, wrap: Wrap
+) -> None:
+    recipe, outcomes, seen = Recipe("plain"), [], []
+    for looks in (False, True):
+        directory = tmp_path / str(looks)
+        directory.mkdir()
+        memory = memory_of(recipe, placement, directory, bound, predict)
+        model, optimizer = wrap(recipe.build(), memory, update=lagging(bound, predict))
+        generator, losses = seeded(), []
+        for _ in range(STEPS):
+            losses += steps(model, optimizer, generator)
+            if looks:
+                seen.append((model.state_dict(), optimizer.state_dict()["state"]))
+                with pagoda.gathered(model):
+                    assert torch.equal(next(model.parameters()), next(iter(seen[-1][0].values())))
+        assert {unit.max for unit in optimizer.stats.staleness.values()} == {bound}
+        outcomes.append(state_of(model, optimizer))
+        outcomes[-1].losses = losses
+    outcomes[0].assert_same_bits(outcomes[1])
+    model, optimizer = wrap(recipe.build(), RESIDENT, update=lagging(bound, predict))
+    steps(model, optimizer, seeded(), STEPS - 1)
+    optimizer.drain()
+    zoo.assert_equal(seen[-2][0], model.state_dict())
+    zoo.assert_equal(seen[-2][1], optimizer.state_dict()["state"])
+
+
 def test_a_graph_older_than_the_published_weights_is_refused(wrap: Wrap) -> None:
     model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update="async")
     generator = seeded()
@@ -340,6 +368,29 @@ def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_tha
     optimizer.load_checkpoint(tmp_path / "start")  # replaces what lags
     zoo.assert_equal(model.state_dict(), start)
     assert steps(model, optimizer, seeded()) == losses[:1]
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_after_a_checkpoint_steps_read_what_they_would_after_a_drain(predict: bool, tmp_path: Path, wrap: Wrap) -> None:
+    """The next step reads every update, and later ones lag as in a new run."""
+    outcomes = []
+    for between in ("nothing", "drain", "checkpoint"):
+        model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update=lagging(2, predict))
+        generator = seeded()
+        losses = steps(model, optimizer, generator, 3)
+        if between == "drain":
+            optimizer.drain()
+        elif between == "checkpoint":
+            optimizer.save_checkpoint(tmp_path / "saved")
+        lags = []
+        for _ in range(3):
+            losses += steps(model, optimizer, generator)
+            lags.append({unit.last for unit in optimizer.stats.staleness.values()})
+        assert (lags == [{0}, {1}, {1, 2}]) == (between != "nothing")
+        outcomes.append(state_of(model, optimizer))
+        outcomes[-1].losses = losses
+    outcomes[1].assert_same_bits(outcomes[2])
+    assert outcomes[0].losses != outcomes[1].losses
 
 
 def test_a_modified_parameter_is_read_by_the_next_forward_and_kept_by_the_next_update(wrap: Wrap) -> None:

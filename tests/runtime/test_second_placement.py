@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from zoo import PAGE, RESIDENT, Outcome, Recipe, batch, least, loss_of, losses_of, train
 
 import pagoda
@@ -70,8 +71,7 @@ def watched(recipe: Recipe, said: dict[int, str], each: Callable[[int, Any, Any]
     return loop
 
 
-@pytest.mark.parametrize("drive", [False, True])
-@pytest.mark.parametrize("recipe", [*RECIPES])
+@each_once(recipe=[*RECIPES], drive=[False, True])
 def test_what_steps_leave_of_the_device_becomes_home_to_states(recipe: str, drive: bool, tmp_path: Path) -> None:
     made, said = RECIPES[recipe], {}
     host = least(made, "all-on-ssd", tmp_path, unit_limit="64KiB").host_bytes * 2 if drive else "64MiB"

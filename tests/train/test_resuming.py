@@ -170,10 +170,13 @@ def test_with_asynchronous_updates_when_the_run_saves_cannot_change(config: Trai
     lagging = replace(config, update="async")
     assert replace(other, update="async").differing(lagging, "the run") == ["--checkpoint-every 1 (the run has 2)"]
     assert not replace(lagging, sample_every=1, eval_every=5, keep_checkpoints=1).differing(lagging, "the run")
+    best = replace(lagging, eval_share=0.2, eval_every=4)
+    assert replace(best, eval_every=5).differing(best, "the run") == ["--eval-every 5 (the run has 4)"]
+    assert not replace(best, eval_every=5, keep_best=False).differing(replace(best, keep_best=False), "the run")
 
 
 def test_the_last_evaluation_of_an_asynchronous_run_is_of_the_weights_that_it_saves(tmp_path: Path) -> None:
-    config = replace(config_in(tmp_path), update="async", max_staleness=2, eval_share=0.2, eval_every=4)
+    config = replace(config_in(tmp_path), update="async", max_staleness=2, predict=True, eval_share=0.2, eval_every=4)
     trained(config)
     evals = RunDir(config.out).evals
     *before, last = read_metrics(evals)

@@ -135,8 +135,16 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     turns: {
         "what a step reads is shown before its turn": (
-            "            if most:\n                self._show(unit)",
-            "            if not most:\n                self._show(unit)",
+            "            if most and (self._turn == 1",
+            "            if not most and (self._turn == 1",
+        ),
+        "what is drained in the middle of a step is shown too late": (
+            "if most and (self._turn == 1 or",
+            "if most and (False or",
+        ),
+        "a look from outside changes what steps read": (
+            "(self._turn - 1 + unit) % most == 0",
+            "True",
         ),
         "units do not take turns": (
             "(self._turn + unit) % most",

@@ -614,7 +614,7 @@ class ReadAhead(Observer):
     def access(self, *_: Any, **__: Any) -> None:
         self.at_rest = False
 
-    def drain(self, draining: bool) -> None:
+    def drain(self, draining: bool, show: bool = True) -> None:
         if draining:
             self.at_rest = True
             self.ahead.clear()

@@ -468,6 +468,17 @@ class Program:
         finally:
             self.evaluating = before
 
+    def look(self) -> None:
+        """The program reads weights as the last step left them. Steps read what they would without that."""
+        layer = self.rng.randrange(len(self.truths))
+        slot = self.rng.randrange(len(self.rules.sizes[layer]))
+        self.note("look", layer, slot)
+        self.let_go()
+        param, value = [*self.model.layer(layer).parameters()][slot], self.truths[layer].newest[slot]
+        with pagoda.gathered([param]):
+            wanted = stored_weight(value.weight, self.rules.precision)
+            require(bool((param.data.float() == wanted).all()), f"layer {layer} is {_some(param.data)}, not {wanted}")
+
     def overwrite(self) -> None:
         """The program writes weights."""
         layer = self.rng.randrange(len(self.truths))
@@ -607,6 +618,8 @@ class Program:
             self.evaluate()
         elif roll < 0.32:
             self.overwrite()
+        elif roll > 0.92 and self.rules.mode == "asynchronous":
+            self.look()
         elif roll < 0.4 and self.saved is not None:
             self.end_checkpoint()
             self.load()

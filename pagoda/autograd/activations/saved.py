@@ -163,10 +163,10 @@ Check = Callable[[], None]
 
 
 def unchanged(tensor: torch.Tensor, block: str | None = None) -> Check:
-    """A function that raises RuntimeError if a tensor was changed in place after this call. It does not keep the
-    tensor's memory. `block`: the recomputed block whose input the tensor is."""
+    """A function that raises RuntimeError if a tensor was changed in place after this call. It does not keep the memory
+    of a strided, COO or CSR tensor. `block`: the recomputed block whose input the tensor is."""
     version, shape = tensor._version, tuple(tensor.shape)
-    counter = tensor.detach()  # shares the tensor's version counter, and then not its storage
+    counter = tensor.detach()  # shares the tensor's version counter, and below, not its storage
     if tensor.layout is torch.strided:
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     elif tensor.is_sparse or tensor.is_sparse_csr:
