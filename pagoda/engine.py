@@ -157,8 +157,8 @@ class Engine:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def step(self, late: bool = True) -> None:
-        """Queue every update whose gradients have arrived. Updates run ahead of the next forward. `late`: whether
-        asynchronous updates do not end before it."""
+        """Queue every update whose gradients have arrived. Updates run ahead of the next forward. `late`: whether that
+        forward may begin before asynchronous updates have ended."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         with self.accesses.turn, as_plain():  # it asks each parameter for its gradient

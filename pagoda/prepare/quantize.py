@@ -39,8 +39,8 @@ def quantize_layers(model: nn.Module, bits: str, dtype: torch.dtype, device: tor
     weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that
     wait are read layer by layer. Layers that bitsandbytes has in 4 bits in their files stay as they are.
 
-    peft's adapters of such layers are of other classes, so this comes before them. Returns the number of weights that
-    were quantized. Raises ConfigError if there are none.
+    Call it before peft adds adapters, whose classes depend on the layers'. Returns the number of weights that were
+    quantized. Raises ConfigError if there are none.
     """
     package, make = package_of(bits), {"4bit": _in_4_bits, "8bit": _in_8_bits}[bits]
     layers = linear_layers(model)

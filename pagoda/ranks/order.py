@@ -30,7 +30,7 @@ class CollectiveKind(IntEnum):
     FAIL = 6
     """Stop all ranks: something has failed on this rank."""
     AWAY = 7
-    """Nothing: the rank's compute is elsewhere, and the others may go on without it if they want weights."""
+    """The rank wants nothing: its compute is elsewhere. The others may get weights without it."""
 
 
 _SERVED = (CollectiveKind.REDUCE, CollectiveKind.SHARE)

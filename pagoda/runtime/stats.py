@@ -52,8 +52,9 @@ class StepStats:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """tier -> most bytes in use since `wrap()`."""
     accesses: AccessCounts = field(default_factory=dict)
-    """Accesses to units by where their weights come from and what was found: see `schedule/served.py`. On a GPU, the
-    thread that asks is ahead of the GPU's compute, so some of the late weights arrive in time."""
+    """Where weights come from (a tier, or "ranks") -> how often an access found them there (`hit`), on their way
+    (`late`) or neither (`fault`), and the seconds that the thread waited (`late_s`, `fault_s`). On a GPU, this thread
+    is ahead of compute, so some of the late weights arrive in time."""
     replanned: bool = False
     """True if this step changed the plan, because the model was used in another order than planned."""
     moved: str | None = None
