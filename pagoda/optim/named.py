@@ -1,8 +1,7 @@
 """Rules by name, as on the command line."""
 
 import ast
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +20,7 @@ from pagoda.optim.sgd import SGD
 from pagoda.optim.sign_sgd import SignSGD
 from pagoda.optim.torch_optimizer import Optim
 
-RULES: Mapping[str, Callable[..., Rule]] = {
+RULES: Mapping[str, type[Rule]] = {
     "adamw": AdamW,
     "adam": Adam,
     "sgd": SGD,
@@ -49,8 +48,8 @@ def rule_named(name: str, settings: Mapping[str, Any]) -> Rule:
     """
     if name in RULES:
         kind = RULES[name]
-        known = inspect.signature(kind).parameters
-        unknown = sorted(settings.keys() - known.keys())
+        known = kind.setting_names()
+        unknown = sorted(settings.keys() - known)
         if unknown:
             raise ConfigError(f"--optimizer {name} has no {', '.join(unknown)}: it has {', '.join(known)}")
         return kind(**settings)

@@ -187,10 +187,14 @@ class Rule(ABC):
     def own_states(self) -> tuple[StateSpec, ...]:
         """States in addition to the weights. They are zero for a new parameter."""
 
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        """The settings that users give, in their order."""
+        return [setting.name for setting in fields(cls) if "internal" not in setting.metadata]
+
     def defaults(self) -> dict[str, Any]:
         """Per-group settings for ``torch.optim.Optimizer``; users and schedulers change them in ``param_groups``."""
-        fixed = (*self.fixed, "ahead")
-        return {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name not in fixed}
+        return {name: getattr(self, name) for name in self.setting_names() if name not in self.fixed}
 
     def with_group(self, group: Mapping[str, Any]) -> Self:
         """The rule with the present settings of a torch ``param_groups`` entry.
@@ -265,7 +269,7 @@ class ElementwiseRule(Rule):
     `kernel_name`.
     """
 
-    ahead: float | None = field(default=None, kw_only=True)
+    ahead: float | None = field(default=None, kw_only=True, metadata={"internal": True})
     """Number of steps by which weights are predicted, as `Updates(predict=True)` sets it. None: weights are the master,
     rounded."""
 

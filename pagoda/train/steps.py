@@ -305,7 +305,7 @@ class Steps:
         lines = [
             f"Steps {result.first_step} to {result.last_step}: loss {result.first_loss:.4f} ->"
             f" {result.final_loss:.4f}, {result.tokens_per_s:,.0f} tokens/s. Metrics: {self._run_dir.metrics}",
-            f"Weights: {summary(result.accesses)}.",
+            f"Fetching: weights were {summary(result.accesses)}.",
         ]
         if self._config.trace is not None and result.last_step >= result.first_step + self._config.trace_step - 1:
             lines.append(f"Trace: {self._config.trace}")

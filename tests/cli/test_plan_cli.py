@@ -96,7 +96,7 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
         ),
         (
             ("--model", "mixtral-15m", "--hardware", "h100x8", "--sequence-parallel", "2"),
-            "experts whose load each rank",
+            "each rank would balance its experts",
         ),
         (("--model", "gpt2", "--hardware", "rtx4090", "--search-degrees", "tensor"), "there is only one rank"),
         (
