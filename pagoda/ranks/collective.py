@@ -159,12 +159,6 @@ class Collectives:
         self.on_all_ranks(what, lambda: None)
         self._begin(None)
 
-    def stand_by(self, number: int) -> None:
-        """Take part in an announcement in which other ranks wait for weights, if this rank's compute has nothing to
-        announce. Any thread may call it."""
-        if not self._left:
-            self.lane.submit(lambda: self.order.stand_by(number, lambda: self.lane.has_queued))
-
     def close(self) -> None:
         """Tell the others that this rank leaves, and join the thread."""
         if not self._left:

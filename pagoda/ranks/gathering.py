@@ -58,10 +58,7 @@ class Gathering:
         """Elements of a message."""
         collectives.take_part |= {CollectiveKind.GATHER: self._give, CollectiveKind.SHARE: self._share_unasked}
         shards_weights = collectives.mesh.ranks.shards_weights
-        self._service: Service | None = None
-        if shards_weights:
-            self._service = Service(collectives.transport, self._answer, collectives.stand_by)
-            collectives.order.call_others = self._service.call_others
+        self._service = Service(collectives.transport, self._answer) if shards_weights else None
 
     def take_memory(self, landing: torch.Tensor | None) -> None:
         """Take the memory that the plan has for weights of other ranks. Those that only others want go to

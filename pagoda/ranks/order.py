@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import partial
 
 from pagoda.errors import RankError, UsageError
 from pagoda.ranks.transport import Transport
@@ -29,15 +28,12 @@ class CollectiveKind(IntEnum):
     """Leave: the rank has closed its optimizer."""
     FAIL = 6
     """Stop all ranks: something has failed on this rank."""
-    AWAY = 7
-    """The rank wants nothing: its compute is elsewhere. The others may get weights without it."""
 
 
 _SERVED = (CollectiveKind.REDUCE, CollectiveKind.SHARE)
 """A rank that waits for anything takes part in these without wanting them."""
-_FIRST = ((CollectiveKind.GATHER,), (CollectiveKind.AWAY,), (CollectiveKind.BEGIN,), _SERVED)
-"""The kinds that come first, in this order. They let ranks that are behind catch up with the others. If a rank is away,
-only weights can be had without it, so that no gradient depends on timing."""
+_FIRST = ((CollectiveKind.GATHER,), (CollectiveKind.BEGIN,), _SERVED)
+"""The kinds that come first, in this order. They let ranks that are behind catch up with the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +91,8 @@ class CollectiveOrder:
     first: together if all want the same weights, otherwise each separately. BEGIN comes next, and then a collective in
     which ranks that do not want it can take part, of the last unit first. They do so, and announce again what they
     want. So ranks may want things in any order, and none waits forever: a rank that announces nothing is computing or
-    in a collective. If that is a collective of the user's program, such as a mean of metrics, it may wait for a rank
-    that waits here for weights. So a rank that waits for weights calls the others, and those whose compute announces
-    nothing are AWAY: their services give the weights. Backward has the gradients of the last unit first. So ranks with
-    other experts still reduce each unit once, with all gradients of a backward.
+    in a collective. Backward has the gradients of the last unit first. So ranks with other experts still reduce each
+    unit once, with all gradients of a backward.
 
     *The end.* A rank on which something has failed takes part in the rest of its list, so that no rank waits for it,
     and then announces the failure. Once a rank has failed or left, all others raise RankError at their next
@@ -139,11 +133,6 @@ class CollectiveOrder:
         """Whether something has failed here, so that other ranks cannot use this rank's data."""
         self._stops = False
         """Whether to stop the others at the next announcement."""
-        self.call_others: Callable[[int], None] | None = None
-        """Tells the other ranks that this one waits for them in the announcement with this number. None if no rank can
-        give weights by itself."""
-        self._announced = 0
-        """The number of announcements so far, which is the same on all ranks."""
         self.asked = 0
         """The number of units that this rank had to request by itself, because the list does not have them."""
         self.served = 0
@@ -172,15 +161,6 @@ class CollectiveOrder:
         elif self._wanted is not None and not self._claim(call):
             self._pass_over_rest()
         self._settle(call)
-
-    def stand_by(self, number: int, is_wanted: Callable[[], bool]) -> None:
-        """Take part in the announcement with this number, if this rank has not, and in those that follow, while others
-        want weights and compute wants nothing: `is_wanted` says whether it does."""
-        if self._list or self._broken is not None or self._announced >= number:
-            return
-        calls: Sequence[Call] = ()
-        while not is_wanted() and (not calls or any(call.kind is CollectiveKind.GATHER for call in calls)):
-            calls = self._settle(Call(CollectiveKind.AWAY))
 
     def leave(self, whole: bool) -> None:
         """End the part: take part in the rest of its list. If the part was `whole`, remember its list."""
@@ -286,11 +266,9 @@ class CollectiveOrder:
             raise self._broken
         try:
             while True:
-                calls = self._announce(call)
+                calls = self._transport.announce(call)
                 chosen = self._choose(call, calls)
                 if chosen.is_with(call) or chosen.kind is call.kind is CollectiveKind.GATHER:
-                    return calls
-                if call.kind is CollectiveKind.AWAY:
                     return calls
                 if chosen.kind in _SERVED:
                     self.served += 1
@@ -299,13 +277,6 @@ class CollectiveOrder:
         except BaseException as error:
             self._broken = error
             raise
-
-    def _announce(self, call: Call) -> Sequence[Call]:
-        """Every rank's call, by rank."""
-        self._announced += 1
-        if call.kind is not CollectiveKind.GATHER or self.call_others is None:
-            return self._transport.announce(call)
-        return self._transport.announce(call, partial(self.call_others, self._announced))
 
     def _choose(self, mine: Call, calls: Sequence[Call]) -> Call:
         """The call that is next."""

@@ -15,8 +15,8 @@ from pagoda.ranks.transport import Transport, new_groups
 _EVER = timedelta(days=365)
 _REQUEST, _ANSWER = range(2)
 """The tags of messages."""
-_STOP, _LATE = -1, -2
-"""Sent in place of a unit: to end the thread, and to ask a rank to stand by."""
+_STOP = -1
+"""Sent in place of a unit to end the thread."""
 _CLOSE_S = 2.0
 """Seconds that a rank waits for its thread when it closes."""
 
@@ -29,12 +29,10 @@ class Service:
     """Answers the other ranks on a separate thread and in a separate process group, independently of all other work. So
     another rank gets its answer even while this rank's other work waits for that rank."""
 
-    def __init__(self, transport: Transport, answer: Answer, stand_by: Callable[[int], None]) -> None:
-        """Every rank must create its service at the same point. `stand_by` is called, on the service's thread, with
-        the number of an announcement in which another rank waits for this one. It must not wait."""
+    def __init__(self, transport: Transport, answer: Answer) -> None:
+        """Every rank must create its service at the same point."""
         self._transport = transport
         self._answer = answer
-        self._stand_by = stand_by
         (self._group,) = new_groups(transport.world, [range(transport.size)], backend="gloo", timeout=_EVER)
         self._thread = start_thread(self._run, "pagoda-service")
 
@@ -53,12 +51,6 @@ class Service:
             raise self._transport.lost(rank, error) from error
         if refusals:
             raise RankError(refusals[0])
-
-    def call_others(self, number: int) -> None:
-        """Tell all other ranks that this rank waits for them in an announcement. The thread that asks calls it."""
-        for rank in range(self._transport.size):
-            if rank != self._transport.rank:
-                self._send(torch.tensor([_LATE, number]), rank, _REQUEST)
 
     def close(self) -> None:
         """Stop answering. All ranks close at the same point, and each ends the thread of the next rank. If a rank
@@ -97,10 +89,7 @@ class Service:
                 unit, version = request.tolist()
                 if unit == _STOP:
                     return
-                if unit == _LATE:
-                    self._stand_by(version)
-                else:
-                    self._reply(dist.get_group_rank(self._group, number), unit, version)
+                self._reply(dist.get_group_rank(self._group, number), unit, version)
 
     def _reply(self, asking: int, unit: int, version: int) -> None:
         """Answer a request. Before each message and after the last one, send the length of a refusal: 0 means

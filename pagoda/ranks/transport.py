@@ -24,8 +24,6 @@ _SECONDS_TO_DIE = 2.0
 """Seconds for which a process may seem alive after its connections have closed."""
 _SECONDS_TO_LOOK = 1.0
 """Seconds after which a rank that waits looks whether the others are still alive."""
-_PATIENCE_S = 0.2
-"""Seconds for which a rank waits for the others before it asks them to stand by."""
 _LENGTH_BYTES, _SHORT_BYTES = 8, 504
 """The sizes of an announcement's length field and of its data in the first message. The rest of a longer one
 follows."""
@@ -78,14 +76,14 @@ class Transport:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             torch.cuda.current_stream(device).synchronize()
 
-    def announce(self, value: T, late: Callable[[], None] | None = None) -> list[T]:
-        """Every rank's value, by rank. Values must be picklable. Calls `late` if the others do not come soon."""
+    def announce(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Values must be picklable."""
         data = pickle.dumps(value)
         head = (len(data).to_bytes(_LENGTH_BYTES) + data[:_SHORT_BYTES]).ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0")
         given = torch.frombuffer(bytearray(head * self.size), dtype=torch.uint8)
         found = torch.empty_like(given)
         # gloo's all-to-all takes less than half the time of its all-gather, and a third of the time of sends.
-        self.run(lambda: [dist.all_to_all_single(found, given, group=self._group, async_op=True)], late=late)
+        self.run(lambda: [dist.all_to_all_single(found, given, group=self._group, async_op=True)])
         by_rank = [row.numpy().tobytes() for row in found.view(self.size, -1)]
         longest = max(int.from_bytes(row[:_LENGTH_BYTES]) for row in by_rank)
         if longest > _SHORT_BYTES:
@@ -111,18 +109,13 @@ class Transport:
         if parcels:
             self.run(travel, parcels[0][2])
 
-    def run(
-        self,
-        begin: Callable[[], Iterable[Any]],
-        tensor: torch.Tensor | None = None,
-        late: Callable[[], None] | None = None,
-    ) -> None:
+    def run(self, begin: Callable[[], Iterable[Any]], tensor: torch.Tensor | None = None) -> None:
         """Run a collective of all ranks or some. Returns when it has ended. `begin` begins it and returns what to wait
-        for. `tensor` is one of its tensors. Calls `late` if it has not ended soon and is in RAM."""
+        for. `tensor` is one of its tensors."""
         try:
             if tensor is None or not tensor.is_cuda:
                 for work in begin():
-                    self._await(work, late)
+                    self._await(work)
                 return
             for work in begin():  # without a limit, after which NCCL would end the whole group
                 work.wait()
@@ -130,21 +123,17 @@ class Transport:
         except RuntimeError as error:
             raise self.lost(None, error) from error
 
-    def _await(self, work: Any, late: Callable[[], None] | None) -> None:
+    def _await(self, work: Any) -> None:
         """Wait for a part of a collective in RAM, and look in between whether the other ranks still live: on a busy
         machine, gloo was seen to wait for a rank that had ended, once in 60 times."""
         gone: list[int] = []
         while True:
             try:
-                work.wait(timedelta(seconds=_SECONDS_TO_LOOK if late is None else _PATIENCE_S))
+                work.wait(timedelta(seconds=_SECONDS_TO_LOOK))
                 return
             except RuntimeError:
                 if work.is_completed() or gone:
                     raise
-            if late is not None:
-                late()
-                late = None
-                continue
             gone = self._dead()  # what a rank sent before it ended may still arrive
 
     def _dead(self) -> list[int]:

@@ -237,11 +237,6 @@ class Lane:
             ready(None)
         return handle
 
-    @property
-    def has_queued(self) -> bool:
-        """Whether work is ready that no thread has begun."""
-        return not self._queue.empty()
-
     def count(self, nbytes: int) -> None:
         """Count bytes for this lane that moved as part of another lane's work."""
         with self._lock:

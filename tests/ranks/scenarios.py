@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from torch import nn
@@ -639,7 +638,7 @@ def ask_services(out: Path) -> dict[str, Any]:
             raise ZeroDivisionError("a fault")
         yield torch.full((1000,), float(100 * transport.rank + 10 * unit + version))
 
-    service = Service(transport, answer, lambda _: None)
+    service = Service(transport, answer)
     errors, found = [], [torch.zeros(1000) for _ in range(2)]
     if transport.rank == 0:
         targets = [(rank, [torch.zeros(1000)]) for rank in (1, 2)]
@@ -694,23 +693,6 @@ class Halves(nn.Module):
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         x = self.first(x)
         return (self.second(x) if both else x).sum()
-
-
-def metrics_in_steps(out: Path, stage: int) -> Any:
-    """The weights after steps in which only the first rank uses the second layer, and ranks add up their losses
-    between forward and backward and in an evaluation."""
-    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
-    mesh = pagoda.open_mesh(stage=stage)
-    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, mesh=mesh, precision="fp32")
-    rank = place()[0]
-    for _ in range(3):
-        loss = model(torch.ones(2, 8) + rank, both=rank == 0)
-        dist.all_reduce(loss.detach().clone())
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            dist.all_reduce(model(torch.ones(2, 8), both=rank == 0))
-    return joined(model.state_dict())
 
 
 def change_between_steps(out: Path, how: str) -> Any:

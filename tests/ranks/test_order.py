@@ -113,24 +113,6 @@ def reduces(*units: int) -> list[Event]:
 USUAL = [*gathers(0, 1, 2, 3), *reduces(3, 2, 1, 0)]
 
 
-def test_a_rank_that_is_away_gives_weights_and_is_waited_for_in_a_reduction() -> None:
-    said, together_here = Table(2), []
-    wires: list[Any] = [FakeWire(said, rank) for rank in range(2)]
-    here, away = (CollectiveOrder(wire, lambda *_: None, lambda _: (0, 1), lambda _: (0, 1), False) for wire in wires)
-
-    def compute() -> None:
-        together_here.append(here.come_to(Call(CollectiveKind.GATHER, 1), None))
-        together_here.append(here.come_to(Call(CollectiveKind.REDUCE, 1), None))
-
-    thread = threading.Thread(target=compute, daemon=True)
-    thread.start()
-    away.stand_by(1, lambda: False)
-    assert together_here == [False]
-    assert away.come_to(Call(CollectiveKind.REDUCE, 1), None)
-    thread.join(20)
-    assert together_here == [False, True]
-
-
 # --- with a list --------------------------------------------------------------------------------------------
 
 

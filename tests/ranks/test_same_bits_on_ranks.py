@@ -158,15 +158,6 @@ def test_ranks_that_do_different_things_take_part_in_what_others_need(
         assert any(result["served"] for result in results) == ("left_out" in DEPARTURES[name])
 
 
-def test_a_rank_waits_in_a_collective_of_the_program_for_one_that_needs_its_weights(
-    ranks: RankServer, tmp_path: Path
-) -> None:
-    """As trainers do that add up metrics within a step. In stage 2, no weights need another rank."""
-    expected = ranks.run("metrics_in_steps", 2, tmp_path / "2", stage=2)[0]
-    for weights in ranks.run("metrics_in_steps", 2, tmp_path / "3", stage=3):
-        assert_equal(weights, expected)
-
-
 @pytest.mark.parametrize("how", ["load", "drain"])
 def test_ranks_change_weights_between_steps_that_the_step_before_left_as_they_were(
     how: str, ranks: RankServer, tmp_path: Path

@@ -6,14 +6,11 @@ different ones, or with other sizes, they meet, and that is noticed.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
 from .threads import OverError, Thread, Threads, ViolationError
-
-_SHORT = timedelta(seconds=1)
 
 
 class _Message(NamedTuple):
@@ -25,21 +22,15 @@ class _Message(NamedTuple):
 class _Work:
     """What a collective returns."""
 
-    def __init__(self, finish: Callable[[], None], has_arrived: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
-        self._has_arrived = has_arrived
-        self._is_late = False
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """A short wait fails if not everything has arrived. A longer one ends when it has, or a rank is gone."""
-        self._is_late = timeout is not None and timeout < _SHORT and not self._has_arrived()
-        if self._is_late:
-            raise RuntimeError("late")
+    def wait(self, _timeout: object = None) -> None:
         self._finish()
 
     def is_completed(self) -> bool:
-        """After an error. If nothing is late, a rank is gone, and nothing more will arrive."""
-        return not self._is_late
+        """After an error: a rank is gone, so nothing more will arrive."""
+        return True
 
 
 class Group(NamedTuple):
@@ -191,12 +182,7 @@ class Network:
             for rank, part in zip(group.ranks, arriving, strict=True):
                 self._take(group, number, rank, what, part)
 
-        def has_arrived() -> bool:
-            self.threads.pause()
-            box = self._boxes[group.number, number, self.rank]
-            return {*group.ranks} <= {message.sender for message in box}
-
-        return _Work(take, has_arrived)
+        return _Work(take)
 
     def broadcast(self, tensor: torch.Tensor, group: Group, async_op: bool, group_src: int) -> _Work:
         number, source = self._next(group), group.ranks[group_src]
