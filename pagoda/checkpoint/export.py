@@ -25,7 +25,7 @@ from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import write_durably
 from pagoda.memory.identity import new_checkpoint_id
-from pagoda.optim.flat import join, rounded
+from pagoda.optim.flat import join, weights_of
 from pagoda.plan.layout import WEIGHT
 
 _OWN_NAMES = (
@@ -286,7 +286,7 @@ def _weights(weights: ModelTensors, name: str, dtype: torch.dtype) -> Read:
     weight, low, whole = (weights.tensors.get(state, {}).get(name) for state in OF_WEIGHTS)
     assert weight is not None
     if whole is not None:
-        convert = rounded if dtype is weight.dtype else torch.Tensor.to
+        convert = weights_of if dtype is weight.dtype else torch.Tensor.to
         return lambda start, count: convert(whole.read(start, count), dtype)
     if dtype is not torch.float32 or low is None:
         return lambda start, count: weight.read(start, count).to(dtype)

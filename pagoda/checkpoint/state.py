@@ -14,7 +14,7 @@ from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, ConfigError, UsageError
 from pagoda.mesh.dtensors import as_dtensor
 from pagoda.mesh.mesh import Mesh
-from pagoda.optim.flat import join, rounded, split
+from pagoda.optim.flat import join, split, weights_of
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import MASTER, Shape, StateSpec
 from pagoda.parameters.hidden import HOME
@@ -114,7 +114,7 @@ class ParameterState(NamedTuple):
     def read(self, state: str) -> torch.Tensor:
         """A copy of a state on the CPU, in the state's shape. Weights are never predicted ones."""
         if state == WEIGHT and MASTER in self.spans():
-            return rounded(self.read(MASTER), self.engine.store.dtype(WEIGHT))
+            return weights_of(self.read(MASTER), self.engine.store.dtype(WEIGHT))
         span = self.spans()[state]
         return self.engine.store.read(self.unit.index, state, span.first, span.count).view(span.shape)
 
@@ -122,7 +122,7 @@ class ParameterState(NamedTuple):
         """Like `read`, but piece by piece."""
         if state == WEIGHT and MASTER in self.spans():
             master, dtype = self.lazy(MASTER), self.engine.store.dtype(WEIGHT)
-            return LazyTensor(dtype, master.shape, lambda start, count: rounded(master.read(start, count), dtype))
+            return LazyTensor(dtype, master.shape, lambda start, count: weights_of(master.read(start, count), dtype))
         store, index, span = self.engine.store, self.unit.index, self.spans()[state]
         return LazyTensor(
             store.dtype(state), span.shape, lambda start, count: store.read(index, state, span.first + start, count)

@@ -53,7 +53,7 @@ def update(
     kernels.update_kernel(rule, precision, gradient.dtype)(*addresses, n, *rounding, *scalars)
 
 
-def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def weights_of(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The fp32 ``master`` in the dtype of weights, rounded as `split` does."""
     if dtype is torch.float32:
         return master

@@ -257,7 +257,7 @@ def hidden_class(kind: type) -> type:
 
 
 def _call_own(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    return Hidden.__torch_function__(method, (type(self),), (self, *args), kwargs)
+    return type(self).__torch_function__(method, (type(self),), (self, *args), kwargs)
 
 
 def hide(tensor: Tensor, name: str) -> Tensor:

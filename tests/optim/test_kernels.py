@@ -131,7 +131,7 @@ def test_predicted_weights_are_as_many_steps_ahead_and_the_masters_are_those_of_
         flat.update(rule, weights | own, grad, scalars, noise)
         flat.update(plain_rule, {"weight": master} | plain, grad, scalars, noise)
         assert same_bits(weights["master"], master)
-        assert same_bits(weights["weight"], flat.rounded(master - (before - master) * rule.ahead, dtype))
+        assert same_bits(weights["weight"], flat.weights_of(master - (before - master) * rule.ahead, dtype))
         assert_same_states(own, plain)
 
 

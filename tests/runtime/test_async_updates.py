@@ -20,7 +20,7 @@ import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.config.training import Precision
 from pagoda.engine import Engine
-from pagoda.optim.flat import rounded
+from pagoda.optim.flat import weights_of
 from pagoda.optim.rule import DTYPES
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
@@ -135,7 +135,7 @@ def test_whatever_the_timing_each_step_reads_the_weights_of_its_turn_and_each_gr
         for step in range(STEPS):
             masters, ahead = pagoda.trainable_state_dict(model), (bound + 1) / 2 if predict else 0
             predicted = {name: value - (before[name] - value) * ahead for name, value in masters.items()}
-            history.append({name: rounded(value, torch.bfloat16) for name, value in predicted.items()})
+            history.append({name: weights_of(value, torch.bfloat16) for name, value in predicted.items()})
             before = masters
             names = [(unit, unit.name(slot)) for unit in units for slot in range(len(unit.params))]
             with _shown(model, {name: history[read[unit.index][step]][name] for unit, name in names}):
@@ -183,7 +183,7 @@ def test_what_is_read_from_outside_is_never_predicted(precision: Precision, tmp_
     take(model, optimizer, 1)
     optimizer.save_checkpoint(tmp_path / "saved")
     masters = pagoda.trainable_state_dict(model)
-    true = {name: rounded(value, DTYPES[precision]) for name, value in masters.items()}
+    true = {name: weights_of(value, DTYPES[precision]) for name, value in masters.items()}
     seen = model.state_dict()
     zoo.assert_equal({name: seen[name] for name in true}, true)
     for name, param in model.named_parameters():
