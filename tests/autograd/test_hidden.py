@@ -8,9 +8,11 @@ from pairwise import each_once
 from runtime.conftest import Wrap
 from torch import nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 from zoo import PAGE, RESIDENT
 
 import pagoda
+from pagoda.parameters.hidden import as_plain, hide
 
 WIDTH = 16
 ARENA = pagoda.Memory(host="64MiB", device="cpu:8MiB", unit_limit="16KiB", page_size=PAGE)
@@ -141,3 +143,11 @@ def test_layers_in_tiles_refuse_what_asks_for_the_values_of_the_whole(wrap: Wrap
     assert weight.shape == (256, 64)
     with pytest.raises(pagoda.UsageError, match=r"gathered"):
         weight.abs()
+
+
+def test_a_hidden_tensor_of_a_class_with_its_own_dispatch_keeps_it() -> None:
+    """As quantized tensors of torchao have."""
+    hidden = hide(TwoTensor(torch.ones(2), torch.zeros(2)), "both")
+    with as_plain():
+        copy = hidden.detach()
+    assert torch.equal(copy.a, torch.ones(2))
