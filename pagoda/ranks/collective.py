@@ -133,6 +133,7 @@ class Collectives:
 
         `step` is given if a step ends with it, and says whether to expect the next one to be like it. On a device,
         `work` goes into compute's queue."""
+        self._device.computing()
         queue, part = self._device.as_compute(), self._come()
         call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.position)
         results: list[T] = []

@@ -129,7 +129,8 @@ class Device:
         """Let later work of compute wait for `event`. Called by the compute thread."""
 
     def as_compute(self) -> AbstractContextManager[object]:
-        """Called by the compute thread on behalf of another one. Work queued inside belongs to compute."""
+        """For any thread. Work queued inside goes into compute's queue, on the stream of the latest call of
+        `computing`."""
         return nullcontext()
 
     def beside_compute(self) -> AbstractContextManager[object]:
@@ -252,7 +253,7 @@ class CudaDevice(Device):
         self._behind(torch.cuda.current_stream(self.torch_device), event)
 
     def as_compute(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.current_stream(self.torch_device))
+        return torch.cuda.stream(self._compute)
 
     def beside_compute(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._ranks)

@@ -159,7 +159,8 @@ class Fetcher:
         del self._by_storage[lease.storage]
         assert lease.ready is not None
         if lease.ready.done:
-            self._region.part(operation.run).poison()
+            with self._device.as_compute():  # which may still read them, whichever thread this is
+                self._region.part(operation.run).poison()
         elif not lease.ready.issued:
             self._filling.append((operation.run, lease.ready))
         self._freed = self._device.fence()

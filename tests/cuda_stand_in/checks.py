@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from forked import ended, fork
-from runtime.test_cuda import BOTH, FEW, HOME, SSD, memory, on_gpu
+from runtime.test_cuda import BOTH, FEW, HOME, SSD, memory, on_gpu, train
 from torch import nn
 from zoo import VOCABULARY, Recipe, batch, loss_of
 
@@ -25,6 +25,7 @@ import pagoda
 from cuda_stand_in.collectives import install_collectives
 from cuda_stand_in.plugin import native
 from pagoda.memory import cuda
+from pagoda.runtime.driver import Driver
 from pagoda.runtime.store import Store
 
 pytestmark = pytest.mark.gpu
@@ -130,12 +131,13 @@ def trained(model: nn.Module, optimizer: Any, rank: int, size: int) -> dict[str,
 
 
 def be_rank(rank: int, port: int, stage: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    alone = trained(*divided(None), rank=0, size=1)
     place = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.update({name: str(value) for name, value in place.items()})
-    torch.set_num_threads(1)
     install_collectives(native)
-    alone, llama = trained(*divided(None), rank=0, size=1), trained(*divided(stage), rank=rank, size=RANKS)
+    llama = trained(*divided(stage), rank=rank, size=RANKS)
     (out / str(rank)).write_text(json.dumps([alone, llama, trained(*mixture(), rank=rank, size=RANKS)]))
 
 
@@ -150,6 +152,21 @@ def test_ranks_that_send_from_gpu_to_gpu_give_the_bits_of_one_without_a_race(sta
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
     assert [of_model["races"] for of_rank in found for of_model in of_rank] == [[]] * 3 * RANKS
     assert len({of_model["weights"] for alone, llama, _ in found for of_model in (alone, llama)}) == 1
+
+
+def test_operations_go_into_the_queues_of_the_device_whatever_stream_their_thread_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread for collectives is on one of its own, and it may be the one to give frames back."""
+    monkeypatch.setenv("PAGODA_POISON", "1")
+    process = Driver._process
+
+    def elsewhere(driver: Driver) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            process(driver)
+
+    monkeypatch.setattr(Driver, "_process", elsewhere)
+    train(Recipe("llama"), FEW, tmp_path)
 
 
 def test_threads_that_add_a_gradient_share_buffers_without_a_race() -> None:
