@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ os.environ["PAGODA_POISON"] = "1"
 os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"pagoda-tests-cache-{os.getuid()}")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS has other bits in each run
+# Otherwise every process that tests start would compile all modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 from pagoda.process import keep_freed_memory, spin_briefly
 
@@ -50,7 +54,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Garbage collection looks at what tests make alone, not at all that was imported; some tests call for it often."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
