@@ -19,12 +19,11 @@ os.environ["PAGODA_POISON"] = "1"
 os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"pagoda-tests-cache-{os.getuid()}")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS has other bits in each run
-# Otherwise every process that tests start would compile all modules again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 from pagoda.process import keep_freed_memory, spin_briefly
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process that tests start would compile all modules again
+sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: what imports make stays
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 keep_freed_memory()
