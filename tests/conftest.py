@@ -54,6 +54,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_finish() -> None:
     """Garbage collection looks at what tests make alone, not at all that was imported; some tests call for it often."""
     gc.freeze()
+    gc.set_threshold(20_000)  # a tenth of the time of tests went into garbage collection, which found next to nothing
     gc.enable()
 
 

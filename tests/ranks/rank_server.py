@@ -166,6 +166,7 @@ def serve(listener: socket.socket) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.set_threshold(20_000)  # as in the tests' own processes
     for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
         module._lazy_call = lambda *_, **__: None  # else every seed formats stack traces, which takes longest of all
     serve(socket.socket(fileno=int(sys.argv[1])))
