@@ -123,7 +123,7 @@ class Late(NamedTuple):
     turn: int = 0
     """The number of steps since the last drain."""
     lags: Sequence[int] = ()
-    """By unit, `Weights.lag`. Empty if no unit lags."""
+    """By unit, `Weights.lag`. Empty if updates are not asynchronous."""
 
 
 @dataclass(eq=False, slots=True)

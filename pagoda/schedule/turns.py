@@ -79,7 +79,7 @@ class Turns:
     def late(self) -> Late:
         """How late weights are, after `settle`."""
         lags = [weights.lag for weights in self._versions.of]
-        return Late(self._turn, lags if any(lags) else ())
+        return Late(self._turn, lags) if self._plan.max_staleness else Late()
 
     def _close(self, unit: int) -> None:
         """Start the update with all gradients that a unit has collected."""
