@@ -622,6 +622,10 @@ class Program:
         elif roll < 0.4 and self.saved is not None:
             self.end_checkpoint()
             self.load()
+        elif roll > 0.7 and self.rules.mode == "asynchronous":
+            self.end_checkpoint()
+            if self.saved is not None:
+                self.load()
 
     def finish(self) -> None:
         self.let_go()
