@@ -51,6 +51,7 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.schedule.operations import schedule_plan
+from pagoda.schedule.records import Late
 from pagoda.simulate.timeline import Timeline
 from pagoda.threads import Threads, end_dropped, give_back
 
@@ -281,9 +282,9 @@ class Engine:
         self.drain(show=False)
 
     @contextmanager
-    def replacing(self) -> Iterator[None]:
+    def replacing(self, late: Late) -> Iterator[None]:
         """Inside, all states are replaced, even if they are damaged. If that fails halfway, they are damaged
-        afterwards."""
+        afterwards. `late`: how late the new weights are."""
         self.accesses.check_open()
         self.check_not_gathered("optimizer.load_checkpoint()")
         self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
@@ -304,7 +305,7 @@ class Engine:
             self.damage.note(error)
             raise
         self.accesses.wait_until_idle()
-        self.accesses.tell(self.scheduler.restored)
+        self.accesses.tell(self.scheduler.restored, *late)
         self.damage.cause = None
 
     @contextmanager
@@ -330,13 +331,13 @@ class Engine:
     def prepare_capture(self) -> None:
         """Bring states to where the last `step()` leaves them, except for queued updates.
 
-        Asynchronous updates are drained. Only then is it known which of them belong to the last step, and where their
-        states are.
+        Asynchronous updates settle. Only then is it known which of them belong to the last step, and where their states
+        are.
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
         self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, "update")
         if self.plan.options.max_staleness is not None:
-            self.drain()
+            self.drain(show=False)
 
     def capture(
         self, pieces: Callable[[int], Iterator[CapturedPiece]], extents: Mapping[int, Mapping[str, PageRun]]
