@@ -98,8 +98,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         if self.num_processes != launched().size:
             raise ConfigError(
-                f"torchrun started {launched().size} processes, but Accelerate takes each for the only one: on CPUs, use "
-                "Accelerator(cpu=True) or set ACCELERATE_USE_CPU=1."
+                f"torchrun started {launched().size} processes, but Accelerate takes each for the only one: on CPUs, "
+                "use Accelerator(cpu=True) or set ACCELERATE_USE_CPU=1."
             )
         self.paging.check_device(self.device)
 
