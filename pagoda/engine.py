@@ -51,6 +51,7 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.schedule.operations import schedule_plan
+from pagoda.schedule.records import Late
 from pagoda.simulate.timeline import Timeline
 from pagoda.threads import Threads, end_dropped, give_back
 
@@ -185,9 +186,9 @@ class Engine:
         meter.end_step(self.store, self.stats.activation_bytes.kept)
         if self._step < second.after:
             return
-        needs = reduce(Needs.or_more, self._of_all_ranks("what steps have needed", meter.needs))
+        needs = reduce(Needs.or_more, self.of_all_ranks("what steps have needed", meter.needs))
         plan = second.plan(self.plan, needs)
-        if not all(self._of_all_ranks("the second placement", plan is not None and self.store.may_move)):
+        if not all(self.of_all_ranks("the second placement", plan is not None and self.store.may_move)):
             self._second = None
         elif self._step > second.after + _TRIES:
             _log.warning("States stay where they were: weights are held from step to step.")
@@ -207,7 +208,7 @@ class Engine:
         self.saver.settle()
         if self.leases.held:
             gc.collect()  # reference cycles may keep views of leases alive
-        return not any(self._of_all_ranks("whether weights are held", self.leases.held))
+        return not any(self.of_all_ranks("whether weights are held", self.leases.held))
 
     def _move(self, plan: Plan) -> bool:
         """Move states to their homes in another plan of the same units, on all ranks. Returns False, with states as
@@ -223,7 +224,7 @@ class Engine:
             except BudgetError as error:
                 _log.warning("States stay where they were: %s", error)
                 moved = False
-            if not all(self._of_all_ranks("whether states could move", moved)):
+            if not all(self.of_all_ranks("whether states could move", moved)):
                 plan, moved = self.plan, False
                 self.store.move(plan)
             self.plan = self.accesses.plan = plan
@@ -236,10 +237,12 @@ class Engine:
             self.damage.note(error)
             raise
         # No rank goes on before all have moved, because it may ask others for weights.
-        self._of_all_ranks("the end of moving states", None)
+        self.of_all_ranks("the end of moving states", None)
         return moved
 
-    def _of_all_ranks(self, what: str, mine: T) -> list[T]:
+    def of_all_ranks(self, what: str, mine: T) -> list[T]:
+        """Every rank's value. All ranks call this at the same point of their programs, which `what` describes: if some
+        are elsewhere, every rank raises UsageError."""
         return [mine] if self.rank_group is None else self.rank_group.announce(what, mine)
 
     def restart_clock(self) -> None:
@@ -279,9 +282,9 @@ class Engine:
         self.drain(show=False)
 
     @contextmanager
-    def replacing(self) -> Iterator[None]:
+    def replacing(self, late: Late) -> Iterator[None]:
         """Inside, all states are replaced, even if they are damaged. If that fails halfway, they are damaged
-        afterwards."""
+        afterwards. `late`: how late the new weights are."""
         self.accesses.check_open()
         self.check_not_gathered("optimizer.load_checkpoint()")
         self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
@@ -302,7 +305,7 @@ class Engine:
             self.damage.note(error)
             raise
         self.accesses.wait_until_idle()
-        self.accesses.tell(self.scheduler.restored)
+        self.accesses.tell(self.scheduler.restored, *late)
         self.damage.cause = None
 
     @contextmanager
@@ -328,13 +331,13 @@ class Engine:
     def prepare_capture(self) -> None:
         """Bring states to where the last `step()` leaves them, except for queued updates.
 
-        Asynchronous updates are drained. Only then is it known which of them belong to the last step, and where their
-        states are.
+        Asynchronous updates settle. Only then is it known which of them belong to the last step, and where their states
+        are.
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
         self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, "update")
         if self.plan.options.max_staleness is not None:
-            self.drain()
+            self.drain(show=False)
 
     def capture(
         self, pieces: Callable[[int], Iterator[CapturedPiece]], extents: Mapping[int, Mapping[str, PageRun]]

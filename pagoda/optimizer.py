@@ -356,9 +356,10 @@ class PagedOptimizer(torch.optim.Optimizer):
                 mine.update({key: value for key, value in saved.items() if key != "params"})
         return extra
 
-    def drain(self) -> None:
-        """Wait until all queued updates are done and written to their homes."""
-        self._engine.drain()
+    def drain(self, show: bool = True) -> None:
+        """Wait until all queued updates are done and written to their homes. `show`: the next step reads all of them,
+        even if updates are asynchronous. Otherwise it reads what it would have read."""
+        self._engine.drain(show)
 
     def close(self) -> None:
         """Drain, finish a checkpoint, stop the threads and free memory and SSD space.

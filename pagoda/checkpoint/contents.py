@@ -11,6 +11,7 @@ from pagoda.checkpoint.tensors import TensorSpec
 from pagoda.engine import Engine
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,15 @@ class Stored:
     """A parameter whose tensors are in a checkpoint."""
 
     states: dict[str, Shape]
-    """Name of each of its states -> shape of the state."""
+    """Name of each of its states -> shape of the state. WEIGHT_BACK is one of them while its weights lag."""
     position: Position
     """Where this part is in the whole parameter."""
     steps: int | None
     """Number of updates it has had. None if it is frozen."""
+    unit: int
+    """Number of its unit, which decides in which steps asynchronous updates come."""
+    lag: int
+    """Number of steps that the weights that steps read lack."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Contents:
     """Every parameter, or each of its parts if it is cut into parts."""
     members: list[list[str]]
     """For each param group, the names in `stored` of its parameters."""
+    turn: int
+    """Number of steps since asynchronous updates were drained."""
 
     @classmethod
     def of(cls, engine: Engine, groups: list[NamedGroup]) -> "Contents":
@@ -44,20 +51,30 @@ class Contents:
             _, unit, slot = parameter
             states = {name: span.shape for name, span in parameter.spans().items()}
             steps = unit.steps[slot] if slot < unit.trainable else None
-            here[parameter.stored_name] = Stored(states, parameter.position, steps)
-        mine = cls(here, [[names[name] for name in group["params"]] for group in groups])
+            lag = 0 if steps is None else engine.scheduler.weights(unit.index).lag
+            if lag:
+                states[WEIGHT_BACK] = states[WEIGHT]
+            here[parameter.stored_name] = Stored(states, parameter.position, steps, unit.index, lag)
+        mine = cls(here, [[names[name] for name in group["params"]] for group in groups], engine.scheduler.late.turn)
         said: list[Contents] = gather_from_all_stages(engine, "the contents of a checkpoint", mine)
         stored: dict[str, Stored] = {}
         for each in said:
             for name, one in each.stored.items():
                 stored.setdefault(name, one)
         by_group = zip(*(each.members for each in said), strict=True)
-        return cls(stored, [list(dict.fromkeys(chain(*names))) for names in by_group])
+        return cls(stored, [list(dict.fromkeys(chain(*names))) for names in by_group], said[0].turn)
 
     @property
     def steps(self) -> dict[str, int]:
         """Whole trainable parameter -> number of updates it has had."""
         return {one.position.whole: one.steps for one in self.stored.values() if one.steps is not None}
+
+    @property
+    def lags(self) -> dict[str, tuple[int, int]]:
+        """Trainable parameter in `stored` -> its unit and its lag. Empty if asynchronous updates were drained."""
+        if not self.turn and not any(one.lag for one in self.stored.values()):
+            return {}
+        return {name: (one.unit, one.lag) for name, one in self.stored.items() if one.steps is not None}
 
     def specs(self, state: StateSpec, but: Collection[str] = ()) -> list[TensorSpec]:
         """The tensors of one state, except those named in `but`."""

@@ -14,7 +14,7 @@ from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.memory.sizes import format_bytes
 from pagoda.parameters.unit import LiveUnit
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.plan.placement import SPARE, UNDO
 from pagoda.plan.tiers import SSD
 
@@ -34,7 +34,7 @@ class KeptPages:
     @classmethod
     def of(cls, engine: Engine, replaces: Sequence[Path]) -> "KeptPages":
         """What the next checkpoint can keep as pages. It will replace the checkpoints in `replaces`. All ranks call
-        this at the same point.
+        this at the same point, when asynchronous updates have settled.
 
         A state of a unit is kept if every rank that has elements of it has them on SSD, and has room to keep one more
         checkpoint's pages. So a tensor is either in pages or in a file, even if its homes differ between ranks.
@@ -43,6 +43,7 @@ class KeptPages:
             return cls({}, {})
         paged = {unit.index: paged_unit(engine, unit) for unit in engine.units}
         stage, room = engine.links.mesh.pipeline_stage, _has_room(engine, replaces)
+        lags = [engine.scheduler.weights(unit.index).lag for unit in engine.units]
         mine = [
             (
                 (stage, unit.index),
@@ -52,7 +53,8 @@ class KeptPages:
                 any(map(len, engine.store.shards.held(unit.spec, state.name))),
             )
             for unit in engine.units
-            for state in engine.plan.layout.states
+            for state in engine.plan.saved_states
+            if state.name != WEIGHT_BACK or lags[unit.index]
         ]
         said = gather_from_all_stages(engine, "what a checkpoint keeps on SSD", mine)
         of_all = [*chain.from_iterable(said)]
@@ -73,7 +75,7 @@ class KeptPages:
 
 def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
     """A unit's layout, and its states whose home is SSD."""
-    store, states = engine.store, engine.plan.layout.states
+    store, states = engine.store, engine.plan.saved_states
     held = [(ParameterState(engine, unit, slot), placed.offset) for slot, placed in enumerate(unit.spec.slots)]
     layout = {
         "parameters": [[p.stored_name, offset, list(p.spec.shape), p.spec.trainable] for p, offset in held],

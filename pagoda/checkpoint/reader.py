@@ -1,7 +1,7 @@
 """Reads a checkpoint: its manifest, and its tensors from wherever they are stored."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
 from math import prod
@@ -17,13 +17,16 @@ from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks
 from pagoda.errors import CheckpointError
 from pagoda.memory.forms import FormError, check
 from pagoda.memory.identity import CHECKPOINT_ID, MANIFEST
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 
 TILES = "tiles"
 """In a manifest: whole parameter -> its shape, and the names of its stored parts in order."""
 SHARDS = "shards"
 """In a manifest: whole parameter -> its shape, the dimension along which tensor-parallel ranks divided it, and the
 names of its stored parts in order."""
+LATE = "late"
+"""In a manifest, unless asynchronous updates were drained: their `max_staleness`, their `turn`, and `parameters`, the
+unit and the lag of each trainable parameter, by stored name. WEIGHT_BACK then has the weights that steps read."""
 BUFFERS = "buffers"
 """The model's persistent buffers, which a checkpoint has in addition to its states."""
 _CUT = {"shape": [int], "parts": [str]}
@@ -43,6 +46,7 @@ _OPTIONAL_FORM = {
     TILES: {str: _CUT},
     SHARDS: {str: {**_CUT, "dim": int}},
     PAGED: PAGED_FORM,
+    LATE: {"max_staleness": int, "turn": int, "parameters": {str: (int, int)}},
     "loss_scale": dict,
 }
 
@@ -84,6 +88,10 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
                     found = self.tensors[state] | tensors
                     names = sorted(found, key=lambda name: order.get(name, len(order)))
                     self.tensors[state] = {name: found[name] for name in names}
+            for name in self.lags:  # weights that do not lag are stored once
+                if name not in self.tensors[WEIGHT]:
+                    raise self._damaged(f"{name!r} lags, but has no weights")
+                self.tensors[WEIGHT_BACK].setdefault(name, self.tensors[WEIGHT][name])
             for whole, cut in self._cuts.items():
                 self._join(whole, cut["shape"], cut.get("dim", 0), cut["parts"])
             held = [state for state in self.manifest["states"] if self.tensors[state] or state == WEIGHT]
@@ -98,6 +106,12 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
     def parts(self, name: str) -> list[str]:
         """The names under which a parameter is stored."""
         return list(self._cuts[name]["parts"]) if name in self._cuts else [name]
+
+    @property
+    def lags(self) -> Mapping[str, tuple[int, int]]:
+        """Stored name of a trainable parameter -> its unit and its lag. Empty if asynchronous updates were drained."""
+        found: Mapping[str, tuple[int, int]] = self.manifest.get(LATE, {}).get("parameters", {})
+        return found
 
     def division(self, name: str) -> tuple[int, int]:
         """The dimension along which tensor-parallel ranks divided a parameter, and their number. 0 and 1 if
@@ -168,6 +182,9 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
         states = self.manifest["states"]
         if not all(map(str.isidentifier, states)) or BUFFERS in states or len({*states}) < len(states):
             raise self._damaged(f"'states' is {states}")
+        late = self.manifest.get(LATE)
+        if (WEIGHT_BACK in states) is not bool(late and late["parameters"] and late["max_staleness"] > 0):
+            raise self._damaged(f"'states' is {states}, and {LATE!r} says otherwise")
         if WEIGHT not in states or (PAGED in self.manifest and {*self.manifest[PAGED]["dtypes"]} != {*states}):
             raise self._damaged(f"'states' is {states}, which lacks {WEIGHT!r} or differs from the states of its pages")
 

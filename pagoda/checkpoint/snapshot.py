@@ -18,9 +18,9 @@ from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.optimizer_states import stored_entry
 from pagoda.checkpoint.paged import PAGED, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
-from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, SavedCheckpoint
+from pagoda.checkpoint.reader import BUFFERS, LATE, SHARDS, TILES, SavedCheckpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.state import OF_WEIGHTS, ParameterState, gather_from_all_stages, unpaged
+from pagoda.checkpoint.state import OF_WEIGHTS, ParameterState, all_states, gather_from_all_stages, unpaged
 from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError
@@ -29,9 +29,11 @@ from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
-from pagoda.optim.rule import plain_setting
+from pagoda.optim.rule import StateSpec, plain_setting
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture, CapturedPiece
+from pagoda.schedule.records import Late
 
 Adoptable = dict[tuple[int, str], tuple[CommittedPages, PageRun]]
 """(unit, state) -> pages of a checkpoint that hold it in the same layout as this run."""
@@ -79,9 +81,10 @@ class Snapshot:
         said = gather_from_all_stages(self._engine, "save_checkpoint()", mine)
         generators, (_, replaces, checkpoint_id) = [generator for generator, _, _ in said], said[0]
         contents = Contents.of(self._engine, groups)
+        states = self._engine.plan.saved_states if contents.lags else self._states
         content = {
             "id": checkpoint_id,
-            "states": [state.name for state in self._states],
+            "states": [state.name for state in states],
             "parameters": list(contents.stored),
             "steps": contents.steps,
             TILES: contents.cuts(shards=False),
@@ -95,13 +98,17 @@ class Snapshot:
             "model": model_record(self._model),
             "extra": extra,
         }
+        if contents.lags:
+            most = self._engine.plan.options.max_staleness
+            content[LATE] = {"max_staleness": most, "turn": contents.turn, "parameters": contents.lags}
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
-        specs = self._specs(contents, kept, buffer_specs)
+        specs = self._specs(states, contents, kept, buffer_specs)
         extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
-        capture = self._engine.capture(lambda unit: self._pieces(unit, kept), extents)
+        late = frozenset(unit for unit, lag in enumerate(self._engine.scheduler.late.lags) if lag)
+        capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
         write = partial(self._write, directory, capture, kept, specs, copies, content, replaces)
         self._engine.saver.start(write, on_error)
 
@@ -109,12 +116,17 @@ class Snapshot:
         """Bytes of the tensors in the files of a checkpoint. Without `copied`, what would stay in its pages does not
         count. All ranks call this at the same point."""
         kept = KeptPages({}, {}) if copied else KeptPages.of(self._engine, ())
-        specs = self._specs(Contents.of(self._engine, groups), kept, self._buffer_specs(dict(unpaged(self._model))))
+        contents, buffers = Contents.of(self._engine, groups), self._buffer_specs(dict(unpaged(self._model)))
+        specs = self._specs(self._states, contents, kept, buffers)
+        if self._engine.plan.options.max_staleness:  # all weights may lag
+            specs[WEIGHT_BACK] = [spec for spec in specs[WEIGHT] if contents.stored[spec.name].steps is not None]
         return sum(spec.nbytes for of_file in specs.values() for spec in of_file)
 
-    def _specs(self, contents: Contents, kept: KeptPages, buffers: list[TensorSpec]) -> dict[str, list[TensorSpec]]:
+    def _specs(
+        self, states: Sequence[StateSpec], contents: Contents, kept: KeptPages, buffers: list[TensorSpec]
+    ) -> dict[str, list[TensorSpec]]:
         """The tensors of each file."""
-        specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
+        specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in states}
         return {**specs, BUFFERS: buffers}
 
     def _write(
@@ -142,7 +154,8 @@ class Snapshot:
                     mine = None
                     if capture.frozen is not None:
                         mine = capture.frozen.commit(directory, content["id"]), list(kept.units.values())
-                    dtypes = {state.name: state.dtype for state in self._states}
+                    saved = {state.name: state.dtype for state in self._engine.plan.saved_states}
+                    dtypes = {name: saved[name] for name in content["states"]}
                     content[PAGED] = joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
                 if files.first:
                     write_manifest(files.folder, content)
@@ -191,14 +204,20 @@ class Snapshot:
         contents = Contents.of(self._engine, groups)
         with SavedCheckpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
             self._check_fits(checkpoint, contents, groups)
+            late = self._late(checkpoint)
             adoptable = self._adoptable(checkpoint)
             for state in self._states:
                 checkpoint.check(state.name, contents.whole_specs(state, lambda name: checkpoint.division(name)[1]))
+            if checkpoint.lags:
+                weights = contents.whole_specs(self._states[0], lambda _: 1)
+                checkpoint.check(WEIGHT_BACK, [spec for spec in weights if spec.name in contents.steps])
             checkpoint.check(BUFFERS, buffer_specs)
             manifest = checkpoint.manifest
-            with self._engine.replacing():
+            with self._engine.replacing(late):
                 for unit in self._engine.units:
-                    self._load_unit(unit, checkpoint, adoptable)
+                    lags = late.lags and late.lags[unit.index]
+                    states = self._engine.plan.saved_states if lags else self._states
+                    self._load_unit(unit, states, checkpoint, adoptable)
                 for name, buffer in buffers.items():
                     buffer.detach().copy_(checkpoint.tensors[BUFFERS][name].whole())
                 for unit in self._engine.units:
@@ -215,8 +234,34 @@ class Snapshot:
             group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
         return manifest["param_groups"], manifest["extra"]
 
-    def _load_unit(self, unit: LiveUnit, checkpoint: SavedCheckpoint, adoptable: Adoptable) -> None:
-        """Restore every state of a unit.
+    def _late(self, checkpoint: SavedCheckpoint) -> Late:
+        """How late the checkpoint's weights are. Nothing is late, and a message says so, if this run has not the
+        asynchronous updates that would make up for it."""
+        if not checkpoint.lags:
+            return Late()
+        said, found = checkpoint.manifest[LATE], [0] * len(self._engine.units)
+        most, is_same = said["max_staleness"], True
+        for parameter in all_states(self._engine):
+            here, index = parameter.stored_name, parameter.unit.index
+            for name in [here] if here in checkpoint.lags else checkpoint.parts(parameter.whole):
+                unit, lag = checkpoint.lags.get(name, (index, 0))
+                found[index] = max(found[index], lag)
+                is_same &= (unit - index) % most == 0  # else they come after other steps
+        if is_same and most == self._engine.plan.options.max_staleness:
+            return Late(said["turn"], found)
+        _log.warning(
+            "%s was saved with updates that lag up to %d steps, and this run has other updates%s. The next step reads "
+            "the newest weights, so later bits are not those of a run without an interruption.",
+            checkpoint.directory,
+            most,
+            "" if is_same else ", or other units",
+        )
+        return Late()
+
+    def _load_unit(
+        self, unit: LiveUnit, states: Sequence[StateSpec], checkpoint: SavedCheckpoint, adoptable: Adoptable
+    ) -> None:
+        """Restore the given states of a unit.
 
         If a different division over tensor-parallel ranks has moved the blocks of 8-bit moments, these are rounded
         again.
@@ -224,12 +269,12 @@ class Snapshot:
         parameters, blocks = self._parameters(unit), any(state.per > 1 for state in self._states)
         store = self._engine.store
         moved = [each for each in parameters if blocks and each.division != checkpoint.division(each.whole)]
-        for state in self._states:
+        for state in states:
             found = adoptable.get((unit.index, state.name))
             if found and store.ssd and all(store.ssd.adopt(run, *found) for run in store.runs(unit.index, state.name)):
                 continue
             for parameter in parameters:
-                is_copied = state.name in OF_WEIGHTS or parameter not in moved
+                is_copied = state.name in (*OF_WEIGHTS, WEIGHT_BACK) or parameter not in moved
                 if parameter.span(state) is not None and is_copied:
                     parameter.copy_in(state, checkpoint.tensors[state.name][parameter.whole])
         for parameter in moved:
@@ -248,24 +293,29 @@ class Snapshot:
             assert pages is not None
             names = {part for parameter in self._parameters(unit) for part in checkpoint.parts(parameter.whole)}
             mine = paged_unit(self._engine, unit)
-            for state in self._states:
+            for state in self._engine.plan.saved_states:
                 for committed, run in pages.like(mine, state.name):
                     if store.ssd is not None and committed.commit in store.ssd.commits:
                         found.setdefault((unit.index, state.name), (committed, run))
-                if (unit.index, state.name) not in found and not names.isdisjoint(pages.tensors[state.name]):
+                if (unit.index, state.name) not in found and not names.isdisjoint(pages.tensors.get(state.name, ())):
                     pages.check()
         return found
 
     def _parameters(self, unit: LiveUnit) -> list[ParameterState]:
         return [ParameterState(self._engine, unit, slot) for slot in range(len(unit.params))]
 
-    def _pieces(self, index: int, kept: KeptPages) -> Iterator[CapturedPiece]:
-        """Every piece of a unit's states that this rank writes, parameter by parameter, without those kept as pages."""
+    def _pieces(self, index: int, kept: KeptPages, lags: bool) -> Iterator[CapturedPiece]:
+        """Every piece of a unit's states that this rank writes, parameter by parameter, without those kept as pages.
+        `lags`: whether its weights lag, so that those that steps read are written too."""
         unit, shards = self._engine.units[index], self._engine.store.shards
         paged = kept.units[index].extents if index in kept.units else ()
-        mine = {s.name: shards.responsible(unit.spec, s.name) for s in self._states if s.name not in paged}
+        states = self._engine.plan.saved_states if lags else self._states
+        mine = {s.name: shards.responsible(unit.spec, s.name) for s in states if s.name not in paged}
         for slot, parameter in enumerate(self._parameters(unit)):
-            for state, span in parameter.spans().items() if shards.writes(unit.spec, slot) else ():
+            spans = {state.name: parameter.span(state) for state in states if shards.writes(unit.spec, slot)}
+            for state, span in spans.items():
+                if span is None:
+                    continue
                 for start, count in chunks(span.count):
                     first = span.first + start
                     for part in filter(None, (here.within(first, first + count) for here in mine.get(state, ()))):
@@ -289,7 +339,7 @@ class Snapshot:
         directory, manifest = checkpoint.directory, checkpoint.manifest
         path = directory / MANIFEST
         wanted = [state.name for state in self._states]
-        if manifest["states"] != wanted:
+        if [name for name in manifest["states"] if name != WEIGHT_BACK] != wanted:
             way_out = "wrap with the precision, optimizer and moments of the run that saved it."
             raise CheckpointError(
                 f"{directory} holds the states {manifest['states']}, but this run keeps {wanted}: "

@@ -203,7 +203,8 @@ class ParameterState(NamedTuple):
     def copy_in(self, state: StateSpec, whole: LazyTensor) -> None:
         """Overwrite a state, which the parameter must have, from that of the whole parameter, piece by piece. Reads
         only what this rank holds."""
-        span, store = self.spans()[state.name], self.engine.store
+        span, store = self.span(state), self.engine.store
+        assert span is not None
         read = self._own(whole, state)
         for start, count in chunks(span.count):
             first = span.first + start

@@ -60,8 +60,7 @@ class Run(Training, Workload):
     1, 2, 4, ... ranks that take the same micro-batches (--zero-stage 2 or 3). `pagoda plan` assumes that this takes no
     more time."""
     checkpoint_every: int = 0
-    """Steps from one checkpoint to the next. 0: by time, see --checkpoint-minutes. With --update async, 0 is a tenth of
-    the run, because a checkpoint waits for all updates and so changes later bits."""
+    """Steps from one checkpoint to the next. 0: by time, see --checkpoint-minutes."""
     checkpoint_minutes: float = 30.0
     """Minutes of training from one checkpoint to the next, without --checkpoint-every. 0: save only at the end, and
     when the run is interrupted."""

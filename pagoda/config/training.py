@@ -98,7 +98,7 @@ class Updates(Settings):
     update: UpdateMode = "sync"
     """sync: forward reads weights with all earlier updates. async: forward and backward do not wait for updates, so
     weights lack those of the last steps. This is for state on an SSD that is slower than compute. It changes the
-    algorithm. After a checkpoint, the next step reads all updates, and later ones lag again: it changes bits, too."""
+    algorithm."""
     max_staleness: int = 1
     """With async: the most steps whose gradients the weights lack. With N, a unit is updated after every N-th step, and
     the update may take one step of time. 0 gives the bits of sync."""

@@ -13,7 +13,7 @@ from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, offload_room, pla
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import Exchange
-from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
+from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
@@ -142,9 +142,16 @@ class Plan:
         """Where the weights of a unit come from: their home, or RANKS if each rank has a slice of them."""
         return RANKS if self.layout.is_sliced(self.units[unit], WEIGHT) else self.placement.home(unit, WEIGHT)
 
+    @property
+    def saved_states(self) -> tuple[StateSpec, ...]:
+        """What a checkpoint may hold of a unit: its states, and as WEIGHT_BACK the weights that steps read while these
+        lag."""
+        late = [replace(self.layout.weight, name=WEIGHT_BACK)] if self.options.max_staleness else []
+        return (*self.layout.states, *late)
+
     def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:
-        """State -> pages, for the states of a unit in RAM or on the device."""
-        names = [state.name for state in self.layout.states]
+        """State -> pages, for what a checkpoint may hold of a unit from RAM or the device."""
+        names = [state.name for state in self.saved_states]
         pages = {name: self.layout.pages(unit, name) for name in names if self.placement.home(unit.index, name) != SSD}
         return {name: count for name, count in pages.items() if count}
 

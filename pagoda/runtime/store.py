@@ -54,7 +54,8 @@ class Store:
 
     A state may have two extents, numbered 0 and 1: weights with asynchronous updates, and every state in RAM of a unit
     that is updated speculatively. Leases read the `front`. An update writes the other one, and then they are exchanged.
-    The scheduler knows which is which.
+    The scheduler knows which is which. As a state of its own (`Plan.saved_states`), WEIGHT_BACK is the extent of the
+    weights without the newest values.
     """
 
     def __init__(
@@ -170,6 +171,8 @@ class Store:
 
     def extent(self, unit: int, state: str, number: int) -> str:
         """Name of an extent of a state. A state with one extent has the same for both numbers."""
+        if state == WEIGHT_BACK:
+            return self.extent(unit, WEIGHT, 1 - number)
         second = unit, back(state)
         return second[1] if number and (second in self._tensors or second in self._runs) else state
 
@@ -208,10 +211,15 @@ class Store:
         """The slots of an extent on SSD, or None if its home is elsewhere."""
         return self._runs.get((unit, state))
 
+    def all_extents(self, unit: int, state: str) -> list[str]:
+        """Names of the extents that get the values of a state when they are replaced."""
+        newest = self._scheduler.weights(unit).extent
+        numbers = (newest,) if state == WEIGHT_BACK else (newest, 1 - newest)
+        return [*dict.fromkeys(self.extent(unit, state, number) for number in numbers)]
+
     def runs(self, unit: int, state: str) -> list[PageRun]:
         """The slots of every extent of a state on SSD. With asynchronous updates, weights have two."""
-        names = (WEIGHT, WEIGHT_BACK) if state == WEIGHT else (state,)
-        return [run for name in names if (run := self.run(unit, name)) is not None]
+        return [run for name in self.all_extents(unit, state) if (run := self.run(unit, name)) is not None]
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count) of a unit's state, shape [count].
@@ -257,10 +265,10 @@ class Store:
         """Overwrite elements of a unit's state, from `start` on, with `values` of shape [count] and the state's dtype.
 
         Elements of other ranks are not written. If the state has two extents, both are written, because updates copy
-        only the weights that they train.
+        only the weights that they train. WEIGHT_BACK is then written after the weights.
         """
         self.writes += 1
-        extents = {self.extent(unit, state, number) for number in (0, 1)}
+        extents = self.all_extents(unit, state)
         for held in self._held(self.plan.units[unit], state, start, start + values.numel()):
             for extent in extents:
                 self._write(unit, extent, held.at, values[held.start - start : held.stop - start])

@@ -4,9 +4,10 @@ They are the only ones of their kind. `payload` holds what the executor knows of
 handle. The scheduler never reads a payload, and nobody else changes a record.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagoda.memory.page import PageRun
 
@@ -113,6 +114,16 @@ class Update:
     """Whether the update will be undone as soon as it has ended."""
     payload: Any = None
     """What the executor knows of the update."""
+
+
+class Late(NamedTuple):
+    """How late the weights of the next step are, once every gradient is applied to the states. A checkpoint has it, so
+    that asynchronous updates go on from there."""
+
+    turn: int = 0
+    """The number of steps since the last drain."""
+    lags: Sequence[int] = ()
+    """By unit, `Weights.lag`. Empty if updates are not asynchronous."""
 
 
 @dataclass(eq=False, slots=True)

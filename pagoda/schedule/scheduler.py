@@ -10,7 +10,7 @@ from pagoda.schedule.gradients import Gradients
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
-from pagoda.schedule.records import GradientRecord, Lease, Weights
+from pagoda.schedule.records import GradientRecord, Late, Lease, Weights
 from pagoda.schedule.served import Found
 from pagoda.schedule.turns import Turns
 from pagoda.schedule.updates import UpdateSchedule
@@ -161,18 +161,19 @@ class Scheduler:
         self.leases.changed(unit)
         self._pump()
 
-    def restored(self) -> None:
-        """Every state has been replaced, possibly after an update has failed. Nothing is under way."""
-        self.updates.restored()
+    def restored(self, turn: int = 0, lags: Sequence[int] = ()) -> None:
+        """Every state has been replaced, possibly after an update has failed. Nothing is under way. `turn`, `lags`: how
+        late the weights are (`Late`)."""
+        self.updates.restored(lags)
         self.checkpoint.restored()
-        self.turns.restored()
         for unit in range(len(self.plan.units)):
             self.leases.changed(unit)
+        self.turns.restored(turn)
         self._pump()
 
     def prepare_checkpoint(self) -> None:
-        """A checkpoint is requested. It can begin once `checkpoint_prepared` is true and asynchronous updates are
-        drained."""
+        """A checkpoint is requested. It can begin once `checkpoint_prepared` is true and asynchronous updates have
+        settled."""
         self.updates.undo_all()
         self._pump()
 
@@ -339,6 +340,11 @@ class Scheduler:
     def checkpoint_lost(self) -> bool:
         """Whether the checkpoint waits for an update after one has failed. It may then never end."""
         return self.checkpoint.lost
+
+    @property
+    def late(self) -> Late:
+        """How late the weights of the next step are, with asynchronous updates that have settled."""
+        return self.turns.late
 
     @property
     def broken(self) -> bool:

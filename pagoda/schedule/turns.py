@@ -5,7 +5,8 @@ new weights to accesses one step later. Units take turns, so each step updates a
 step reads does not depend on when updates end, so ranks agree on it without a message.
 
 Two things apply every gradient early. `settle` does so only in the states, so that they can be read from outside, and
-changes nothing that steps read. A drain also shows the result, unless a step has begun, and turns begin anew.
+changes nothing that steps read. A drain also shows the result, unless a step has begun, and turns begin anew. A
+checkpoint settles and saves how late weights are (`Late`), so that a resumed run goes on as if nothing had happened.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
-from pagoda.schedule.records import Update
+from pagoda.schedule.records import Late, Update
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
@@ -67,9 +68,18 @@ class Turns:
                 self._close(unit)
                 self._publish(unit)
 
-    def restored(self) -> None:
-        """Every state has been replaced."""
-        self._turn = 0
+    def restored(self, turn: int) -> None:
+        """Every state has been replaced, and with it the weights that lag."""
+        self._turn, self.step_begun = turn, False
+        for unit, weights in enumerate(self._versions.of):
+            if weights.lag:
+                self._publish(unit)
+
+    @property
+    def late(self) -> Late:
+        """How late weights are, after `settle`."""
+        lags = [weights.lag for weights in self._versions.of]
+        return Late(self._turn, lags) if self._plan.max_staleness else Late()
 
     def _close(self, unit: int) -> None:
         """Start the update with all gradients that a unit has collected."""

@@ -16,7 +16,7 @@ An asynchronous update does not overwrite the weights that accesses read. It wri
 it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -337,14 +337,14 @@ class UpdateSchedule:
             self.undo_all()
             self._retry_all()
 
-    def restored(self) -> None:
+    def restored(self, lags: Sequence[int]) -> None:
         """Every state has been replaced, whatever happened to updates. Nothing is under way."""
         for weights in self._versions.of:
             asked = [record for update in weights.later for record in update.records]
             of_unit = [] if weights.update is None else weights.update.records
             for record in (*of_unit, *asked, *weights.open):
                 self._gradients.used(record, last=True)
-        self._versions.restored()
+        self._versions.restored(lags)
         for queue in self._queues:
             queue.clear()
         self._admitted, self._pending, self._ahead = [0, 0], 0, -1

@@ -3,6 +3,8 @@
 A version is the number of steps whose gradients the weights contain.
 """
 
+from collections.abc import Sequence
+
 from pagoda.schedule.operations import SchedulePlan
 from pagoda.schedule.records import GradientRecord, Update, UpdateState, Weights
 
@@ -16,9 +18,13 @@ class Versions:
         """By unit."""
         self.restored()
 
-    def restored(self) -> None:
-        """Every state has been replaced, in all extents."""
-        self.of = [Weights(front=each.front, extent=each.extent, edition=each.edition) for each in self.of]
+    def restored(self, lags: Sequence[int] = ()) -> None:
+        """Every state has been replaced, in all extents. Where weights lag, accesses read the extent without the newest
+        values."""
+        for unit, before in enumerate(self.of):
+            lag = lags[unit] if lags else 0
+            front = 1 - before.extent if lag else before.front
+            self.of[unit] = Weights(lag, lag, lag, front=front, extent=before.extent, edition=before.edition)
         self.failed = False
         """Whether an update has failed. States are then damaged until all are `restored`."""
 

@@ -33,8 +33,7 @@ _FREE_ON_RESUME = frozenset(
     | {"tokens_per_step", "epochs", "config", "speculate", "batch_size", "accumulation_steps"}
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
-have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too. With asynchronous updates,
-those in `cadence` are not."""
+have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 _EVALUATIONS = 10
@@ -209,19 +208,6 @@ class TrainConfig(Reading, Run):
         """Steps from one evaluation to the next."""
         return self.eval_every or max(1, self.steps // _EVALUATIONS)
 
-    @property
-    def cadence(self) -> dict[str, float]:
-        """The settings that say when the run saves: after so many steps or minutes (0: never), and after evaluations
-        that were the best so far."""
-        best = self.evaluates and self.keep_best
-        return {
-            "checkpoint_every": self.checkpoint_every,
-            "checkpoint_minutes": self.checkpoint_minutes * self.saves_by_time,
-            "keep_best": best,
-            "eval_every": self.evaluates_every * best,
-            "eval_rows": self.eval_rows * best,
-        }
-
     def settings(self) -> dict[str, Any]:
         """All settings in JSON's types. `from_settings` reads them into an equal configuration."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
@@ -244,21 +230,12 @@ class TrainConfig(Reading, Run):
             )
 
     def differing(self, other: "TrainConfig", whose: str) -> list[str]:
-        """The settings that decide the bits of a run and differ from `other`, each with both values.
-
-        With asynchronous updates, these include `cadence`: a checkpoint waits for all updates, which changes how far
-        later weights lag.
-        """
-        bound = self.cadence if self.staleness else {}
+        """The settings that decide the bits of a run and differ from `other`, each with both values."""
         mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))
-        if bound:
-            mine, theirs = {**mine, **bound}, {**theirs, **other.cadence}
         return [
             f"{flag(name)} {value} ({whose} has {theirs[name]})"
             for name, value in mine.items()
-            if value != theirs[name]
-            and (name in bound or name not in _FREE_ON_RESUME)
-            and not name.startswith("memory.")
+            if value != theirs[name] and name not in _FREE_ON_RESUME and not name.startswith("memory.")
         ]
 
 

@@ -40,8 +40,6 @@ _LEAST_SEQUENCES = 8
 _EVAL_SHARE, _LEAST_TO_HOLD_OUT = 0.05, 40
 _ADAPT_AFTER = 2
 """Steps that show what activations need on a GPU."""
-_CHECKPOINTS = 10
-"""Number of checkpoints in a run with asynchronous updates, unless the user gives another."""
 _LRS = {"random weights": 3e-4, "all of a pretrained model": 2e-5, "adapters": 2e-4}
 _LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2, "signsgd": 0.2}
 """Share of these rates for each optimizer. The steps of Lion and SignSGD are longer."""
@@ -68,13 +66,7 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
             if was_restarted() and run_dir.config.exists():  # these processes continue what others began
                 return replace(run_dir.started_config(), out=run_dir.path), []
             run_dir.check_free()
-        chosen, reasons = _chosen(asked, ranks_with_batches(asked, mesh), console)
-        if chosen.staleness and chosen.saves_by_time:
-            every = ceil(chosen.steps / _CHECKPOINTS)
-            chosen = replace(chosen, checkpoint_every=every)
-            why = "asynchronous updates lag by other steps after a checkpoint, so it is not by time"
-            reasons.append(f"--checkpoint-every {every}: {why}")
-        return chosen, reasons
+        return _chosen(asked, ranks_with_batches(asked, mesh), console)
 
     chosen, reasons = from_first(mesh, "the choice of settings", choices)
     say(console, *(f"Chosen: {reason}" for reason in reasons))

@@ -138,7 +138,7 @@ class Saving:
             problem = next((each for each in problems if each is not None), None)
             if problem is None:
                 return
-            self._session.optimizer.drain()
+            self._session.optimizer.drain(show=False)
             if from_first(self._mesh, "the last checkpoint", lambda: time.monotonic() > until):
                 raise error or CheckpointError(f"the checkpoint after step {step} was not saved: {problem}")
             if problem != reported:

@@ -204,7 +204,7 @@ class Steps:
         """Do what is due after a step."""
         config, step = self._config, metrics.step
         improved = False
-        if self._over:
+        if step == config.steps:
             self._session.optimizer.drain()  # so that the last evaluation reads all updates
         if self._evaluator is not None and not interrupted and (self._over or step % config.evaluates_every == 0):
             self._record_evaluation(step, files)

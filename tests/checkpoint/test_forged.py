@@ -46,13 +46,14 @@ def model() -> nn.Module:
 
 
 def wrapped(ssd: Path) -> tuple[nn.Module, Any]:
-    """On SSD as far as that goes."""
+    """On SSD as far as that goes, with weights that lag."""
     settings: dict[str, Any] = {"ssd": str(ssd), "unit_limit": 8192, "page_size": 4096}
+    given: dict[str, Any] = {"precision": "fp32", "update": "async"}
     rule = pagoda.AdamW(lr=1e-3)
     with pytest.raises(pagoda.BudgetError) as refused:
-        pagoda.wrap(model(), rule, memory=pagoda.Memory(host=4096, **settings), precision="fp32")
+        pagoda.wrap(model(), rule, memory=pagoda.Memory(host=4096, **settings), **given)
     memory = pagoda.Memory(host=refused.value.needed_bytes, ssd_checkpoints=1, **settings)
-    return pagoda.wrap(model(), rule, memory=memory, precision="fp32")
+    return pagoda.wrap(model(), rule, memory=memory, **given)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,7 @@ def test_a_checkpoint_with_any_field_forged_is_read_or_refused(each: int, saved:
     """One of the values at each place, another at the next one; all of them in the nightly run."""
     content, tried, refused = said(saved), 0, 0
     assert "paged" in content
+    assert "late" in content
     _, optimizer = wrapped(make_directory(tmp_path / "ssd"))
     try:
         for number, path in enumerate(places(content)):

@@ -372,27 +372,67 @@ def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_tha
     assert steps(model, optimizer, seeded()) == losses[:1]
 
 
-@pytest.mark.parametrize("predict", [False, True])
-def test_after_a_checkpoint_steps_read_what_they_would_after_a_drain(predict: bool, tmp_path: Path, wrap: Wrap) -> None:
-    """The next step reads every update, and later ones lag as in a new run."""
-    outcomes = []
-    for between in ("nothing", "drain", "checkpoint"):
-        model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update=lagging(2, predict))
-        generator = seeded()
-        losses = steps(model, optimizer, generator, 3)
-        if between == "drain":
-            optimizer.drain()
-        elif between == "checkpoint":
-            optimizer.save_checkpoint(tmp_path / "saved")
-        lags = []
-        for _ in range(3):
-            losses += steps(model, optimizer, generator)
-            lags.append({unit.last for unit in optimizer.stats.staleness.values()})
-        assert (lags == [{0}, {1}, {1, 2}]) == (between != "nothing")
-        outcomes.append(state_of(model, optimizer))
-        outcomes[-1].losses = losses
-    outcomes[1].assert_same_bits(outcomes[2])
-    assert outcomes[0].losses != outcomes[1].losses
+@each_once(
+    placement=[RESIDENT, HOST_WEIGHTS, ALL_ON_SSD, BOTH],
+    bound=[1, 2, 3],
+    predict=[False, True],
+    paged=[False, True],
+    begun=[False, True],
+)
+def test_neither_a_checkpoint_nor_a_resume_from_it_changes_a_bit(
+    placement: str, bound: int, predict: bool, paged: bool, begun: bool, tmp_path: Path, wrap: Wrap
+) -> None:
+    """`paged`: the checkpoint keeps pages on SSD. `begun`: a step is interrupted that has begun before it is saved."""
+    recipe, saved = Recipe("plain"), tmp_path / "saved"
+
+    def wrapped(name: str) -> tuple[Any, PagedOptimizer]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        memory = replace(memory_of(recipe, placement, tmp_path / name, bound, predict), ssd_checkpoints=int(paged))
+        return wrap(recipe.build(), memory, clip_grad_norm=0.5, update=lagging(bound, predict))
+
+    def ends(run: tuple[Any, PagedOptimizer], losses: list[float], generator: torch.Generator) -> Outcome:
+        losses += steps(*run, generator, 3)
+        outcome = state_of(*run)
+        outcome.losses = losses
+        return outcome
+
+    whole, generator = wrapped("whole"), seeded()
+    wanted = ends(whole, steps(*whole, generator, 3), generator)
+    saving, generator = wrapped("run"), seeded()
+    losses = steps(*saving, generator, 3)
+    if begun:
+        loss_of(saving[0], seeded(2))
+    saving[1].save_checkpoint(saved, wait=False)
+    state, before = generator.get_state(), [*losses]
+    ends(saving, losses, generator).assert_same_bits(wanted)
+    saving[1].wait_for_checkpoint()
+    again = seeded()
+    for name in (None, "run", "other"):
+        run = saving if name is None else wrapped(name)
+        again.set_state(state)
+        run[1].load_checkpoint(saved)
+        ends(run, [*before], again).assert_same_bits(wanted)
+        assert {seen.max for seen in run[1].stats.staleness.values()} == {bound}
+        run[1].close()
+
+
+def test_a_run_with_other_updates_goes_on_from_the_newest_weights_and_says_so(
+    tmp_path: Path, wrap: Wrap, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update=lagging(2))
+    steps(model, optimizer, seeded(), 3)
+    optimizer.save_checkpoint(tmp_path / "late")
+    optimizer.drain()
+    optimizer.save_checkpoint(tmp_path / "drained")
+    for update, limit in ((lagging(2), 1 << 16), (lagging(1), RESIDENT.unit_limit), ("sync", RESIDENT.unit_limit)):
+        outcomes = []
+        for name in ("late", "drained"):
+            caplog.clear()
+            run = wrap(Recipe("plain").build(), replace(RESIDENT, unit_limit=limit), update=update)
+            run[1].load_checkpoint(tmp_path / name)
+            assert ("reads the newest weights" in caplog.text) is (name == "late")
+            outcomes.append(Outcome(steps(*run, seeded(7), 3)))
+        assert outcomes[0].losses == outcomes[1].losses
 
 
 def test_a_modified_parameter_is_read_by_the_next_forward_and_kept_by_the_next_update(wrap: Wrap) -> None:

@@ -24,7 +24,7 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.settings_file import read_settings
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
-from tests.tiny import tiny_run, write_model
+from tests.tiny import write_model
 
 
 @pytest.fixture(scope="module")
@@ -213,16 +213,3 @@ def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(fold
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="not both"):
         TrainConfig(model="gpt2", steps=1, epochs=1.0)
-
-
-def test_asynchronous_updates_have_checkpoints_by_steps_because_those_change_bits(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path, steps=25, optim=OptimConfig(lr=1e-3))
-    shown = io.StringIO()
-    console = Console(file=shown, width=200)
-    assert completed(config, open_mesh(), console).saves_by_time
-    assert not shown.getvalue()
-    chosen = completed(replace(config, update="async"), open_mesh(), console)
-    assert (chosen.checkpoint_every, chosen.saves_by_time) == (3, False)
-    assert "Chosen: --checkpoint-every 3: asynchronous updates lag" in shown.getvalue()
-    asked = replace(config, update="async", checkpoint_minutes=0.0)
-    assert completed(asked, open_mesh(), console).checkpoint_every == 0

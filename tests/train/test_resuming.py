@@ -3,20 +3,23 @@
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from files import content_of, flip
+from pairwise import each_once
 from rich.console import Console
 
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.train import OptimConfig, TrainConfig, run
-from pagoda.train.metrics import read_metrics
+from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.run_dir import RunDir
+from pagoda.train.session import Session
 from tests.tiny import at_the_first_batch, tiny_run, trained, write_model
 
 
@@ -163,16 +166,33 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     assert curve(config) == curve(whole)
 
 
-def test_with_asynchronous_updates_when_the_run_saves_cannot_change(config: TrainConfig) -> None:
-    """A checkpoint completes the updates, so later steps lag less."""
-    other = replace(config, checkpoint_every=1, sample_every=1)
-    assert not other.differing(config, "the run")
-    lagging = replace(config, update="async")
-    assert replace(other, update="async").differing(lagging, "the run") == ["--checkpoint-every 1 (the run has 2)"]
-    assert not replace(lagging, sample_every=1, eval_every=5, keep_checkpoints=1).differing(lagging, "the run")
-    best = replace(lagging, eval_share=0.2, eval_every=4)
-    assert replace(best, eval_every=5).differing(best, "the run") == ["--eval-every 5 (the run has 4)"]
-    assert not replace(best, eval_every=5, keep_best=False).differing(replace(best, keep_best=False), "the run")
+@each_once(ssd=[False, True], bound=[1, 2], predict=[True, False])
+def test_with_asynchronous_updates_neither_checkpoints_nor_a_signal_change_a_bit(
+    ssd: bool, bound: int, predict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ssd_config(tmp_path) if ssd else config_in(tmp_path)
+    config = replace(config, update="async", max_staleness=bound, predict=predict, steps=6, eval_share=0.2)
+    if ssd:
+        config = replace(config, memory=replace(config.memory, host="2MiB"))
+    whole = replace(config, out=tmp_path / "whole", checkpoint_every=0, checkpoint_minutes=0.0, keep_best=False)
+    trained(whole)
+    step = Session.step
+
+    def interrupted(session: Session, index: int) -> StepMetrics:
+        if index == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return step(session, index)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "step", interrupted)
+        assert trained(config)[0].stopped_by == signal.SIGTERM
+    assert trained(replace(config, resume=True))[0].first_step == 4
+    assert curve(config) == curve(whole)
+    exported = []
+    for each in (config, whole):
+        assert main(["export", str(each.out), str(tmp_path / "exported" / each.out.name), "--dtype", "fp32"]) == 0
+        exported.append(tensors_of(tmp_path / "exported" / each.out.name))
+    assert exported[0] == exported[1] != {}
 
 
 def test_the_last_evaluation_of_an_asynchronous_run_is_of_the_weights_that_it_saves(tmp_path: Path) -> None:

@@ -202,6 +202,10 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     store: {
+        "late weights are loaded over the newest": (
+            "numbers = (newest,) if state == WEIGHT_BACK else (newest, 1 - newest)",
+            "numbers = (newest, 1 - newest)",
+        ),
         "what lies around on a page is not read": (
             "                if frozen or elements.nbytes != window.nbytes:\n",
             "                if False:\n",

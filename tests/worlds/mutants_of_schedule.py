@@ -58,6 +58,10 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     versions: {
+        "after a load, steps read the newest weights": (
+            "lag = lags[unit] if lags else 0",
+            "lag = 0",
+        ),
         "a fetch ahead of its update names none": (
             "if not self._plan.ranks_fetch_alike or missing <= 0",
             "if True or missing <= 0",
@@ -161,6 +165,10 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "leases outlive a PUBLISH": (
             "            weights.edition += 1\n            self._leases.changed(unit)",
             "            weights.edition += 1",
+        ),
+        "after a load, units take their turns anew": (
+            "self._turn, self.step_begun = turn, False",
+            "self._turn, self.step_begun = 0, False",
         ),
     },
     updates: {

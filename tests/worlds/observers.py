@@ -244,14 +244,15 @@ class Facts(Observer):
         if op.kind in (Kind.UPDATE, Kind.UNDO):
             del self.writer[op.unit]
 
-    def restored(self) -> None:
+    def restored(self, turn: int = 0, lags: Sequence[int] = ()) -> None:
         self.require(not self.writer, "states are replaced while something changes them")
-        self.newest, self.due = [0] * len(self.units), [0] * len(self.units)
+        self.newest = [*lags] or [0] * len(self.units)
+        self.due = [*self.newest]
         self.edition = [each + 1 for each in self.edition]
         self.useless |= self.asked
         self.asked.clear()
 
-    def after_restored(self) -> None:
+    def after_restored(self, *_: Any) -> None:
         self.require(not self.scheduler.broken, "what has failed stays so")
 
     def at_end(self) -> None:
@@ -404,9 +405,11 @@ class Homes(Observer):
     def others_have_read(self, unit: int) -> None:
         self.lent[unit] -= 1
 
-    def restored(self) -> None:
+    def restored(self, turn: int = 0, lags: Sequence[int] = ()) -> None:
         self.require(not self.fetches, "states are replaced while weights are fetched")
-        self.held = [[0, 0] for _ in self.units]
+        for unit, held in enumerate(self.held):
+            held[:] = [lags[unit] if lags else 0] * 2
+            held[1 - self.scheduler.weights(unit).extent] = 0  # where late weights were written
         self.before.clear()
 
 
@@ -590,11 +593,11 @@ class Checkpoint(Observer):
         self.copied.discard(unit)
         self.reserve = {page: of for page, of in self.reserve.items() if of != unit}
 
-    def restored(self) -> None:
+    def restored(self, *_: Any) -> None:
         self.wanted, self.reserve, self.under_way = {}, {}, False
         self.copied.clear()
 
-    def after_restored(self) -> None:
+    def after_restored(self, *_: Any) -> None:
         self.require(not self.scheduler.checkpoint.left, "the checkpoint outlives a restore")
 
     def at_end(self) -> None:

@@ -75,10 +75,10 @@ class Program:
         self.evaluating = False
         self.held: list[tuple[torch.Tensor, float, int, int]] = []
         """Views of weights that the program keeps: view, value, layer, step."""
-        self.saving: tuple[Path, list[Truth]] | None = None
+        self.saving: tuple[Path, list[Truth], int] | None = None
         """The checkpoint that is being written."""
         self.save_error: Exception | None = None
-        self.saved: tuple[Path, list[Truth]] | None = None
+        self.saved: tuple[Path, list[Truth], int] | None = None
         """The last complete checkpoint."""
         self.folder = world.folder
 
@@ -499,9 +499,7 @@ class Program:
         replaces = [self.saved[0]] if self.saved is not None else []
         self.save_error = None
         self.optimizer.save_checkpoint(path, wait=False, replaces=replaces, on_error=self.save_failed)
-        if self.rules.mode == "asynchronous":
-            self.drained()
-        self.saving = path, [truth.rewound() for truth in self.truths]
+        self.saving = path, [truth.rewound() for truth in self.truths], self.turn
 
     def save_failed(self, error: Exception) -> None:
         self.save_error = error
@@ -509,30 +507,33 @@ class Program:
     def end_checkpoint(self) -> None:
         if self.saving is None:
             return
-        (path, truths), self.saving = self.saving, None
+        (path, truths, turn), self.saving = self.saving, None
         self.optimizer.wait_for_checkpoint()
         if self.save_error is not None:
             self.note("saving has failed:", self.save_error)
             self.check_failure(self.save_error)
             return
         self.check_checkpoint(path, truths)
-        self.saved = path, truths
+        self.saved = path, truths, turn
 
     def check_checkpoint(self, path: Path, truths: list[Truth]) -> None:
-        """A checkpoint has the states of the step after which it was asked for."""
+        """A checkpoint has the states after the step before it, and the weights that the next one reads."""
+        precision = self.rules.precision
         with self.healthy(), SavedCheckpoint(path, self.engine.ssd_directories) as checkpoint:
             for layer, truth in enumerate(truths):
                 names = [self.units[layer].name(at) for at in self.slots(layer)]
-                for name, value in zip(names, truth.newest, strict=True):
+                for name, value, read in zip(names, truth.newest, truth.values[truth.shown], strict=True):
                     found = {
                         state: tensors[name].whole() for state, tensors in checkpoint.tensors.items() if name in tensors
                     }
                     self.check_states(f"layer {layer} in a checkpoint", found, value)
+                    late, wanted = found.get("weight_back", found["weight"]), stored_weight(read.weight, precision)
+                    require(bool((late.float() == wanted).all()), f"steps read {_some(late)}, not {wanted}: {layer}")
 
     def load(self) -> None:
         """The last checkpoint takes the place of all states."""
         assert self.saved is not None
-        path, truths = self.saved
+        path, truths, turn = self.saved
         self.note("load", path.name)
         self.let_go()
         self.device.finish()
@@ -540,9 +541,7 @@ class Program:
             self.optimizer.load_checkpoint(path)
         self.truths = copy.deepcopy(truths)
         self.attempt += 1
-        self.step_begun, self.turn = False, 0
-        for truth in self.truths:
-            truth.closed = truth.shown = truth.asked
+        self.step_begun, self.turn = False, turn
 
     # --- what fails ---
 
@@ -623,6 +622,10 @@ class Program:
         elif roll < 0.4 and self.saved is not None:
             self.end_checkpoint()
             self.load()
+        elif roll > 0.7 and self.rules.mode == "asynchronous":
+            self.end_checkpoint()
+            if self.saved is not None:
+                self.load()
 
     def finish(self) -> None:
         self.let_go()

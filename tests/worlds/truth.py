@@ -109,8 +109,8 @@ class Truth:
             self.values[version] = tuple(values)
 
     def rewound(self) -> "Truth":
-        """A copy with the newest version alone, as a checkpoint has it."""
-        return Truth([self.newest])
+        """A copy without the gradients of this step, as a checkpoint has it."""
+        return Truth([*self.values], self.shown, self.closed)
 
 
 def norm_of(truths: Sequence[Truth], sizes: Sequence[Sequence[int]]) -> float:
