@@ -23,7 +23,7 @@ SETTINGS = [
 ]
 PAGED = ["--memory.host", "150KiB", "--memory.unit-limit", "16KiB", "--memory.page-size", "4KiB"]
 CHECKPOINT = re.compile(r"run/checkpoints/step-(\d+)")
-LIMIT_S = 60
+LIMIT_S = 240
 """A command that takes longer hangs."""
 _OURS = re.compile(r"(run|exported|\.exported\.partial)(/|$)|(.*/)?pagoda-[0-9a-f]{16}(/|$)")
 """What `pagoda` may change: what the command line names, and stores, wherever a configuration has them made."""

@@ -27,7 +27,7 @@ class RankServer:
     def ask(self, scenario: str, ranks: int, out: Path, **settings: Any) -> list[int | None]:
         """Run a scenario; how each rank ended: exit status, minus the signal, or None if it hung."""
         out.mkdir(parents=True, exist_ok=True)
-        usual = {"timeout_s": 50, "arguments": {}, "environment": {}}
+        usual = {"timeout_s": 240, "arguments": {}, "environment": {}}
         request = {"scenario": scenario, "ranks": ranks, "out": str(out), **usual, **settings}
         self._stream.write(json.dumps(request) + "\n")
         self._stream.flush()

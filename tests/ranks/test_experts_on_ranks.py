@@ -52,7 +52,7 @@ def config_of(model: str, out: Path, count: int = 2, on_ssd: bool = False) -> Tr
 def trained(ranks: RankServer, count: int, config: TrainConfig) -> dict[str, list[float]]:
     """What a run says of its steps."""
     out = config.out.parent
-    status = started(ranks, count, out, config, timeout_s=150)
+    status = started(ranks, count, out, config)
     assert status == [0] * count, "\n".join(path.read_text() for path in out.glob("error-*.txt"))
     lines = list(read_metrics(config.out / "metrics.jsonl"))
     return {figure: [line[figure] for line in lines] for figure in ("loss", "aux_loss", "grad_norm")}
