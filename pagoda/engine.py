@@ -186,9 +186,9 @@ class Engine:
         meter.end_step(self.store, self.stats.activation_bytes.kept)
         if self._step < second.after:
             return
-        needs = reduce(Needs.or_more, self._of_all_ranks("what steps have needed", meter.needs))
+        needs = reduce(Needs.or_more, self.of_all_ranks("what steps have needed", meter.needs))
         plan = second.plan(self.plan, needs)
-        if not all(self._of_all_ranks("the second placement", plan is not None and self.store.may_move)):
+        if not all(self.of_all_ranks("the second placement", plan is not None and self.store.may_move)):
             self._second = None
         elif self._step > second.after + _TRIES:
             _log.warning("States stay where they were: weights are held from step to step.")
@@ -208,7 +208,7 @@ class Engine:
         self.saver.settle()
         if self.leases.held:
             gc.collect()  # reference cycles may keep views of leases alive
-        return not any(self._of_all_ranks("whether weights are held", self.leases.held))
+        return not any(self.of_all_ranks("whether weights are held", self.leases.held))
 
     def _move(self, plan: Plan) -> bool:
         """Move states to their homes in another plan of the same units, on all ranks. Returns False, with states as
@@ -224,7 +224,7 @@ class Engine:
             except BudgetError as error:
                 _log.warning("States stay where they were: %s", error)
                 moved = False
-            if not all(self._of_all_ranks("whether states could move", moved)):
+            if not all(self.of_all_ranks("whether states could move", moved)):
                 plan, moved = self.plan, False
                 self.store.move(plan)
             self.plan = self.accesses.plan = plan
@@ -237,10 +237,12 @@ class Engine:
             self.damage.note(error)
             raise
         # No rank goes on before all have moved, because it may ask others for weights.
-        self._of_all_ranks("the end of moving states", None)
+        self.of_all_ranks("the end of moving states", None)
         return moved
 
-    def _of_all_ranks(self, what: str, mine: T) -> list[T]:
+    def of_all_ranks(self, what: str, mine: T) -> list[T]:
+        """Every rank's value. All ranks call this at the same point of their programs, which `what` describes: if some
+        are elsewhere, every rank raises UsageError."""
         return [mine] if self.rank_group is None else self.rank_group.announce(what, mine)
 
     def restart_clock(self) -> None:

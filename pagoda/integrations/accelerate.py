@@ -19,6 +19,7 @@ from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations.paging import Paging, hand_over
 from pagoda.integrations.states import Saves, exported_into, newest, numbered
+from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
 
 PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
@@ -95,6 +96,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ConfigError(
                 "Accelerate would compile the whole model: leave out dynamo, and compile blocks before prepare."
             )
+        if self.num_processes != launched().size:
+            raise ConfigError(
+                f"torchrun started {launched().size} processes, but Accelerate takes each for the only one: on CPUs, "
+                "use Accelerator(cpu=True) or set ACCELERATE_USE_CPU=1."
+            )
         self.paging.check_device(self.device)
 
     @property
@@ -167,6 +173,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
         """Like Accelerate's, but the state of paged models is written in pieces. All files are in a directory
         `pagoda-N` of `output_dir`. An older save is deleted once the new one is complete and on the disk."""
+        self._meet("accelerator.save_state()")
         project = self.project_configuration
         automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
         try:
@@ -195,10 +202,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         not damaged, and warns of later ones. Raises CheckpointError if there is none."""
         if input_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("Name the directory to load, or set automatic_checkpoint_naming in ProjectConfiguration.")
+        self._meet("accelerator.load_state()")
         outers = [Path(input_dir).expanduser()] if input_dir is not None else self._automatic()
         save = newest(outers)
         with self._optimizers_without_paged(), self._last(self.register_load_state_pre_hook, self._load_paged):
             super().load_state(str(save), *args, **kwargs)
+
+    def _meet(self, what: str) -> None:
+        """All ranks are at this point. Raises UsageError if some go on with training instead: else they would wait for
+        this rank in Accelerate's own collectives, and it for them, for ever."""
+        for _, optimizer in self._paged:
+            optimizer.optimizer._engine.of_all_ranks(what, None)
 
     def _load_paged(self, models: list[nn.Module], directory: str) -> None:
         for at, (_, optimizer) in enumerate(self._paged):

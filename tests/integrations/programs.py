@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 import pagoda
 from integrations.tiny_text import arguments, logged, memory, model, samples
+from pagoda.errors import UsageError
 from pagoda.integrations import Paging
 from pagoda.integrations.transformers import Trainer
 
@@ -51,7 +52,8 @@ def trainers_of_ranks(out: Path) -> dict[str, Any]:
 
 
 def accelerate_on_ranks(out: Path) -> dict[str, Any]:
-    """What Accelerate's own loop finds on these ranks, the paged one, and that after its state was loaded."""
+    """What Accelerate's own loop finds on these ranks, the paged one, and that after its state was loaded. And what
+    comes of saving on one rank alone."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -72,6 +74,11 @@ def accelerate_on_ranks(out: Path) -> dict[str, Any]:
         if name == "paged":
             accelerator.save_state(str(out / "state"))
         found[name] = found.get(name, []) + run.steps(3)
+        if name == "loaded":
+            try:  # as scripts do that know DDP alone
+                run.accelerator.save_state(str(out / "one")) if accelerator.is_main_process else run.steps(1)
+            except UsageError as error:
+                found["saved by one"] = str(error)
         if name != "stock":
             run.optimizer.optimizer.close()
     return found
