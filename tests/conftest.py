@@ -32,9 +32,10 @@ spin_briefly()  # before torch is imported, here and in the processes that tests
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import Phase, settings  # noqa: E402
-from ranks.ranks import ranks  # noqa: E402, F401
+from ranks.ranks import ranks, seed_no_accelerators  # noqa: E402, F401
 
 if not torch.cuda.is_available():
+    seed_no_accelerators()
     # Before anything imports Triton: GPU kernels then run on the CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -54,6 +55,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_finish() -> None:
     """Garbage collection looks at what tests make alone, not at all that was imported; some tests call for it often."""
     gc.freeze()
+    gc.set_threshold(20_000)  # a tenth of the time of tests went into garbage collection, which found next to nothing
     gc.enable()
 
 

@@ -149,7 +149,9 @@ def configuration_text(name_or_dir: str) -> str:
     """
     if is_built_in(name_or_dir):
         return name_or_dir
-    text: str = _configuration(name_or_dir).to_json_string(use_diff=False)
+    config = _configuration(name_or_dir)
+    config.name_or_path = ""
+    text: str = config.to_json_string(use_diff=False)
     return text
 
 

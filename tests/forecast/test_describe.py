@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pairwise import each_once
@@ -11,10 +12,12 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import HEAD, exchanged_elements, forward_flops, module_spec, tiled
 from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
+from pagoda.models.lora import LoraConfig
 from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_of_step
 from pagoda.plan.units import ModuleSpec, discover, forward_uses, layers_of
 from pagoda.prepare.construct import describe
 from pagoda.prepare.operator_tiles import Tiling
+from tests.tiny import write_model
 
 GPT = PAPER_SHAPES["gpt-1b"]
 T5 = PAPER_SHAPES["t5-27b"]
@@ -116,6 +119,28 @@ def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, 
     assert described.root == root
     assert list(described.forward_flops.items()) == list(flops.items())
     assert described.layers == len(layers_of(root))
+
+
+def test_a_model_is_built_once_for_what_its_description_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    monkeypatch.setattr("pagoda.models.build_model", lambda name, **of: built.append(name) or build_model(name, **of))
+    one, same, wider = (
+        write_model(tmp_path / name, hidden_size=size) for name, size in (("a", 88), ("b", 88), ("c", 96))
+    )
+    first = describe_model(PlanConfig(model=one, seq_len=32))
+    assert describe_model(PlanConfig(model=same, seq_len=32)) == replace(first, name=same)
+    assert built == [one]
+    others = (
+        PlanConfig(model=wider, seq_len=32),
+        PlanConfig(model=one, seq_len=16),
+        PlanConfig(model=one, seq_len=32, batch_size=2),
+    )
+    assert all(describe_model(other).step_flops != first.step_flops for other in others)
+    adapted = describe_model(PlanConfig(model=one, seq_len=32, lora=LoraConfig(rank=2)))
+    assert adapted.params > first.params
+    assert built == [one, wider, one, one, one]
 
 
 @pytest.mark.parametrize("name", ["gpt-13b", "t5-58b"])

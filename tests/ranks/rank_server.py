@@ -34,6 +34,7 @@ from forked import fork
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from . import divided, pipelines, scenarios
+from .ranks import seed_no_accelerators
 
 
 @cache
@@ -166,6 +167,6 @@ def serve(listener: socket.socket) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
-        module._lazy_call = lambda *_, **__: None  # else every seed formats stack traces, which takes longest of all
+    gc.set_threshold(20_000)  # as in the tests' own processes
+    seed_no_accelerators()
     serve(socket.socket(fileno=int(sys.argv[1])))

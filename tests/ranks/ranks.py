@@ -41,6 +41,12 @@ class RankServer:
         return [torch.load(out / f"rank-{rank}.pt") for rank in range(ranks)]
 
 
+def seed_no_accelerators() -> None:
+    """Else every seed formats stack traces for devices that are not there, which takes longer than a step."""
+    for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        module._lazy_call = lambda *_, **__: None
+
+
 def compiler() -> str | None:
     """What compiles crash/recorder.c, if that can be used here."""
     return shutil.which(os.environ.get("CC", "cc")) if sys.platform.startswith("linux") else None

@@ -414,7 +414,7 @@ def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for
     assert not planned(None, clipping=True)[0].placement.speculated
 
 
-@pytest.mark.parametrize(("layers", "slabs"), [(24, 7.26), (40, 6.25)])
+@pytest.mark.parametrize(("layers", "slabs"), [(24, 7.26), pytest.param(40, 6.25, marks=pytest.mark.slow)])
 def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_ones(layers: int, slabs: float) -> None:
     """Norms are units of a page or so, of which many lie in one slab. Gathers take as long as compute: a forward that
     does not fetch ahead takes twice as long."""
