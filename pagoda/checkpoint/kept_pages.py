@@ -34,7 +34,7 @@ class KeptPages:
     @classmethod
     def of(cls, engine: Engine, replaces: Sequence[Path]) -> "KeptPages":
         """What the next checkpoint can keep as pages. It will replace the checkpoints in `replaces`. All ranks call
-        this at the same point, when asynchronous updates have settled.
+        this at the same point.
 
         A state of a unit is kept if every rank that has elements of it has them on SSD, and has room to keep one more
         checkpoint's pages. So a tensor is either in pages or in a file, even if its homes differ between ranks.

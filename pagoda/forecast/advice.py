@@ -50,13 +50,14 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     ]
     part, before_s = problem.to_compare(best.plan), inf
     if changes and part is not problem:
-        before_s, _ = _fastest(part, _kinds(problem, best))
+        before_s, _ = _simulated(part, _kinds(problem, best))
     estimates = [(*_estimate(change, best, before_s), change) for change in changes]
     promising = sorted((each for each in estimates if each[0] > _WORTH), key=lambda each: -each[0])
-    for _, kind, change in promising[:_MOST_LINES]:
+    for gain, of_layers, change in promising[:_MOST_LINES]:
         # The printed gain comes from a simulation of the step that the forecast shows, with the change.
-        seconds, _ = _fastest(change.problem, (kind,))
-        gain = change.tokens * best.step_s / seconds - 1
+        if of_layers is not None:
+            seconds, _ = _simulated(change.problem, (of_layers,))
+            gain = change.tokens * best.step_s / seconds - 1
         if gain > _WORTH:
             gains.append((gain, f"{change.name}: {gain:+.0%}, {forecast.tokens_per_s * (1 + gain):,.0f} tokens/s."))
     lines = [line for _, line in sorted(gains, reverse=True)]
@@ -66,36 +67,36 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     return tuple(lines or [nothing])[:_MOST_LINES]
 
 
-def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float, Options]:
-    """The estimated gain of a change, and the options of the fastest plan with it.
+def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float, Options | None]:
+    """The estimated gain of a change. If some of the layers were simulated: also the options of their plan.
 
-    If the plan has many units, some of the layers are simulated. Their step takes `before_s` without the change. If
-    there is no such part, or it does not fit its share of a tier (infinite seconds), all layers are simulated.
+    If the plan has many units, that is so. Their step takes `before_s` without the change. If there is no such part, or
+    it does not fit its share of a tier (infinite seconds), all layers are simulated.
     """
     kinds = _kinds(change.problem, best)
     after = change.problem.to_compare(best.plan)
     if before_s < inf and after is not change.problem:
-        seconds, kind = _fastest(after, kinds)
+        seconds, kind = _simulated(after, kinds)
         if seconds < inf:
             return change.tokens * before_s / seconds - 1, kind
-    seconds, kind = _fastest(change.problem, kinds)
-    return change.tokens * best.step_s / seconds - 1, kind
+    seconds, _ = _simulated(change.problem, kinds)
+    return change.tokens * best.step_s / seconds - 1, None
 
 
 def _kinds(problem: Problem, best: Candidate) -> tuple[Options, ...]:
-    """The options of the chosen plan and the default options. Without a search, so a faster plan may exist."""
+    """The options of the chosen plan, and the default options for where these do not fit. Without a search, so a faster
+    plan may exist."""
     chosen, options = best.options, problem.options
     as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
     return tuple(dict.fromkeys((as_chosen, options)))
 
 
-def _fastest(problem: Problem, kinds: Iterable[Options]) -> tuple[float, Options]:
-    """Seconds per step of the fastest of these plans, infinite if none fits, and the options of that plan."""
-    found = []
+def _simulated(problem: Problem, kinds: Iterable[Options]) -> tuple[float, Options | None]:
+    """Seconds per step with the first of these options whose plan fits, and these options. Infinite if none fits."""
     for kind in kinds:
-        plan = _planned(replace(problem, options=kind))
-        found.append((inf if plan is None else problem.simulated(plan).step_s, kind))
-    return min(found, key=lambda each: each[0])
+        if (plan := _planned(replace(problem, options=kind))) is not None:
+            return problem.simulated(plan).step_s, kind
+    return inf, None
 
 
 def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:

@@ -33,7 +33,7 @@ MOST_UNITS = 100
 _MOST_COMPARED = 0.5
 """If plans can only be compared on more than this share of the layers, they are compared on all."""
 _LEAST_LAYERS = 4
-_MOST_EXPERTS = 1000
+_MOST_EXPERTS = 500
 """If a model has many more experts, neighbours are planned and simulated as one, so that it takes no longer."""
 _FEW_PASSES = 3
 """Micro-batches that are simulated in an estimate."""

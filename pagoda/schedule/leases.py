@@ -119,6 +119,9 @@ class Leases:
         passed."""
         self._idle_slabs = Agenda()
         """Slabs that may have such units, by the time of the slab's first unit in `_idle`."""
+        self._no_room: dict[int, tuple[int, float]] = {}
+        """Slab -> the frames and the time for which its leases could not make room. It holds for more frames and later
+        times, too, until a lease there is idle or free. A use that passes without an access is not noticed."""
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True
@@ -196,6 +199,7 @@ class Leases:
         self.changes = True
         del self._owner[lease.run.start]
         self.frames.free(lease.run)
+        self._no_room.pop(self.frames.slab_of(lease.run), None)
 
     def others_read(self, unit: int, begin: bool) -> None:
         """Another rank begins or ends a read of a unit's weights in their home."""
@@ -350,6 +354,9 @@ class Leases:
     def _victims(self, slab: int, count: int, needed_at: float) -> list[PageRun] | None:
         """The leases of a slab to end, so that `count` adjacent frames are free. None if other leases are between
         them."""
+        fewest, earliest = self._no_room.get(slab, (inf, inf))
+        if count >= fewest and needed_at >= earliest:
+            return None
         idle, window = self._idle[slab], self.frames.window(slab, count)
         offered: list[tuple[float, Lease]] = []
         victims: list[PageRun] | None = None
@@ -360,6 +367,8 @@ class Leases:
             victims = window.offer(self._leases[unit].run)
         for time, lease in offered:
             idle.put(lease.unit, time, lease.run.count)
+        if victims is None:
+            self._no_room[slab] = count, needed_at
         return victims
 
     def _first_idle(self, slab: int) -> tuple[float, int] | None:
@@ -401,6 +410,7 @@ class Leases:
             slab, time = self.frames.slab_of(lease.run), -self._useful(unit)
             self._idle[slab].put(unit, time, lease.run.count)
             self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
+            self._no_room.pop(slab, None)
 
     def _end(self, lease: Lease, again: bool = True) -> None:
         """End a lease. If `again`, its unit may be fetched ahead again."""

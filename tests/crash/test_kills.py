@@ -1,7 +1,6 @@
 """Killed at random instants, a run goes on from its last committed checkpoint and ends with the same bits.
 
-Asynchronous updates promise less: what is resumed is, bit for bit, what the last checkpoint holds. `pytest -m slow
-tests/crash/test_kills.py -s` kills more often and prints how often, and from which steps runs went on.
+`pytest -m slow tests/crash/test_kills.py -s` kills more often and prints how often, and from which steps runs went on.
 """
 
 import random
