@@ -112,11 +112,16 @@ def be_agent(request: dict[str, Any]) -> int:
 
 def attempt(request: dict[str, Any]) -> list[int | None]:
     """Fork every rank, or an agent, and wait for all, at most as long as the request says."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    works = [partial(be_rank, request, port, rank) for rank in range(request["ranks"])]
-    works = [partial(be_agent, request)] if "restarts" in request else works
+    with socket.socket() as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 may listen there, and nobody else gets it
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+        works = [partial(be_rank, request, port, rank) for rank in range(request["ranks"])]
+        return ended([partial(be_agent, request)] if "restarts" in request else works, request["timeout_s"])
+
+
+def ended(works: list[Callable[[], int]], timeout_s: float) -> list[int | None]:
+    """Do each work in a process of its own; how each ended."""
     children = {}
     for number, work in enumerate(works):
         child = os.fork()
@@ -125,7 +130,7 @@ def attempt(request: dict[str, Any]) -> list[int | None]:
             os._exit(work())
         children[child] = number
     status: list[int | None] = [None] * len(works)
-    deadline = time.monotonic() + request["timeout_s"]
+    deadline = time.monotonic() + timeout_s
     while children and time.monotonic() < deadline:
         child, ended = os.waitpid(-1, os.WNOHANG)
         if child:
