@@ -370,6 +370,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "pass",
             "schedule/test_schedule.py",
         ),
+        "a spill that failed is never tried again": (
+            'told that a SPILL has failed."""\n        self._spilling_fails = False',
+            'told that a SPILL has failed."""',
+            "schedule/test_schedule.py",
+        ),
         "gradients are spilled where they cannot be": (
             "is not None and self._plan.spills",
             "is not None",

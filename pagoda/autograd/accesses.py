@@ -290,6 +290,7 @@ class Accesses:
             gc.collect()  # reference cycles may keep views of leases alive
             self._executor.poll()
         if stuck():
+            self._executor.raise_spill_failure()
             refuse()
             raise AssertionError("compute waits, and nothing is under way")
 

@@ -154,8 +154,8 @@ class Stepper:
 
     def _refuse(self, gradient: UnitGradient) -> None:
         """Raise the error for a gradient without a buffer."""
-        error, self._executor.spill_failure = self._executor.spill_failure, None
-        raise error or BudgetError(self._gradients.exhausted(gradient.unit), tier=HOST)
+        self._executor.raise_spill_failure()
+        raise BudgetError(self._gradients.exhausted(gradient.unit), tier=HOST)
 
     def _prepare_early(self, gradient: UnitGradient) -> None:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter

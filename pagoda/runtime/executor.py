@@ -109,6 +109,13 @@ class Executor:
                 self._held.remove(operation)
                 self.driver.tell(self._let_go, operation)
 
+    def raise_spill_failure(self) -> None:
+        """Raise the error of a SPILL since compute last asked, if there is one. The SPILL is then tried again."""
+        error, self.spill_failure = self.spill_failure, None
+        if error is not None:
+            self.driver.tell(self._scheduler.spill_again)
+            raise error
+
     def end_step(self, clipped: bool, changed: Collection[int], unused: Collection[int]) -> None:
         """`step()` was called. This is an event."""
         self._scheduler.end_step(clipped, changed=changed, unused=unused)

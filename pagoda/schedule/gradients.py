@@ -46,7 +46,7 @@ class Gradients:
         self._spilled: dict[GradientRecord, None] = {}
         """Records of which a SPILL is under way."""
         self._spilling_fails = False
-        """Whether a SPILL has failed since compute last made a gradient. None is tried until the next gradient."""
+        """Whether a SPILL has failed since compute last made a gradient or was told so. None is tried until then."""
         self.changes = False
         """Whether something has happened since the last pump that may give a buffer to a record. If not, no pump is
         needed."""
@@ -96,6 +96,11 @@ class Gradients:
             return
         if record.complete and record.arrived:
             self._spill(record)  # it waits for `step()`
+
+    def spill_again(self) -> None:
+        """Compute was told that a SPILL has failed."""
+        self._spilling_fails = False
+        self.changes = True
 
     def use(self, record: GradientRecord) -> None:
         """An update begins to read a gradient."""

@@ -171,6 +171,11 @@ class Scheduler:
         self.turns.restored(turn)
         self._pump()
 
+    def spill_again(self) -> None:
+        """Compute was told that a SPILL has failed, so it is tried again."""
+        self.gradients.spill_again()
+        self._pump(ranks_agree=False)
+
     def prepare_checkpoint(self) -> None:
         """A checkpoint is requested. It can begin once `checkpoint_prepared` is true and asynchronous updates have
         settled."""
@@ -235,8 +240,9 @@ class Scheduler:
         """An operation has failed. The executor raises its error where it matters.
 
         A failed FETCH, SPILL or SAVE loses nothing. A FETCH is retried as long as compute waits for it, and a SPILL
-        when compute next makes a gradient. After a failed OFFLOAD the step must be dropped. A failed speculative UPDATE
-        is undone. After any other failure, no state can be used until all are `restored`.
+        when compute next makes a gradient or was told of it (`spill_again`). After a failed OFFLOAD the step must be
+        dropped. A failed speculative UPDATE is undone. After any other failure, no state can be used until all are
+        `restored`.
         """
         if operation.kind is Kind.UPDATE:
             self.updates.update_failed(operation.about)

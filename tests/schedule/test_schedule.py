@@ -294,6 +294,20 @@ def test_a_gradient_keeps_its_buffer_when_it_could_not_be_written_to_ssd() -> No
     assert made(scheduler, 1) == [(Kind.SPILL, 0), (Kind.OFFLOAD, 1), (Kind.SPILL, 1)]
 
 
+def test_updates_that_need_the_buffer_of_what_could_not_be_written_begin_once_compute_was_told() -> None:
+    scheduler = with_buffers(1)
+    for unit in (0, 1):
+        made(scheduler, unit)
+    scheduler.gradient(2, complete=True, last=False)
+    (spill,) = end_all(scheduler, but=Kind.SPILL)[1:]
+    scheduler.failed(spill)
+    scheduler.end_step(clipped=False)
+    assert units_of(Kind.UPDATE, end_all(scheduler)) == []
+    assert scheduler.idle
+    scheduler.spill_again()
+    assert units_of(Kind.UPDATE, end_all(scheduler)) == [0, 1, 2]
+
+
 def test_a_gradient_does_not_arrive_in_a_buffer_that_an_update_reads() -> None:
     scheduler = with_buffers(2)
     scheduler.gradient(0, complete=True, last=True)

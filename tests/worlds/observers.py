@@ -622,6 +622,9 @@ class ReadAhead(Observer):
             self.at_rest = True
             self.ahead.clear()
 
+    def restored(self, *_: Any) -> None:
+        self.ahead.clear()  # what was read has been dropped: nothing may be under way while states are replaced
+
     def on_read_ahead(self, op: Operation) -> None:
         unit, facts = op.unit, self.facts
         self.require(not self.at_rest, "READ_AHEAD while the program may write states")
