@@ -14,7 +14,7 @@ from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPar
 from .wire import FakeWire, Table
 
 Event = tuple[str, Any]
-"""What compute does: "gather", "reduce" or "evaluate" a unit, "read" something together, "drop" gradients (whether it has
+"""What compute does: "gather", "reduce" or "evaluate" a unit, "read" something together, "drop" gradients (True: it has
 made some), "fail" at what the event is about, "leave"."""
 UNITS = 5
 KINDS = {kind.name.lower(): kind for kind in CollectiveKind}
@@ -183,7 +183,7 @@ def test_gradients_that_some_ranks_have_made_are_dropped_before_the_next_ones_of
 ) -> None:
     """Also if the others have said nothing, because their forwards have failed, and have gone on."""
     dropping = [*gathers(0, 1, 2, 3), *reduces(3, 2), ("drop", True), *USUAL]
-    steps = [[USUAL, dropping, USUAL], [USUAL, [*(others or dropping[:-len(USUAL)]), *USUAL], USUAL]]
+    steps = [[USUAL, dropping, USUAL], [USUAL, [*(others or dropping[: -len(USUAL)]), *USUAL], USUAL]]
     first, second = play(steps, listed)
     assert first.error is second.error is None
     assert first.kinds == second.kinds
